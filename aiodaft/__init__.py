@@ -57,6 +57,7 @@ from aiodaft.info import ActorInfo, NodeInfo
 from aiodaft.inside import current_group, current_runtime
 from aiodaft.memory import Registration, empty, register
 from aiodaft.methods import method
+from aiodaft.overview import Overview
 from aiodaft.placement import Mesh, Placement, Slice, Spawned
 from aiodaft.program import run, start, stop
 from aiodaft.ref import Ref, Refs, Stream, borrow, lazy
@@ -98,6 +99,7 @@ __all__ = [
     "NodeInfo",
     "NotAuthenticated",
     "Overloaded",
+    "Overview",
     "OwnerDied",
     "Patience",
     "PeerLost",

@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from aiodaft._protocol.calls.following import NOWHERE
 from aiodaft._protocol.coordination.records import Member
+from aiodaft._protocol.supervision.child import REACHABLE
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.diagnostics.process_stack import is_answered
+from aiodaft._runtime.diagnostics.process_view import ActorView
 from aiodaft._runtime.node.worker import WorkerProcess
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError, OutcomeUnknown
 from aiodaft.ref import Ref
 
-__all__ = ["ActorInfo", "NodeInfo", "look_at", "look_at_nodes"]
+__all__ = ["ActorInfo", "NodeInfo", "in_process", "look_at", "look_at_node", "look_at_nodes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,9 @@ class ActorInfo:
         epoch: The number of its incarnation; each attempt to restart it takes the next.
         restarts: The number of successful restarts.
         last_error: What ended the previous incarnation, or made the last restart fail.
+        process: The id of its process; "" if that has ended.
+        failed: Calls, and steps of compiled graphs, that raised; not those that were cancelled or late.
+        restarting: Whether it has no process now, and is being restarted.
     """
 
     name: str
@@ -68,6 +73,20 @@ class ActorInfo:
     epoch: int = 0
     restarts: int = 0
     last_error: BaseException | None = None
+    process: str = ""
+    failed: int = 0
+    restarting: bool = False
+
+    @property
+    def state(self) -> Literal["busy", "idle", "silent", "restarting", "dead"]:
+        """What it does, in one word: "busy" if a call runs; "silent" if its process does not answer."""
+        if self.restarting:
+            return "restarting"
+        if not self.alive:
+            return "dead"
+        if self.suspect or self.silent_for:
+            return "silent"
+        return "busy" if self.running else "idle"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +113,11 @@ class NodeInfo:
 async def look_at_nodes(controller: Owner, patience: float) -> tuple[NodeInfo, ...]:
     """Ask each node what it has, by name; one that does not answer within `patience` seconds is silent."""
     await controller.ready()
-    found = await asyncio.gather(*(_look_at_node(controller, node, patience) for node in controller.nodes.members()))
+    found = await asyncio.gather(*(look_at_node(controller, node, patience) for node in controller.nodes.members()))
     return tuple(info for info in found if info is not None)
 
 
-async def _look_at_node(controller: Owner, node: Member, patience: float) -> NodeInfo | None:
+async def look_at_node(controller: Owner, node: Member, patience: float) -> NodeInfo | None:
     """What a node has; None if it is not in the cluster any more."""
     name = controller.nodes.name_of(node.peer)
     with suppress(OutcomeUnknown):
@@ -127,28 +146,33 @@ async def look_at(controller: Owner, target: Target, cls: type) -> ActorInfo:
     report = None if before is None else await _report(controller, target)
     process = await _process(controller, target)
     node_name = controller.nodes.name_of(target.remote if child is None else child.place.peer)
-    restarts: dict[str, Any] = {}
+    info = ActorInfo(target.label, cls.__name__, names, 0, node_name, (), alive=report is not None)
     if child is not None:
-        restarts = {"epoch": child.epoch, "restarts": child.restarts, "last_error": child.last_error}
+        info = replace(info, epoch=child.epoch, restarts=child.restarts, last_error=child.last_error)
     if process is None:
-        return ActorInfo(target.label, cls.__name__, names, 0, node_name, (), alive=False, **restarts)
+        return replace(info, alive=False, restarting=child is not None and child.state not in REACHABLE)
+    return in_process(info, process, None if not report else report[0], 0 if not report else report[1])
+
+
+def in_process(info: ActorInfo, process: WorkerProcess, view: ActorView | None, stored_bytes: int) -> ActorInfo:
+    """Add what is known of the process of an actor; `view` is None if that has not answered."""
     last = process.heartbeat
-    known: dict[str, Any] = {"running": (last.last_method,)} if report == {} and last.last_method else {}
-    return ActorInfo(
-        name=target.label,
-        class_name=cls.__name__,
-        names=names,
-        pid=process.pid,
-        node=node_name,
-        gpus=process.gpus,
-        alive=report is not None,
+    info = replace(info, pid=process.pid, gpus=process.gpus, process=process.id, loop_lag=last.loop_lag)
+    if view is not None:
         # An answer is newer than what the node knows.
-        suspect=last.suspect and not report,
-        silent_for=0.0 if report else last.silent_for,
-        loop_lag=last.loop_lag,
-        **(report or known),
-        **restarts,
-    )
+        return replace(
+            info,
+            class_name=view.class_name,
+            running=view.running,
+            running_besides=view.running_besides,
+            queued=view.queued,
+            done=view.done,
+            failed=view.failed,
+            abandoned=view.abandoned,
+            stored_bytes=stored_bytes,
+        )
+    running = (last.last_method,) if info.alive and last.last_method else ()
+    return replace(info, suspect=last.suspect, silent_for=last.silent_for, running=running)
 
 
 async def _process(controller: Owner, target: Target) -> WorkerProcess | None:
@@ -162,11 +186,11 @@ async def _process(controller: Owner, target: Target) -> WorkerProcess | None:
         return None
 
 
-async def _report(controller: Owner, target: Target) -> dict[str, Any] | None:
+async def _report(controller: Owner, target: Target) -> tuple[ActorView, int] | tuple[()] | None:
     """The report of its process; None if the actor is gone, nothing in it if the process did not answer in time."""
-    report: Ref[dict[str, Any]] = controller.agent_of(target.remote).report(target.actor)
+    report: Ref[tuple[ActorView, int]] = controller.agent_of(target.remote).report(target.actor)
     if not await is_answered(report, controller.process.env.timeouts.report):
-        return {}
+        return ()
     try:
         return await report
     except DaftError as error:

@@ -34,12 +34,14 @@ from aiodaft._runtime.serialization.errors import give_frames, take_frames
 from aiodaft.actor import Actor, class_of
 from aiodaft.info import NodeInfo, look_at_nodes
 from aiodaft.naming import found, register
+from aiodaft.overview import Overview
 from aiodaft.owned import Owned, handle_of
 from aiodaft.placement import check_labels
 from aiodaft.questions import answers
 from aiodaft.ref import Ref
 from aiodaft.scope import Scope
 from aiodaft.stack import RuntimeStack
+from aiodaft.survey import look_over
 from aiodaft.tracing import Trace
 from aiodaft_transport import check_name, default_name
 
@@ -297,6 +299,20 @@ class Runtime(Scope):
         """
         self._controller.check_running("there are no stacks")
         return await self._controller.stack(patience)
+
+    async def overview(self, *, patience: float = 1.0) -> Overview:
+        """One look at the whole runtime: nodes, processes, actors, what they send, what they store, what failed.
+
+        Every node and every process is asked once, at the same time. Nothing is counted for it on the way of a call.
+
+        Args:
+            patience: Seconds that they get to answer. A process that does not is there with what its node knows
+                (`ProcessInfo.answered` is False).
+
+        Cancellation: nothing is lost.
+        """
+        self._controller.check_running("there is no overview")
+        return await look_over(self._controller, patience)
 
     def trace(self, path: str | os.PathLike[str], *, limit: int = 100_000, patience: float = 5.0) -> Trace:
         """Record what all processes do in a block, `async with rt.trace("run.json"):`, to a file for ui.perfetto.dev.

@@ -6,23 +6,22 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar, cast
+from typing import Any, Final, Self, TypeVar
 
 from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.diagnostics.trace import Ping, ProcessTrace, offset_of
 from aiodaft._protocol.diagnostics.trace_file import trace_file
 from aiodaft._protocol.ids import PeerId, node_of
-from aiodaft._runtime.diagnostics.process_stack import is_answered
+from aiodaft._runtime.diagnostics.process_stack import answer_to
 from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.node.worker import WorkerProcess
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.linux import clock_id
 from aiodaft._runtime.platform.tasks import logger, shield_from_anyio
 from aiodaft.exceptions import DaftError
-from aiodaft.ref import Ref
 
 __all__ = ["Trace"]
 
@@ -114,23 +113,12 @@ class Trace:
 
     # Processes.
 
-    async def _answer(self, question: Awaitable[T]) -> T:
-        """The answer of another process. Raises DaftError if that has ended, and TimeoutError if there is none in time.
-
-        The handles of the runtime's own actors make refs.
-        """
-        if not await is_answered(cast("Ref[T]", question), self._patience):
-            raise TimeoutError
-        # A large answer is fetched now.
-        async with asyncio.timeout(self._patience):
-            return await question
-
     async def _processes(self) -> list[WorkerProcess]:
         """The workers with actors that this process owns, and with those that these own."""
 
         async def ask(member: Member) -> Iterable[WorkerProcess]:
             with suppress(DaftError, TimeoutError):
-                return await self._answer(self._owner.nodes.named(member.name).processes())
+                return await answer_to(self._owner.nodes.named(member.name).processes(), self._patience)
             return ()
 
         found = await asyncio.gather(*map(ask, self._owner.nodes.members()))
@@ -143,7 +131,7 @@ class Trace:
         beginning = self._owner.agent_of(process.id).begin_trace(self._owner.process.id, self._number, self._limit)
         has_actors = True
         try:
-            has_actors = await self._answer(beginning)
+            has_actors = await answer_to(beginning, self._patience)
         except TimeoutError:
             pass
         except DaftError:
@@ -159,7 +147,7 @@ class Trace:
         with suppress(DaftError, TimeoutError):
             for _ in range(_PINGS):
                 sent = now()
-                clock, theirs = await self._answer(agent.clock())
+                clock, theirs = await answer_to(agent.clock(), self._patience)
                 if clock == clock_id():
                     self._offsets[member.name] = 0.0
                     return
@@ -189,7 +177,8 @@ class Trace:
     async def _fetch(self, process: PeerId) -> ProcessTrace | None:
         """What a process has recorded; None if it has ended, or is about to end, and gives that by itself."""
         try:
-            return await self._answer(self._owner.agent_of(process).end_trace(self._owner.process.id, self._number))
+            ending = self._owner.agent_of(process).end_trace(self._owner.process.id, self._number)
+            return await answer_to(ending, self._patience)
         except TimeoutError:
             self.left_out[self._known[process]] = f"it did not answer in {self._patience:g} s"
         except DaftError:

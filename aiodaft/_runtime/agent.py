@@ -7,7 +7,7 @@ import inspect
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Final, Protocol, cast
+from typing import Any, Protocol, cast
 
 from aiodaft._protocol.calls.mailbox import BoundedMailbox
 from aiodaft._protocol.diagnostics.deadlock import CallAt, Waiting
@@ -23,6 +23,7 @@ from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.diagnostics.attach import Visits
 from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
 from aiodaft._runtime.diagnostics.process_stack import stack_here
+from aiodaft._runtime.diagnostics.process_view import ActorView, ProcessView, Viewer, look_at_actor
 from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.graphs.registry import Graphs
@@ -38,8 +39,6 @@ from aiodaft.stack import ProcessStack
 
 # The actor that is made or left here.
 attended: ContextVar[HostedActor | None] = ContextVar("aiodaft_attended", default=None)
-# Running calls that a report names.
-_SHOWN: Final = 100
 
 
 class Ways(Protocol):
@@ -179,21 +178,17 @@ class Agent(Actor):
         self._followers.left(PeerId(owner), ActorId(actor), serving().caller)
 
     @method
-    async def report(self, actor: int) -> dict[str, Any]:
+    async def report(self, actor: int) -> tuple[ActorView, int]:
+        """How an actor is doing, and the bytes that its process stores for others."""
         hosted = self._host.actors.get(ActorId(actor))
         if hosted is None:
             raise ActorDied("the actor was stopped", executed=False)
-        calls = hosted.under_way()
-        begun = [call.label for call in calls if call.begun]
-        return {
-            "running": tuple(begun[:_SHOWN]),
-            "running_besides": len(begun[_SHOWN:]),
-            # Calls of `def` methods wait for the actor's thread, also after they were cancelled and answered.
-            "queued": hosted.mailbox.queued + sum(not (call.begun or call.answered) for call in calls),
-            "done": hosted.done,
-            "abandoned": len(hosted.abandoned),
-            "stored_bytes": self._objects.store.stored_bytes(),
-        }
+        return look_at_actor(hosted), self._objects.store.stored_bytes()
+
+    @method(ordered=False)
+    async def look(self) -> ProcessView:
+        """How this process is doing."""
+        return self._host.process.part(Viewer).look()
 
     @method(ordered=False)
     async def answer(self) -> None:

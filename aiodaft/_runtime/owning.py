@@ -30,6 +30,7 @@ from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.process_stack import is_answered, stack_here
+from aiodaft._runtime.diagnostics.process_view import Viewer
 from aiodaft._runtime.node.contact import CoordinatorContact
 from aiodaft._runtime.node.membership import watch_members
 from aiodaft._runtime.node.nodes import Nodes
@@ -72,6 +73,7 @@ class Owner(ABC):
         self.placing = Placing(lambda coro, name: process.tasks.start(coro, name=name))
         self.directory = Directory(peer.caller, self.nodes, root)
         self.directory.on_over = lambda number: self.contact.free_names(process.id, number)
+        process.part(Viewer).supervised = self.directory.look
         peer.add_actor(SUPERVISOR, "supervisor", self.directory)
 
     def _node_joined(self, node: Member) -> None:
@@ -94,6 +96,7 @@ class Owner(ABC):
         if await self.connections.hears_from(name):
             return
         error = PeerLost(f"the node {name!r} is not in the cluster any more")
+        self.process.note_failure("node", name, error)
 
         def is_idle(remote: PeerId) -> bool:
             connection = self.connections.get(remote)

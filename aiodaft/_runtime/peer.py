@@ -42,6 +42,7 @@ from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.data_streams import UNASKED
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
+from aiodaft._runtime.diagnostics.process_view import Viewer
 from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
 from aiodaft._runtime.graphs.context import GraphContext
@@ -178,6 +179,7 @@ class Peer:
         self.channels = Channels(self.caller)
         self.connections.handlers += self._handlers()
         self.tracing = Tracing(self.host, self.sender, self.graphs, self._have_recorded)
+        process.provide(Viewer, Viewer(self.host, self.connections, self.objects))
         agent = Agent(self.host, self.objects, self.graphs, self.deadlocks, self, self.followers, self.tracing)
         self.add_actor(AGENT, "agent", agent)
         process.provide(Peer, self)

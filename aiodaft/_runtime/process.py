@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from dataclasses import astuple
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
+from aiodaft._protocol.diagnostics.failures import FailureLog, Kind, Subject
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.node.code import Code
 from aiodaft._protocol.node.liveness import Patience
@@ -85,6 +86,7 @@ class Process:
         # What the actors that this process spawns import before anything else.
         self.code = Code(options.id)
         self.grace = options.grace
+        self.failures = FailureLog()
         self.env = env
         self.pid = env.pid()
         self.loop = asyncio.get_running_loop()
@@ -107,6 +109,10 @@ class Process:
     def is_here(self) -> bool:
         """Whether this is the loop's own thread."""
         return threading.get_ident() == self._thread
+
+    def note_failure(self, what: Kind, actor: str, error: BaseException, method: str = "") -> None:
+        """Remember a failure in this process, for `rt.overview()`. On the loop."""
+        self.failures.note(Subject(what, actor, method, self.id, self.pid), error, self.env.monotonic())
 
     def create_task(self, coro: Coroutine[Any, Any, None], /, *, name: str) -> None:
         """Start a task for a transport."""

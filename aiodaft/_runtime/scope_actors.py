@@ -381,6 +381,8 @@ class ScopeActors:
                 del self._making[making]
             self._scope.check_open(what)
         except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, CallCancelled | OutcomeUnknown):
+                self._controller.process.note_failure("start", spec.label, error)
             await self._undo(target)
             if isinstance(error, CallCancelled):
                 self._scope.check_open(what)

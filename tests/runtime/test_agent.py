@@ -15,6 +15,7 @@ from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, incarnation
 from aiodaft._runtime.actors.hosted_actor import Host, current_call
 from aiodaft._runtime.agent import Agent
 from aiodaft._runtime.connections.ring_poller import RingPoller
+from aiodaft._runtime.diagnostics.process_view import ActorView
 from aiodaft.exceptions import ActorDied
 
 ACTOR = FIRST_USER_ACTOR
@@ -88,8 +89,9 @@ async def test_an_actor_is_made_on_its_own_thread_and_described(office: Office) 
     hosted = office.host.actors[ACTOR]
     assert (hosted.name, hosted.instance.happened) == ("Desk-1", ["made"])
     assert "Desk-1" in office.threads
-    report = await office.ask(office.agent.report(ACTOR))
-    assert (report["running"], report["queued"], report["done"], report["abandoned"]) == ((), 0, 0, 0)
+    view, stored_bytes = await office.ask(office.agent.report(ACTOR))
+    assert view == ActorView("Desk-1", "Desk", (), 0, 0, 0, 0, 0)
+    assert stored_bytes == 0
 
 
 async def test_a_later_incarnation_is_told_its_epoch(office: Office) -> None:

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias, cast
 
+from aiodaft_transport.memory.block_pool import BlockPool
 from aiodaft_transport.memory.registered import Block
 
 Grant: TypeAlias = tuple[int | str | bytes, ...]
@@ -67,6 +68,10 @@ class Transport(Protocol):
     name: ClassVar[str]
     # Whether consumers read the producer's own memory, so that another consumer costs no copy.
     shared: ClassVar[bool]
+
+    def pools(self) -> Sequence[BlockPool[Any]]:
+        """The pools of memory that blocks come from, and that values arrive in."""
+        ...
 
     def allocate(self, nbytes: int) -> Block:
         """Return a block of at least `nbytes` bytes (more than zero). Safe in any thread.

@@ -19,7 +19,7 @@ import asyncio
 import ctypes
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from mmap import MADV_DONTNEED, MAP_PRIVATE, PAGESIZE, PROT_READ, PROT_WRITE, mmap
 from typing import ClassVar, Final, cast
@@ -126,6 +126,9 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
     def mapped_segments(self) -> int:
         """How many segments of peers are known here."""
         return sum(len(remote.segments) for remote in self.remotes.values())
+
+    def pools(self) -> Sequence[Arena]:
+        return (self.arena,)
 
     def allocate(self, nbytes: int) -> ArenaBlock:
         return self.arena.allocate(nbytes)

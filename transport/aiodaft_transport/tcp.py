@@ -74,12 +74,14 @@ class TcpTransport(PeerTransport[Block, _Remote]):
 
     def __init__(self, host: Host, *, keep: int = DEFAULT_KEEP) -> None:
         super().__init__(host)
-        # The pools that blocks come from, and that values arrive in.
         self.arena = Arena(shared=False, keep=keep)
         self.landing = Arena(shared=False, keep=keep)
         # A socket sends from any memory: unregistering undoes nothing.
         self._regions = Regions(self.arena.next_number, lambda number: None)
         self._mover = Mover(host)
+
+    def pools(self) -> Sequence[Arena]:
+        return self.arena, self.landing
 
     def allocate(self, nbytes: int) -> ArenaBlock:
         return self.arena.allocate(nbytes)

@@ -77,7 +77,8 @@ class Session(Generic[CallT]):
         self._own_waiting: OrderedDict[CallId, _OwnCall] = OrderedDict()
         # Never more than `max_pending`.
         self._base_window = self._window = min(window, max_pending)
-        self._answers = 0
+        # The number of calls that have ended, without the runtime's own; and when the window was last looked at.
+        self.answers = 0
         self._answers_before = 0
         self._max_pending = max_pending
         # Bytes of the arguments of each call; no entry for zero.
@@ -247,7 +248,7 @@ class Session(Generic[CallT]):
             return None
         call = self.calls.pop(call_id, None)
         if call is not None:
-            self._answers += 1
+            self.answers += 1
             if call_id in self._costs:
                 self._bytes -= self._costs.pop(call_id)
             if self._waiting:
@@ -267,14 +268,14 @@ class Session(Generic[CallT]):
         Returns:
             Whether calls still wait.
         """
-        if self._answers == self._answers_before:
+        if self.answers == self._answers_before:
             self._window = min(2 * self._window, self._max_pending)
             self._window_bytes *= 2
             self._pump()
         else:
             self._window = self._base_window
             self._window_bytes = WINDOW_BYTES
-        self._answers_before = self._answers
+        self._answers_before = self.answers
         return bool(self._waiting)
 
     def _pump_own(self, prepared: CallId | None = None) -> None:

@@ -188,7 +188,6 @@ class Host:
             del self.stopped[next(iter(self.stopped))]
 
     async def aclose(self, reason: str) -> None:
-        """Stop every actor."""
         for hosted in list(self.actors.values()):
             await hosted.stop(reason, 0)
         self.starter.close()
@@ -213,9 +212,9 @@ class HostedActor:
         # The same, if the number of waiting calls is bounded.
         self.bounds: BoundedMailbox[InboundCall] | None = None
         self.thread = process.env.thread(name, process.loop)
-        # Calls that have started and not ended, in order; and how many have ended.
+        # Calls that have started and not ended, in order; how many have ended; how many, or steps of graphs, failed.
         self.running: dict[InboundCall, None] = {}
-        self.done = 0
+        self.done = self.failed = 0
         # Running calls that were cancelled.
         self.abandoned: set[InboundCall] = set()
         self.stopping: str | None = None
@@ -477,13 +476,19 @@ class HostedActor:
         if self.is_late(call, error):
             self._fail_late(call, error)
             return
-        # It is not known where a cancelled call stopped.
-        executed = None if isinstance(error, asyncio.CancelledError) else ran
-        where: str | None = f"raised by {call.label} in {self.where}"
-        if self.id < FIRST_USER_ACTOR:
-            # Errors of the runtime's own actors get no note; and they may say that nothing was done.
-            where, executed = None, executed and getattr(error, "executed", None) is not False
-        call.responder.fail(call, as_call_error(error, where), executed=executed)
+        own = self.id < FIRST_USER_ACTOR
+        # It is not known where a cancelled call stopped. The runtime's own actors may say that nothing was done.
+        nothing = own and getattr(error, "executed", None) is False
+        executed = None if isinstance(error, asyncio.CancelledError) else ran and not nothing
+        failure = as_call_error(error, None if own else f"{call.label} in {self.where}")
+        if not (own or call.given_up):
+            self.note_failure(call.label, failure)
+        call.responder.fail(call, failure, executed=executed)
+
+    def note_failure(self, label: str, error: BaseException) -> None:
+        """Count and remember the failure of a call, or of a step of a graph. On the loop."""
+        self.failed += 1
+        self._process.note_failure("call", self.name, error, label)
 
     def undone(self, call: InboundCall, why: DaftError | None) -> None:
         """A begun call takes part in nothing any more, for this reason; None: it has failed."""

@@ -31,6 +31,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 from weakref import finalize, ref
@@ -151,6 +152,11 @@ class Connection:
     def is_up(self) -> bool:
         """Whether it has a socket, and is not lost."""
         return self.connected and self.lost is None
+
+    def traffic_so_far(self) -> Traffic:
+        """The traffic, with what went through rings."""
+        ring = self._send_queue.ring or self._ring
+        return self.traffic if ring is None else _with_rings(self.traffic, ring)
 
     def is_awaited(self) -> bool:
         """Whether it has no socket yet."""
@@ -423,6 +429,7 @@ class Connection:
             ring.close()
 
     def _take_ring(self) -> RingPair | None:
+        self.traffic = self.traffic_so_far()
         ring, self._ring = self._send_queue.ring or self._ring, None
         self._send_queue.close()
         return ring
@@ -537,6 +544,17 @@ class Connection:
                         break
                     self._receive(memoryview(buffer)[:count])
         return self._socket is not None
+
+
+def _with_rings(traffic: Traffic, ring: RingPair) -> Traffic:
+    sent, received = ring.writer.head, ring.reader.tail
+    return replace(
+        traffic,
+        control_sent=traffic.control_sent + sent,
+        control_received=traffic.control_received + received,
+        ring_sent=sent,
+        ring_received=received,
+    )
 
 
 def _take_back_soon(found: ref[Connection], name: bytes) -> None:

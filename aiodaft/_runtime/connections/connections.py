@@ -76,7 +76,7 @@ class Connections(dict[PeerId, Connection]):
         """A new connection, in place of one that is lost, if there is one."""
         before = self.get(remote)
         if before is not None:
-            self._past_traffic = total([self._past_traffic, before.traffic])
+            self._past_traffic = total([self._past_traffic, before.traffic_so_far()])
             self._lost.remove(before)
         connection = self[remote] = self.make(remote)
         return connection
@@ -116,14 +116,14 @@ class Connections(dict[PeerId, Connection]):
 
     def traffic(self) -> Traffic:
         """What this process sent and received over all connections."""
-        return total([self._past_traffic, *(connection.traffic for connection in self.values())])
+        return total([self._past_traffic, *(connection.traffic_so_far() for connection in self.values())])
 
     def _connection_lost(self, connection: Connection, reason: Exception) -> None:
         """Fail everything that went over a connection, with the best explanation."""
         self._lost.append(connection)
         while len(self._lost) > self._process.env.remembered:
             forgotten = self._lost.popleft()
-            self._past_traffic = total([self._past_traffic, forgotten.traffic])
+            self._past_traffic = total([self._past_traffic, forgotten.traffic_so_far()])
             del self[forgotten.remote]
         self.data_streams.peer_lost(connection.remote)
         self._owner.connection_lost(connection)

@@ -66,15 +66,16 @@ class _Direction:
 class RingWriter(_Direction):
     """The writing end."""
 
-    __slots__ = ("_head",)
+    __slots__ = ("head",)
 
     def __init__(self, mapping: mmap, start: int, ring_doorbell: Callable[[], object]) -> None:
         super().__init__(mapping, start, ring_doorbell)
-        self._head = 0
+        # All bytes that were ever written.
+        self.head = 0
 
     def write(self, data: bytes | memoryview) -> int:
         """Write as much as there is room for, wake a sleeping reader, and return the number of bytes written."""
-        words, head = self.words, self._head
+        words, head = self.words, self.head
         count, room = len(data), CAPACITY - (head - words[_TAIL])
         if count > room:
             count, data = room, data[:room]
@@ -87,7 +88,7 @@ class RingWriter(_Direction):
         else:
             mapping[start + at : start + CAPACITY] = data[:first]
             mapping[start : start + count - first] = data[first:]
-        words[HEAD] = self._head = head + count
+        words[HEAD] = self.head = head + count
         barrier()
         if words[_READER_SLEEPS] or not ORDERED:
             words[_READER_SLEEPS] = 0
@@ -99,7 +100,7 @@ class RingWriter(_Direction):
         words = self.words
         words[_WRITER_SLEEPS] = 1
         barrier()
-        return bool(self._head - words[_TAIL] == CAPACITY)
+        return bool(self.head - words[_TAIL] == CAPACITY)
 
 
 class RingReader(_Direction):
@@ -109,6 +110,7 @@ class RingReader(_Direction):
 
     def __init__(self, mapping: mmap, start: int, ring_doorbell: Callable[[], object]) -> None:
         super().__init__(mapping, start, ring_doorbell)
+        # All bytes that were ever read.
         self.tail = 0
 
     @property

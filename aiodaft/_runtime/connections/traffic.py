@@ -21,6 +21,8 @@ class Traffic:
         payload_received: Bytes of the payloads received.
         device_sent: Bytes of `payload_sent` that go from GPU to GPU, without memory of the host.
         device_received: Bytes of `payload_received` that came from GPU to GPU.
+        ring_sent: Bytes of `control_sent` that went through rings in shared memory, without the kernel.
+        ring_received: Bytes of `control_received` that came through such rings.
     """
 
     messages_sent: int = 0
@@ -33,6 +35,8 @@ class Traffic:
     payload_received: int = 0
     device_sent: int = 0
     device_received: int = 0
+    ring_sent: int = 0
+    ring_received: int = 0
 
     @property
     def control(self) -> int:

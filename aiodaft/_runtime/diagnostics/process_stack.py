@@ -6,8 +6,9 @@ import asyncio
 import linecache
 import sys
 import threading
+from collections.abc import Awaitable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from aiodaft._protocol.calls.call import FETCHING
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
@@ -17,6 +18,8 @@ from aiodaft._runtime.diagnostics.wait_graph import WaitGraph, frames_on_thread
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft.ref import Ref
 from aiodaft.stack import CallStack, Frame, ProcessStack, TaskStack, ThreadStack
+
+T = TypeVar("T")
 
 
 def stack_here(waits: WaitGraph) -> ProcessStack:
@@ -68,6 +71,22 @@ def _frames(frames: Frames) -> tuple[Frame, ...]:
     shown = [frame for frame in frames if not is_ours(frame)] or frames
     found = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in shown]
     return tuple(Frame(file, line, name, linecache.getline(file, line).strip()) for file, line, name in found)
+
+
+async def answer_to(question: Awaitable[T], patience: float) -> T:
+    """The answer of another process to a question, which is a ref: the handles of the runtime's own actors make refs.
+
+    Raises:
+        DaftError: The process has ended.
+        TimeoutError: There is no answer in time.
+
+    Cancellation: the question is cancelled.
+    """
+    if not await is_answered(cast("Ref[T]", question), patience):
+        raise TimeoutError
+    # A large answer is fetched now.
+    async with asyncio.timeout(patience):
+        return await question
 
 
 async def is_answered(question: Ref[Any], patience: float) -> bool:

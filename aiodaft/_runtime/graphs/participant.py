@@ -531,7 +531,8 @@ class StrandCall(InboundCall):
         if isinstance(error, InputFailed):
             return GraphValue.of_error(error.error, executed=False)
         self._tell_others(failed_beside(self._named(step), error))
-        caught = as_call_error(error, f"raised by {step.label} in {self.hosted.where}")
+        caught = as_call_error(error, f"{step.label} in {self.hosted.where}")
+        self.run.participant.context.process.call_soon(partial(self.hosted.note_failure, step.label, caught))
         add_note(caught, f"a step of a graph, captured at {step.line}")
         return GraphValue.of_error(caught, executed=executed)
 

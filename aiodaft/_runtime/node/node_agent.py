@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.coordination.records import Member, NamedActor
+from aiodaft._protocol.diagnostics.failures import Subject
 from aiodaft._protocol.ids import ActorId, PeerId, can_share_memory, incarnation, is_worker, node_of
 from aiodaft._protocol.node.liveness import Order, Patience
 from aiodaft._protocol.node.postmortem import Ending, OomKills
@@ -550,6 +551,9 @@ class NodeAgent(NodeContact):
     def _worker_ended(self, worker: Worker, ending: Ending) -> None:
         wanted = worker.state is WorkerState.STOPPING and not worker.orphaned
         error = worker.error = worker.given_up or self._post_mortem(worker, ending)
+        if worker.state is not WorkerState.STOPPING:
+            death = Subject("death", worker.names, error.last_method, worker.id, worker.pid)
+            self._process.failures.note(death, error, self._process.env.monotonic())
         worker.handle(WorkerEvent.ENDED)
         self.draining.note()
         self._ended[worker.id] = worker

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final
+from weakref import WeakSet
 
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
@@ -101,6 +102,8 @@ class RefTable:
         self._store = objects.store
         self._connections = connections
         self._borrowing: Borrowing[RefState] = objects.borrowing
+        # Large values of `put`.
+        self._puts: WeakSet[PutState] = WeakSet()
         self.lend = self._borrowing.lend
         self.use = self._borrowing.use
 
@@ -148,6 +151,7 @@ class RefTable:
         if state.stored is not None and self._store.pack_now(state.stored):
             state.on_ready()
         else:
+            self._puts.add(state)
             self.process.tasks.create_task(self._capture(state, via, streams), name="put")
         return state
 
@@ -161,6 +165,10 @@ class RefTable:
             state.on_error(error)
         else:
             state.on_ready()
+
+    def put_values(self) -> list[StoredValue]:
+        """The large values of `put` that are stored."""
+        return [state.stored for state in self._puts if state.stored is not None]
 
     def stored(self, state: RefState) -> StoredValue:
         """The value of a settled ref, stored for other processes; the value is in this process."""

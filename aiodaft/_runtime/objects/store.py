@@ -156,7 +156,9 @@ class Store:
         find_device = self._find_device if self._direct and via is None else nowhere
         places = Places(find_block, find_device, lend=lender is not None, home=self.process)
         encoded = encode(value, names=names, places=places, resolve=resolve, patient=patient, small=small)
-        return StoredValue(encoded, lender, via, self._devices if encoded.on_device else None, self.call_soon)
+        stored = StoredValue(encoded, lender, via, self._devices if encoded.on_device else None, self.call_soon)
+        stored.label = names.whole
+        return stored
 
     def _find_block(self, source: Source, name: str) -> Block | None:
         """The block of a tensor's memory, if the transport reads it in place."""

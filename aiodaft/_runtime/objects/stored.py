@@ -38,6 +38,8 @@ class StoredValue:
     block: Block | None = None
     # The part in host memory is where peers can reach it.
     packed = False
+    # The call that made it, such as "Model.execute"; "" for a copy of another process's value.
+    label = ""
     # For a copy that is relayed: the process that made the value.
     root: PeerId | None = None
     on_release: Callable[[], object] | None = None

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from aiodaft._protocol.connections.codec import pack, unpack
+from aiodaft._protocol.diagnostics.failures import message_of, raised_by
 from aiodaft._runtime.platform.error_log import text_of
 from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization.decoder import decode
@@ -20,7 +21,6 @@ from aiodaft.exceptions import CallCancelled, DaftError, RemoteError, RestartLim
 _RUNTIME: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MAX_ENCODED: Final = 256 << 10
 _MAX_TEXT: Final = 16 << 10
-_MAX_MESSAGE: Final = 4 << 10
 # Of an error, in that of another call.
 _MAX_BESIDE: Final = 500
 # The message of the TypeError that `await 1` raises.
@@ -36,7 +36,7 @@ def encode_error(error: BaseException) -> bytes:
     type_name = f"{type(error).__module__}.{type(error).__qualname__}"
     # An exception may refuse to have its attributes set, as frozen dataclasses do.
     BaseException.with_traceback(error, _users_part(error.__traceback__))
-    return pack([type_name, _message(error), text_of(error)[-_MAX_TEXT:], *_encode_object(error)])
+    return pack([type_name, message_of(error), text_of(error)[-_MAX_TEXT:], *_encode_object(error)])
 
 
 def encoded_text(data: bytes) -> str:
@@ -56,7 +56,7 @@ def decode_error(data: bytes) -> BaseException:
                 add_note(error, f"the remote traceback:\n{text}")
             return error
         except Exception as problem:  # noqa: BLE001 - the class is not here, or refuses to be built: the text remains
-            why = f"{type(problem).__name__}: {_message(problem)}"
+            why = f"{type(problem).__name__}: {message_of(problem)}"
     remote = RemoteError(f"{type_name}: {message}\n\n{text}")
     remote.type_name = type_name
     remote.traceback = text
@@ -71,7 +71,7 @@ def decode_failure(data: bytes, executed: bool | None) -> BaseException:
 
 
 def as_call_error(error: BaseException, where: str | None) -> Exception:
-    """The exception that a caller gets for one that a method raised, with a note of the place."""
+    """The exception that a caller gets for one that a method raised, with a note of the call that raised it."""
     if isinstance(error, asyncio.CancelledError):
         cancelled = CallCancelled("the call was cancelled" if not str(error) else f"the call was cancelled: {error}")
         cancelled.__cause__ = error
@@ -85,7 +85,7 @@ def as_call_error(error: BaseException, where: str | None) -> Exception:
     if where is not None:
         if isinstance(error, TypeError) and _NOT_AWAITABLE.search(str(error)):
             add_note(error, _OWN_CALL)
-        add_note(error, where)
+        add_note(error, raised_by(where))
     return error
 
 
@@ -125,7 +125,7 @@ def unsent(error: BaseException) -> BaseException:
 
 def failed_beside(what: str, error: BaseException) -> CallCancelled:
     """What those are told who would wait for a call that has raised an error. Never raises."""
-    return CallCancelled(f"{what} failed: {type(error).__name__}: {_message(error)}"[:_MAX_BESIDE])
+    return CallCancelled(f"{what} failed: {type(error).__name__}: {message_of(error)}"[:_MAX_BESIDE])
 
 
 def needed_by(error: BaseException, consumer: str, source: str = "") -> BaseException:
@@ -178,11 +178,11 @@ def _encode_object(error: BaseException) -> tuple[bytes | str, bytes | None]:
         return _encode_whole(error)
     except Exception as problem:  # noqa: BLE001 - user code runs while pickling, and may raise anything
         if not _is_too_large(problem):
-            return _message(problem), None
+            return message_of(problem), None
     try:
         return _encode_whole(truncated(error))
     except Exception as problem:  # noqa: BLE001 - the same
-        return f"it is too large, and cannot be truncated: {_message(problem)}", None
+        return f"it is too large, and cannot be truncated: {message_of(problem)}", None
 
 
 def _encode_whole(error: BaseException) -> tuple[bytes, bytes | None]:
@@ -223,13 +223,6 @@ def _users_part(frames: TracebackType | None) -> TracebackType | None:
     for entry in reversed(found):
         kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return kept or frames
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)[:_MAX_MESSAGE]
-    except Exception as problem:  # noqa: BLE001 - a user's __str__ may raise anything
-        return f"<its text cannot be had: {type(problem).__name__}>"
 
 
 # Limits of a truncated exception: bytes of one argument, attribute or note; number of notes.

@@ -14,9 +14,10 @@ from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
 from aiodaft._runtime.calls.rosters import Rosters
+from aiodaft._runtime.diagnostics.process_view import ChildView
 from aiodaft._runtime.node.nodes import Nodes
 from aiodaft._runtime.peer import OwnerContact
-from aiodaft._runtime.serialization.errors import copy_error, decode_error
+from aiodaft._runtime.serialization.errors import copy_error, decode_error, encode_error
 from aiodaft._runtime.supervision.child_spec import WHY_STOPPED
 from aiodaft._runtime.supervision.supervisor import Child, Supervisor
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown
@@ -150,6 +151,21 @@ class Directory(OwnerContact):
                     self.end(child, error)
                 case Fate.NOTHING:
                     pass
+
+    def look(self) -> list[ChildView]:
+        """The supervised actors that are not over."""
+        return [
+            ChildView(
+                child.place.peer,
+                child.label,
+                child.spec.cls.__name__,
+                child.state not in REACHABLE,
+                child.epoch,
+                child.restarts,
+                None if child.last_error is None else encode_error(child.last_error),
+            )
+            for child in self._children.values()
+        ]
 
     def processes_on(self, name: str) -> set[PeerId]:
         """The processes of a node in which there are actors that take calls."""

@@ -225,6 +225,7 @@ class Supervisor:
 
     def _give_up(self, child: Child, down: tuple[Child, ...], evidence: tuple[BaseException, ...]) -> None:
         error = _limit_reached(child, self.policy, evidence)
+        self._process.note_failure("limit", child.label, error)
         for sibling in list(self._children):
             sibling.handle(ChildEvent.NO_MORE)
             if sibling.state is ChildState.OVER:
@@ -346,6 +347,9 @@ class Supervisor:
             await self._make(child)
         except Exception as caught:  # noqa: BLE001 - every error means that the actor is not there
             error = caught
+            if not isinstance(error, OutcomeUnknown):
+                # The node of a process remembers its death.
+                self._process.note_failure("start", child.label, error)
         if child.state is ChildState.STARTING:
             error = error or child.crash
             if error is not None:

@@ -81,7 +81,11 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
 
     def live_blocks(self) -> int:
         """The number of blocks in use, on all devices."""
-        return sum(pool.live_blocks() for pool in self._pools.values())
+        return sum(pool.live_blocks() for pool in self.pools())
+
+    def pools(self) -> Sequence[DevicePool]:
+        """The exported memory of all devices."""
+        return list(self._pools.values())
 
     def pool(self, device: int) -> DevicePool:
         """The exported memory of a device. Safe in any thread."""

@@ -113,7 +113,6 @@ class UcxTransport(SegmentTransport[Block, Remote]):
         self._library = load()
         self._settings = settings or UcxSettings()
         self._options = options_for(interface or os.environ.get(INTERFACE_VARIABLE) or None, self._settings.local)
-        # The pools that blocks come from, and that values arrive in.
         self.arena = Pool(keep=keep, on_segment_closed=self._segment_closed)
         self.landing = Pool(keep=keep)
         self._stamps = Pool(keep=keep)
@@ -124,7 +123,7 @@ class UcxTransport(SegmentTransport[Block, Remote]):
     @property
     def registrations(self) -> int:
         """The number of registrations so far: segments of the pools, and memory of users."""
-        return sum(pool.registrations for pool in (self.arena, self.landing, self._stamps))
+        return sum(pool.registrations for pool in self.pools())
 
     @property
     def driver(self) -> Driver:
@@ -137,6 +136,9 @@ class UcxTransport(SegmentTransport[Block, Remote]):
                 options = {**self._options, "POSIX_DIR": path}
                 self._driver = Driver(self._library, options, self._settings.turn_seconds)
         return self._driver
+
+    def pools(self) -> Sequence[Pool]:
+        return self.arena, self.landing, self._stamps
 
     def allocate(self, nbytes: int) -> ArenaBlock:
         return self.arena.allocate(nbytes)
@@ -182,7 +184,7 @@ class UcxTransport(SegmentTransport[Block, Remote]):
         self._lose_all()
         if self._driver is not None:
             self._driver.close()
-        for pool in (self.arena, self.landing, self._stamps):
+        for pool in self.pools():
             pool.close()
 
     def _meet(self, control: Control) -> Remote:

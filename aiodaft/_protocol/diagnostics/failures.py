@@ -1,0 +1,201 @@
+"""Failures of actors: what a process remembers of them, and which failure came of which. Pure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+# Different failures that a process remembers, and characters of one message.
+_REMEMBERED: Final = 64
+_MAX_MESSAGE: Final = 1 << 10
+# Exceptions of one chain, and calls that one of them passed.
+_MAX_CHAIN: Final = 16
+# Begins the note that each call adds to an error that its method raises.
+_RAISED_BY: Final = "raised by "
+# Where the runtime's own code is: no line of it is what the user looks for.
+_OWN_CODE: Final = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+
+Kind: TypeAlias = Literal["call", "death", "start", "node", "limit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """An exception that led to a failure.
+
+    Attributes:
+        type: Its class, such as "ValueError".
+        message: Its text, at most 1,024 characters.
+        path: The calls that raised it or passed it on, such as "Model.step in Model-1 (pid 7, host)"; the first one
+            raised it. Empty if no call did.
+    """
+
+    type: str
+    message: str
+    path: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.type}: {self.message}" if self.message else self.type
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Something that failed, once or several times in the same way.
+
+    Attributes:
+        what: "call": a method raised. "death": a process ended by accident. "start": an actor could not be made.
+            "node": a node was lost. "limit": an actor died more often than its restart policy allows.
+        actor: The actor; of a death all actors of the process; of a node its name.
+        method: The method, such as "Model.step"; "" if it was no call.
+        process: The id of the process that failed.
+        pid: Its pid.
+        line: Where the first cause was raised, such as "model.py:12 in step"; "" if that is not known.
+        causes: The chain of exceptions: the root cause first, what callers got last.
+        times: How often this failed in this way.
+        first: The time of the first failure, in seconds since the epoch.
+        last: The time of the last one.
+        followed: The failures that came of this one, oldest first.
+    """
+
+    what: Kind
+    actor: str
+    method: str
+    process: str
+    pid: int
+    line: str
+    causes: tuple[Cause, ...]
+    times: int
+    first: float
+    last: float
+    followed: tuple[Failure, ...] = ()
+
+    @property
+    def error(self) -> str:
+        """The root cause as text."""
+        return str(self.causes[0])
+
+
+class Subject(NamedTuple):
+    """What failed: see `Failure`."""
+
+    what: Kind
+    actor: str
+    method: str
+    process: str
+    pid: int
+
+
+class FailureLog:
+    """The last different failures of one process. It keeps texts, no exceptions: these would keep frames."""
+
+    def __init__(self) -> None:
+        # Ordered by the time of the last failure.
+        self._kept: dict[tuple[Subject, tuple[Cause, ...]], Failure] = {}
+
+    def note(self, subject: Subject, error: BaseException, now: float) -> None:
+        """Remember a failure; an equal one is counted."""
+        key = subject, causes_of(error)
+        known = self._kept.pop(key, None)
+        if known is None:
+            self._kept[key] = Failure(*subject, line_of(error), key[1], 1, now, now)
+            while len(self._kept) > _REMEMBERED:
+                del self._kept[next(iter(self._kept))]
+        else:
+            self._kept[key] = replace(known, times=known.times + 1, last=now)
+
+    def __iter__(self) -> Iterator[Failure]:
+        """The failures, on the clock of `note`."""
+        return iter(self._kept.values())
+
+
+def raised_by(where: str) -> str:
+    """The note for an error of a call."""
+    return _RAISED_BY + where
+
+
+def message_of(error: BaseException, limit: int = 4 << 10) -> str:
+    """The text of an exception, cut to a length."""
+    try:
+        return str(error)[:limit]
+    except Exception as problem:  # noqa: BLE001 - a user's __str__ may raise anything
+        return f"<its text cannot be had: {type(problem).__name__}>"
+
+
+def causes_of(error: BaseException) -> tuple[Cause, ...]:
+    """The chain of exceptions that ends with this one, the root cause first."""
+    return tuple(
+        Cause(type(one).__name__, message_of(one, _MAX_MESSAGE), _path_of(one)) for one in reversed(_chain(error))
+    )
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of the user's code in the root cause; "" if there is none."""
+    line, frames = "", _chain(error)[-1].__traceback__
+    while frames is not None:
+        code = frames.tb_frame.f_code
+        if not code.co_filename.startswith(_OWN_CODE):
+            line = f"{os.path.basename(code.co_filename)}:{frames.tb_lineno} in {code.co_name}"
+        frames = frames.tb_next
+    return line
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An exception, its cause, the cause of that, and so on."""
+    found = [error]
+    while len(found) < _MAX_CHAIN:
+        one = found[-1]
+        cause = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        if cause is None or any(cause is known for known in found):
+            break
+        found.append(cause)
+    return found
+
+
+def _path_of(error: BaseException) -> tuple[str, ...]:
+    notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
+    return tuple(note.removeprefix(_RAISED_BY) for note in notes if note.startswith(_RAISED_BY))[:_MAX_CHAIN]
+
+
+def by_cause(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """The failures of several processes as trees: those that no other one led to, the newest first.
+
+    A failure led to another one if its exception is in the chain of that, after the same calls and before others. Of
+    several such failures, the one whose exception has come furthest did.
+    """
+    # Each comes behind all that may have led to it.
+    alike: dict[tuple[str, str], list[Failure]] = {}
+    for failure in sorted(failures, key=lambda failure: (_depth(failure), failure.first)):
+        alike.setdefault((failure.causes[0].type, failure.causes[0].message), []).append(failure)
+    trees = [tree for group in alike.values() for tree in _trees(group)]
+    return tuple(sorted(trees, key=lambda failure: failure.last, reverse=True))
+
+
+def _trees(alike: Sequence[Failure]) -> list[Failure]:
+    roots: list[int] = []
+    followed: list[list[int]] = [[] for _ in alike]
+    for index, failure in enumerate(alike):
+        cause = next((step for step in reversed(range(index)) if _led_to(alike[step], failure)), None)
+        (roots if cause is None else followed[cause]).append(index)
+
+    def tree(index: int) -> Failure:
+        return replace(alike[index], followed=tuple(map(tree, followed[index])))
+
+    return list(map(tree, roots))
+
+
+def _depth(failure: Failure) -> tuple[int, int]:
+    """How far its exception has come: how many others it has caused, and how many calls it has passed."""
+    return len(failure.causes), len(failure.causes[-1].path)
+
+
+def _led_to(first: Failure, second: Failure) -> bool:
+    """Whether the exception of a failure is in the chain of another one that has come further."""
+    *earlier, last = first.causes
+    same = second.causes[len(earlier)]
+    return (
+        _depth(first) < _depth(second)
+        and tuple(earlier) == second.causes[: len(earlier)]
+        and (last.type, last.message) == (same.type, same.message)
+        and last.path == same.path[: len(last.path)]
+    )

@@ -1,0 +1,220 @@
+"""Asks every node and every process of a runtime for `rt.overview()`: each once, all at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from heapq import nlargest
+from itertools import chain
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from aiodaft._protocol.coordination.records import Member, NamedActor
+from aiodaft._protocol.diagnostics.failures import Failure, by_cause
+from aiodaft._protocol.ids import PeerId, is_node, is_worker, node_of
+from aiodaft._protocol.node.liveness import LastHeartbeat
+from aiodaft._runtime.connections.traffic import Traffic
+from aiodaft._runtime.diagnostics.process_stack import answer_to
+from aiodaft._runtime.diagnostics.process_view import ChildView, ProcessView, Viewer
+from aiodaft._runtime.node.worker import WorkerProcess
+from aiodaft._runtime.owning import Owner
+from aiodaft._runtime.serialization.errors import decode_error
+from aiodaft.exceptions import DaftError
+from aiodaft.info import ActorInfo, NodeInfo, in_process, look_at_node
+from aiodaft.overview import Flow, Overview, ProcessInfo
+
+__all__ = ["look_over"]
+
+# Stored values and failures that an overview has.
+_MAX_STORED: Final = 100
+_MAX_FAILURES: Final = 200
+_ROLES: Final = ("controller", "node", "worker")
+
+Role: TypeAlias = Literal["controller", "node", "worker"]
+
+
+class Seen(NamedTuple):
+    """A process: what its node knows of it, and what it has told; None if it did not answer in time."""
+
+    process: WorkerProcess
+    view: ProcessView | None
+
+
+async def look_over(owner: Owner, patience: float) -> Overview:
+    """One look at a runtime. Each process gets `patience` seconds, or what its node has left of them."""
+    await owner.ready()
+    survey = _Survey(owner, patience)
+    taken, clock = time.time(), owner.process.env.monotonic()
+    names, nodes = await asyncio.gather(survey.names(), survey.nodes())
+    seen = sorted(survey.seen.values(), key=lambda one: (_ROLES.index(_role(one.process.id)), one.process.id))
+    views = [one.view for one in seen if one.view is not None]
+    stored = chain.from_iterable(view.stored for view in views)
+    failures = chain.from_iterable(_dated(view, taken) for view in views)
+    return Overview(
+        taken=taken,
+        clock=clock,
+        runtime=owner.process.id,
+        nodes=nodes,
+        processes=tuple(_process_info(one, owner.nodes.name_of(one.process.id)) for one in seen),
+        actors=tuple(_actors(owner, seen, names)),
+        flows=tuple(_flows(views)),
+        stored=tuple(nlargest(_MAX_STORED, stored, key=lambda one: one.nbytes)),
+        failures=by_cause(nlargest(_MAX_FAILURES, failures, key=lambda failure: failure.last)),
+    )
+
+
+class _Survey:
+    """The questions of one look, and the answers of the processes."""
+
+    def __init__(self, owner: Owner, patience: float) -> None:
+        self._owner = owner
+        self._until = owner.process.env.monotonic() + patience
+        self.seen: dict[PeerId, Seen] = {}
+
+    @property
+    def _left(self) -> float:
+        return max(0.0, self._until - self._owner.process.env.monotonic())
+
+    async def names(self) -> tuple[NamedActor, ...]:
+        """The actors with names; none if the coordinator does not answer."""
+        with suppress(DaftError, TimeoutError):
+            return await answer_to(self._owner.coordinator.names(""), self._left)
+        return ()
+
+    async def nodes(self) -> tuple[NodeInfo, ...]:
+        """The nodes, by name; looks at their processes as well."""
+        own = self._owner.process.part(Viewer).look()
+        self.seen[own.id] = Seen(_without_node(own), own)
+        members = self._owner.nodes.members()
+        infos, _ = await asyncio.gather(
+            asyncio.gather(*(look_at_node(self._owner, member, self._left) for member in members)),
+            asyncio.gather(*map(self._look_at_processes_of, members)),
+        )
+        return tuple(info for info in infos if info is not None)
+
+    async def _look_at_processes_of(self, member: Member) -> None:
+        try:
+            told = await answer_to(self._owner.nodes.named(member.name).processes(), self._left)
+        except (DaftError, TimeoutError):
+            # The processes there that this one calls may answer all the same.
+            peers = [peer for peer, there in self._owner.connections.items() if there.is_up and is_worker(peer)]
+            told = tuple(_unknown(peer) for peer in peers if node_of(peer) == member.name)
+        await asyncio.gather(*map(self._look_at, (_unknown(member.peer), *told)))
+
+    async def _look_at(self, process: WorkerProcess) -> None:
+        if process.id == self._owner.process.id:
+            return
+        try:
+            view = await answer_to(self._owner.agent_of(process.id).look(), self._left)
+        except TimeoutError:
+            self.seen[process.id] = Seen(process, None)
+        except DaftError:
+            # It has ended.
+            return
+        else:
+            self.seen[process.id] = Seen(process if process.pid else _without_node(view), view)
+
+
+def _unknown(peer: PeerId) -> WorkerProcess:
+    """A process of which no node has told anything."""
+    return WorkerProcess(peer, 0, PeerId(""), (), (), LastHeartbeat())
+
+
+def _without_node(view: ProcessView) -> WorkerProcess:
+    """The same, from what it says itself."""
+    return _unknown(view.id)._replace(pid=view.pid, owner=view.owner)
+
+
+def _role(peer: PeerId) -> Role:
+    return "worker" if is_worker(peer) else "node" if is_node(peer) else "controller"
+
+
+def _dated(view: ProcessView, taken: float) -> Iterator[Failure]:
+    """The failures of a process, in seconds since the epoch."""
+    ahead = taken - view.clock
+    return (replace(failure, first=failure.first + ahead, last=failure.last + ahead) for failure in view.failures)
+
+
+def _process_info(seen: Seen, node: str) -> ProcessInfo:
+    process, view = seen
+    last, role = process.heartbeat, _role(process.id)
+    info = ProcessInfo(process.id, process.pid, node, role, process.owner, process.actors, process.gpus)
+    info = replace(info, loop_lag=last.loop_lag)
+    if view is None:
+        return replace(info, suspect=last.suspect, silent_for=last.silent_for)
+    return replace(
+        info,
+        actors=tuple(actor.name for actor in view.actors),
+        answered=True,
+        rss=view.rss,
+        cpu_seconds=view.cpu_seconds,
+        threads=view.threads,
+        stored_bytes=view.stored_bytes,
+        stored_values=view.stored_values,
+        blocks=view.blocks,
+        pooled_bytes=view.pooled_bytes,
+        traffic=view.traffic,
+    )
+
+
+def _actors(owner: Owner, seen: Iterable[Seen], names: Iterable[NamedActor]) -> Iterator[ActorInfo]:
+    """The actors in processes, then those that have none because they are being restarted."""
+    named: dict[tuple[PeerId, str], tuple[str, ...]] = {}
+    for one in names:
+        named[one.peer, one.label] = (*named.get((one.peer, one.label), ()), one.name)
+    # The owner of a supervised actor has its name.
+    children = {
+        (child.peer, child.label): (child, named.get((view.id, child.label), ()))
+        for _, view in seen
+        if view is not None
+        for child in view.children
+    }
+    for process, view in seen:
+        views = dict.fromkeys(process.actors) if view is None else {one.name: one for one in view.actors}
+        for label, actor in views.items():
+            child, child_names = children.pop((process.id, label), (None, ()))
+            own_names = child_names or named.get((process.id, label), ())
+            info = ActorInfo(label, "", own_names, 0, owner.nodes.name_of(process.id), (), alive=True)
+            info = in_process(info, process, actor, 0 if view is None else view.stored_bytes)
+            yield info if child is None else _with_restarts(info, child)
+    for (peer, label), (child, child_names) in children.items():
+        if child.is_down:
+            info = ActorInfo(label, "", child_names, 0, owner.nodes.name_of(peer), (), alive=False, restarting=True)
+            yield _with_restarts(info, child)
+
+
+def _with_restarts(info: ActorInfo, child: ChildView) -> ActorInfo:
+    return replace(
+        info,
+        class_name=child.class_name,
+        epoch=child.epoch,
+        restarts=child.restarts,
+        last_error=None if child.last_error is None else decode_error(child.last_error),
+    )
+
+
+def _flows(views: Iterable[ProcessView]) -> Iterator[Flow]:
+    """What goes from process to process, as the sender has counted; if it has not told, as the receiver has."""
+    told = {view.id for view in views}
+    for view in views:
+        for remote, calls, traffic in ((one.remote, one.calls, one.traffic) for one in view.sent):
+            yield _flow(view.id, remote, calls, traffic)
+            if remote not in told:
+                yield _flow(remote, view.id, 0, _reversed(traffic))
+
+
+def _flow(source: str, target: str, calls: int, traffic: Traffic) -> Flow:
+    return Flow(
+        source, target, calls, traffic.messages_sent, traffic.control_sent, traffic.payload_sent, traffic.device_sent
+    )
+
+
+def _reversed(traffic: Traffic) -> Traffic:
+    return Traffic(
+        messages_sent=traffic.messages_received,
+        control_sent=traffic.control_received,
+        payload_sent=traffic.payload_received,
+        device_sent=traffic.device_received,
+    )

@@ -34,9 +34,14 @@ async def run(bench: Bench) -> None:
             chain, in_turn = partial(_chain, *methods), partial(_in_turn, *methods)
             await _compare(bench, f"chain A -> B -> C by refs, {kind}", chain, in_turn, "await each", "<= 0.8")
         one = first.on_loop
-        await _compare(
-            bench, "three calls of one by refs", partial(_chain, one, one, one), partial(one, 1), "one", "<= 1.3"
-        )
+        three = partial(_chain, one, one, one)
+        await _compare(bench, "three calls of one by refs", three, partial(one, 1), "one", "<= 1.3")
+
+        async def three_plain() -> None:
+            calls = [one(1), one(1), one(1)]
+            await calls[2]
+
+        await _compare(bench, "three plain calls of one at once", three_plain, partial(one, 1), "one", "")
 
         async def fan_out() -> None:
             ref = one(1)

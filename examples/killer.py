@@ -18,11 +18,15 @@ class Killer(asyncio.TaskGroup):
     def __init__(self, rt: aiodaft.Runtime, kills: int, steps: int = 1, seed: int = 0) -> None:
         super().__init__()
         self.rt, self.random = rt, random.Random(seed)
-        self.due = sorted(self.random.sample(range(steps * 3 // 4), kills))  # in these steps, or soon after
+        self.last = steps * 3 // 4
+        self.due = sorted(self.random.sample(range(self.last), kills))  # in these steps, or soon after
         self.victim: object = None
+        self.killing: asyncio.Task[None] | None = None
         self.killed_at, self.seconds = 0.0, list[float]()
 
     async def before_step(self, step: int, alive: Sequence[object]) -> None:
+        if self.killing is not None and step >= self.last:
+            await self.killing  # there has to be a step after it
         if self.victim is not None and self.victim not in alive:
             self.seconds.append(time.monotonic() - self.killed_at)
             print(f"step {step}: goes on {self.seconds[-1]:.2f} s after the kill")
@@ -32,7 +36,7 @@ class Killer(asyncio.TaskGroup):
             self.victim = self.random.choice(alive)
             info = await self.rt.info(self.victim)
             print(f"step {step}: kill -9 of {info.name}")
-            self.create_task(self.kill(info.pid, delay=self.random.uniform(0, 0.1)))
+            self.killing = self.create_task(self.kill(info.pid, delay=self.random.uniform(0, 0.1)))
 
     async def kill(self, pid: int, delay: float) -> None:
         await asyncio.sleep(delay)

@@ -4,27 +4,18 @@
 
 Both train the model of two_models.py, use it once, and meet an error in its second half, after which they could go on.
 Each rank reads its own part of the batches; with aiodaft, the controller reads them and sends them with its calls.
+Last, what happens at each of the seven failures that `seven_failures.py` runs with both.
 """
 
 import argparse
 import inspect
 
 import torch
+from seven_failures import outcomes, table
 from two_models import STEPS, Back, Front, batches, step_of
 from two_models_spmd import Link, Result, back_rank, by_ranks, front_rank, run_rank
 
 import aiodaft
-
-# What there is at each of the seven failures of gloo that tests/e2e/test_seven_failures.py runs.
-SEVEN = [
-    ("two all_reduce in opposite orders", "wrong numbers", "right: members meet by a key"),
-    ("all_reduce of different shapes", "a process aborts", "ValueError with each rank's shape"),
-    ("overlapping groups, opposite orders", "stuck until the timeout", "right"),
-    ("both send before they receive", "stuck until the timeout", "right: a send needs no receive"),
-    ("10 numbers sent, 6 received", "a process aborts", "right: a receiver gives no size"),
-    ("a member dies", "the group is unusable", "ActorDied, then the group goes on"),
-    ("a pipeline in a stuck order", "stuck until the timeout", "right"),
-]
 
 
 class Meter(aiodaft.Actor):
@@ -56,10 +47,6 @@ def lines_of_code(*parts: object) -> int:
     return sum(bool(line) and not line.startswith("#") for line in lines)
 
 
-def table(rows: list[tuple[str, object, object]]) -> str:
-    return "\n".join(f"{name:36}  {left!s:24}  {right}" for name, left, right in rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -73,7 +60,7 @@ def main() -> None:
     print(table([("", "torch.distributed, gloo", "aiodaft"), ("lines of code beside the model", by_hand, by_calls)]))
     print(table([("bytes of tensors between the halves", ranks.tensor_bytes, actors.tensor_bytes)]))
     print(table([("all other bytes sent", ranks.other_bytes, actors.other_bytes)]))
-    print(f"\n{table(SEVEN)}")
+    print(f"\n{table(aiodaft.run(outcomes()))}")
     first, *_, last = ranks.error.splitlines()
     print("\nAn error in the second half, where its result is needed; the tracebacks, which both have, are left out:")
     print(f"\ntorch.distributed, gloo\n{first}\n{last}\n\naiodaft\n{actors.error}")

@@ -25,6 +25,7 @@ import aiodaft
 from aiodaft.exceptions import OutcomeUnknown
 
 PRELOAD = ("torch", "torch._dynamo")  # the first optimizer of a process imports this, for seconds
+STARTS = 5  # of which one has to succeed: a rank that cannot start at all is an error
 
 
 async def deaths(refs: list[aiodaft.Ref[Any]]) -> list[int]:
@@ -40,14 +41,15 @@ async def deaths(refs: list[aiodaft.Ref[Any]]) -> list[int]:
 class Training:
     """Steps, checkpoints and the replacement of ranks. Parts, gradients and parity go from rank to rank."""
 
-    def __init__(self, ranks: list[Rank], spawn: Callable[[], Awaitable[Rank]], data: list[Batch]) -> None:
-        self.ranks, self.spawn, self.data = ranks, spawn, data
-        self.spare, self.spares = list[Rank](), asyncio.Queue[Rank]()
+    def __init__(self, count: int, spawn: Callable[[], Awaitable[Rank]], data: list[Batch]) -> None:
+        self.count, self.spawn, self.data = count, spawn, data
+        self.ranks, self.spare, self.spares = list[Rank](), list[Rank](), asyncio.Queue[Rank]()
         self.saved, self.saving = 0, list[aiodaft.Ref[None]]()  # the last checkpoint, and the one that is being taken
         self.losses = [0.0] * len(data)
 
     async def run(self, before_step: Callable[[int, list[Rank]], Awaitable[None]]) -> Tensor:
         """Train to the end, and give the parameters."""
+        self.ranks = await asyncio.gather(*(self.start() for _ in range(self.count)))
         async with asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(self.keep_spare())
             while True:
@@ -62,10 +64,15 @@ class Training:
                     keeping.cancel()
                     return parameters
 
+    async def start(self) -> Rank:
+        for _ in range(STARTS - 1):
+            with suppress(OutcomeUnknown):  # killed while it started
+                return await self.spawn()
+        return await self.spawn()
+
     async def step(self, batch: Batch) -> list[float]:
         parts = aiodaft.all_gather([rank.part() for rank in self.ranks])
-        shares = zip(*(half.tensor_split(len(self.ranks)) for half in batch), strict=True)
-        tokens = batch[1].numel()
+        tokens, shares = batch[1].numel(), zip(*(half.tensor_split(self.count) for half in batch), strict=True)
         gradients = [
             rank.gradient(part, share, tokens) for rank, part, share in zip(self.ranks, parts, shares, strict=True)
         ]
@@ -89,23 +96,22 @@ class Training:
         """Bring all ranks to the last checkpoint, also one that has died."""
         with suppress(OutcomeUnknown):
             await self.end_checkpoint()
-        count = len(self.ranks)
-        known = [rank.roll_back(number, count, self.saved) for number, rank in enumerate(self.ranks)]
+        known = [rank.roll_back(number, self.count, self.saved) for number, rank in enumerate(self.ranks)]
         dead = await deaths(known)
         if len(dead) > 1:
             raise RuntimeError(f"ranks {dead} died before one of them was replaced, and parity makes up for one")
         for number in dead:
             del known[number]
             spare = await self.spares.get()
-            await spare.take_over(number, count, self.saved, [aiodaft.lazy(ref) for ref in known])
+            await spare.take_over(number, self.count, self.saved, [aiodaft.lazy(ref) for ref in known])
             self.ranks[number] = spare
 
     async def keep_spare(self) -> None:
         """Have a spare in advance; make the next one when it has taken over, or has died."""
         while True:
+            self.spare = [await self.start()]
+            self.spares.put_nowait(*self.spare)
             with suppress(OutcomeUnknown):
-                self.spare = [await self.spawn()]
-                self.spares.put_nowait(*self.spare)
                 await self.spare[0].stand_by()
             self.spare = []
 
@@ -113,7 +119,7 @@ class Training:
 async def train(rt: aiodaft.Runtime, ranks: int, data: list[Batch], killer: Killer) -> tuple[list[float], Tensor]:
     async with rt.scope() as scope, killer:
         place = scope.on(restart="temporary")  # the death of a rank is no error of the program
-        training = Training(list(await place.group(ranks, Rank)), lambda: place.spawn(Rank), data)
+        training = Training(ranks, lambda: place.spawn(Rank), data)
         parameters = await training.run(killer.before_step)
     return training.losses, parameters
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import reduce
 from itertools import chain, repeat
@@ -49,11 +50,11 @@ def test_what_any_rank_had_follows_from_the_others_bit_for_bit(sizes: Sequence[i
         assert torch.equal(lost[dead], parity[dead])
 
 
-async def start(scope: aiodaft.Scope, steps: int, kind: type[Rank] = MortalRank) -> Training:
+def start(scope: aiodaft.Scope, steps: int, kind: type[Rank] = MortalRank) -> Training:
     place = scope.on(restart="temporary")
-    ranks = await place.group(RANKS, kind)
-    spares = chain([StillbornRank], repeat(MortalRank))
-    return Training(list(ranks), lambda: place.spawn(next(spares)), list(batches(RANKS, steps)))
+    # One of the ranks and one of the spares die while they start.
+    kinds: Iterator[type[Rank]] = chain([StillbornRank], repeat(kind, RANKS), [StillbornRank], repeat(MortalRank))
+    return Training(RANKS, lambda: place.spawn(next(kinds)), list(batches(RANKS, steps)))
 
 
 async def calm(step: int, alive: Sequence[Any]) -> None:
@@ -83,15 +84,16 @@ async def test_a_process_may_end_at_any_point_and_nothing_changes(
     plan = {2 * index: dooms for index, dooms in enumerate(PLAN)}
     steps = 2 * len(plan)
     async with rt.scope() as scope:
-        undisturbed = await start(scope, steps)
+        undisturbed = start(scope, steps)
         expected = await undisturbed.run(calm)
     scatter = aiodaft.reduce_scatter
     monkeypatch.setattr(aiodaft, "reduce_scatter", lambda refs, op=None: scatter(refs, xor if op else add))
     async with rt.scope() as scope:
-        training = await start(scope, steps)
-        members = set(training.ranks)
+        training = start(scope, steps)
+        members: set[Rank] = set()
 
         async def doom(step: int, alive: Sequence[Any]) -> None:
+            members.update(() if members else training.ranks)
             for place, point in plan.pop(step, []):
                 while not training.spare:
                     await asyncio.sleep(0)
@@ -105,6 +107,7 @@ async def test_a_process_may_end_at_any_point_and_nothing_changes(
     assert torch.equal(parameters, expected)
     assert training.losses == undisturbed.losses
     assert moved <= parameters.nbytes  # nothing but the parameters at the end
+    assert len(members) == RANKS
     assert not members & set(training.ranks)
 
 
@@ -115,7 +118,7 @@ async def test_the_next_step_does_not_wait_for_a_checkpoint(
 ) -> None:
     scatter = aiodaft.reduce_scatter
     async with rt.scope() as scope:
-        training = await start(scope, 3, LateRank)
+        training = start(scope, 3, LateRank)
 
         def late(refs: Any, op: Any = None) -> Any:
             return [rank.parity(rows) for rank, rows in zip(training.ranks, refs, strict=True)] if op else scatter(refs)
@@ -129,7 +132,7 @@ async def test_the_next_step_does_not_wait_for_a_checkpoint(
 @pytest.mark.timeout(60)
 async def test_two_deaths_at_a_time_are_an_error_and_no_wrong_number(rt: aiodaft.Runtime) -> None:
     async with rt.scope() as scope:
-        training = await start(scope, 3)
+        training = start(scope, 3)
 
         async def doom(step: int, alive: Sequence[Any]) -> None:
             if step == 1:
@@ -137,6 +140,16 @@ async def test_two_deaths_at_a_time_are_an_error_and_no_wrong_number(rt: aiodaft
 
         with pytest.RaisesGroup(pytest.RaisesExc(RuntimeError, match=r"ranks \[1, 2\] died before one")):
             await training.run(doom)
+
+
+@in_module_loop
+@pytest.mark.timeout(60)
+async def test_ranks_that_die_whenever_they_start_are_an_error(rt: aiodaft.Runtime) -> None:
+    async with rt.scope() as scope:
+        place = scope.on(restart="temporary")
+        training = Training(2, lambda: place.spawn(StillbornRank), list(batches(2, 1)))
+        with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
+            await training.run(calm)
 
 
 @in_module_loop
@@ -167,9 +180,22 @@ async def test_another_replica_of_its_stage_does_what_the_dead_one_had(rt: aioda
             assert all(torch.equal(value, weights[name]) for name, value in stage.state_dict().items())
 
 
+def run_with_kills(example: str, *options: str) -> list[float]:
+    """Run a whole example; returns for how many seconds each kill has held it up."""
+    output = run_example(f"{example}.py", *options)
+    assert "bit for bit" in output
+    return [float(seconds) for seconds in re.findall(r"goes on ([\d.]+) s after the kill", output)]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("example", ["unkillable", "swarm"])
+def test_a_random_kill_changes_nothing(example: str) -> None:
+    assert len(run_with_kills(example, "--steps", "8", "--kills", "1")) == 1
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("example", ["unkillable", "swarm"])
-def test_random_kills_change_nothing(example: str, seed: int) -> None:
-    assert "bit for bit" in run_example(f"{example}.py", "--seed", str(seed))
+def test_random_kills_change_nothing_and_training_goes_on_within_two_seconds(example: str, seed: int) -> None:
+    assert max(run_with_kills(example, "--seed", str(seed))) < 2.0

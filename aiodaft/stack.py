@@ -89,7 +89,7 @@ class ProcessStack:
         actors: The actors in it.
         asked_for: None if it answered; else the seconds for which it has not, because its loop does not turn.
         calls: The calls of its actors, running calls first.
-        threads: Its threads.
+        threads: Its threads, without those that run only the runtime's own code.
         tasks: Its other tasks.
         dump: The threads of a process that did not answer, from Python's `faulthandler`, which also works while C code
             holds the interpreter. Empty if the process is stopped.

@@ -52,13 +52,15 @@ def _task(waits: WaitGraph, task: asyncio.Task[object]) -> TaskStack:
 
 
 def _threads() -> list[ThreadStack]:
+    """The threads that run other code than the runtime's own."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    # This thread makes the list; its tasks are listed by themselves.
     own = threading.get_ident()
+    stacks = {ident: stack_of(frame) for ident, frame in sys._current_frames().items() if ident != own}
     return [
-        ThreadStack(names.get(ident, str(ident)), _frames(stack_of(frame)))
-        for ident, frame in sys._current_frames().items()
-        # This thread makes the list; its tasks are listed by themselves.
-        if ident != own
+        ThreadStack(names.get(ident, str(ident)), _frames(frames))
+        for ident, frames in stacks.items()
+        if users_line(frames) or not any(map(is_ours, frames))
     ]
 
 

@@ -20,6 +20,7 @@ from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.ids import COORDINATOR, PeerId
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.attach import Answers, Visits
+from aiodaft._runtime.diagnostics.native_dump import offer_dump, withdraw_dump
 from aiodaft._runtime.node.local_node import LocalNode, Machine
 from aiodaft._runtime.node.node_agent import NodeOptions
 from aiodaft._runtime.owning import Owner
@@ -73,6 +74,8 @@ class Controller(Owner):
         self._stage = Stage.NEW
         self._why_closed = "the runtime is not open yet"
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Processes that are simulated have the stacks of this one.
+        self._is_real = options.env.launcher is None
 
     async def find_cluster(self) -> None:
         """Ask the node at the given address which cluster it serves. Nothing in a runtime of one machine.
@@ -137,6 +140,8 @@ class Controller(Owner):
         peer.objects.on_unheld = root.fail
         peer.on_forked = self._stay_behind
         opened(process, peer.stay_behind)
+        if self._is_real:
+            offer_dump()
         self._stage = Stage.OPEN
         self._left_open = weakref.finalize(root, _warn_left_open)
 
@@ -149,6 +154,8 @@ class Controller(Owner):
             self._stage, self._why_closed = stage, why
         if was_open:
             self._left_open.detach()
+            if self._is_real:
+                withdraw_dump()
             closed(self.process)
         return was_open
 

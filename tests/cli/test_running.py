@@ -142,6 +142,18 @@ def test_a_command_that_is_killed_leaves_nothing_in_the_program(program: subproc
     assert sockets_of(program.pid) == before
 
 
+def test_the_stacks_of_a_program_with_a_blocked_loop_are_shown() -> None:
+    blocked = PROGRAM.replace("await waiting", "signal.pause()").replace("import asyncio", "import signal, asyncio")
+    with running(code=blocked) as program:
+        pid = ("--pid", str(program.pid))
+        ended = ran("stack", *pid)
+        assert "in main\n" in ended.stdout
+        assert (ended.returncode, ended.stderr) == (
+            1,
+            f"aiodaft: the program (pid {program.pid}) does not answer: its event loop is blocked\n",
+        )
+
+
 def test_a_process_that_is_no_program_is_named() -> None:
     for pid in (str(os.getpid()), "controller-none"):
         ended = ran("trace", "--pid", pid)

@@ -17,6 +17,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from aiodaft._runtime.diagnostics.attach import END, FAILED, ITEM, Messages, encoded
+from aiodaft._runtime.diagnostics.native_dump import offers_dump
 from aiodaft._runtime.platform.meeting_place import VISIT, address, other_end
 from aiodaft.cli.output import Failed
 
@@ -83,18 +84,28 @@ class Program:
             return item
 
 
+class Silent(NamedTuple):
+    """A program that does not answer: its process, and why it does not."""
+
+    pid: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"the program (pid {self.pid}) does not answer: {self.why}"
+
+
 class Found(NamedTuple):
     """What was found on this machine.
 
     Attributes:
         programs: The programs that answer.
         nodes: Where nodes of clusters listen.
-        problems: What is to be said of programs that do not answer.
+        silent: The programs that do not answer.
     """
 
     programs: Sequence[Program]
     nodes: Sequence[str]
-    problems: Sequence[str]
+    silent: Sequence[Silent]
 
 
 @asynccontextmanager
@@ -113,18 +124,22 @@ async def programs(wanted: str | None) -> AsyncGenerator[Found, None]:
         if not server.may_be_asked:
             users = " or ".join(dict.fromkeys([pwd.getpwuid(server.uid).pw_name, "root"]))
             raise Failed(f"process {wanted} belongs to another user: only {users} may ask it")
+    pid = int(wanted) if wanted is not None and wanted.isdecimal() else 0
     # A program that is attached to a cluster has no fork server: that of its node leads to it. So may any.
     searching = wanted is not None and not leading
-    if not leading and not (wanted is not None and wanted.isdecimal() and not _status(int(wanted))):
+    if not leading and (not pid or _status(pid)):
         leading = [server for server in servers if server.may_be_asked]
-    problems: list[str] = []
+    silent: list[Silent] = []
     patience = _ATTACHED_PATIENCE if searching else _PATIENCE
     with ExitStack() as opened:
-        visits = await asyncio.gather(*(_visit(server, opened, patience, problems) for server in leading))
+        visits = await asyncio.gather(*(_visit(server, opened, patience, silent) for server in leading))
         answering = [program for visited in visits for program in visited]
         nodes = [one.listens for one in answering if one.listens]
         chosen = [one for one in answering if not one.listens and wanted in {None, str(one.pid), one.id}]
-        yield Found(chosen, nodes, [] if searching else problems)
+        if searching:
+            # Others are not meant. One that is attached to a node does not count for its fork server.
+            silent = [] if chosen or not offers_dump(pid) else [_silent(pid)]
+        yield Found(chosen, nodes, silent)
 
 
 @asynccontextmanager
@@ -135,25 +150,26 @@ async def one_program(wanted: str | None) -> AsyncGenerator[Program, None]:
         Failed: There is none, or there are several, which the message lists.
     """
     async with programs(wanted) as found:
-        check_some(found, wanted)
-        if len(found.programs) + len(found.problems) > 1:
+        if not found.programs:
+            raise Failed(say_what_there_is(found, wanted))
+        if len(found.programs) + len(found.silent) > 1:
             pids = Counter(program.pid for program in found.programs)
             listed = [
                 f"  --pid {program.pid if pids[program.pid] == 1 else program.id}  {command_of(program.pid)}"
                 for program in found.programs
             ]
-            raise Failed("\n".join(["there are several programs, say which one:", *listed, *found.problems]))
+            listed += [f"  --pid {silent.pid}  {command_of(silent.pid)} ({silent.why})" for silent in found.silent]
+            raise Failed("\n".join(["there are several programs, say which one:", *listed]))
         yield found.programs[0]
 
 
-def check_some(found: Found, wanted: str | None) -> None:
-    """Raise Failed if there is no program; the message says what there is."""
-    if found.programs:
-        return
+def say_what_there_is(found: Found, wanted: str | None) -> str:
+    """What is to be said if no program answers."""
+    if found.silent:
+        return "\n".join(map(str, found.silent))
     where = "on this machine" if wanted is None else f"in process {wanted}"
-    there_is = [f"there is no aiodaft program with actors {where}"]
-    there_is += [f"a node of a cluster listens at {listens}: see `aiodaft ps {listens}`" for listens in found.nodes]
-    raise Failed("\n".join(found.problems or there_is))
+    nodes = [f"a node of a cluster listens at {listens}: see `aiodaft ps {listens}`" for listens in found.nodes]
+    return "\n".join([f"there is no aiodaft program with actors {where}", *nodes])
 
 
 def command_of(pid: int) -> str:
@@ -199,7 +215,7 @@ class _Server(NamedTuple):
         return os.geteuid() in {self.uid, _ROOT}
 
 
-async def _visit(server: _Server, opened: ExitStack, patience: float, problems: list[str]) -> list[Program]:
+async def _visit(server: _Server, opened: ExitStack, patience: float, silent: list[Silent]) -> list[Program]:
     """Have the node behind a fork server, and the programs that are attached to it, connect to this command."""
     found: list[Program] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -218,11 +234,14 @@ async def _visit(server: _Server, opened: ExitStack, patience: float, problems: 
         except ProcessLookupError:
             pass
         except TimeoutError:
-            pid = server.parents[0]
-            why = "it is stopped" if _status(pid).get("State", "")[:1] == "T" else "its event loop is busy"
             if not found:
-                problems.append(f"the program (pid {pid}) does not answer in {patience:g} s: {why}")
+                silent.append(_silent(next(filter(offers_dump, server.parents), server.parents[0])))
     return found
+
+
+def _silent(pid: int) -> Silent:
+    is_stopped = _status(pid).get("State", "")[:1] == "T"
+    return Silent(pid, "it is stopped" if is_stopped else "its event loop is blocked")
 
 
 async def _listen(listener: socket.socket, server: int) -> None:

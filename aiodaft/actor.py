@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
 from aiodaft._protocol.calls.mailbox import check_max_queue
 from aiodaft._protocol.node.liveness import Health, Patience
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.supervision.supervision import Restart, check_alone
-from aiodaft.methods import DefMethod, MethodSpec, specs_of
+from aiodaft.methods import DefMethod, MethodSpec, signature_of, specs_of
 
 if TYPE_CHECKING:
     from aiodaft.ref import Ref, Stream
@@ -122,11 +123,26 @@ class BoundMethod:
     def __name__(self) -> str:
         return self._spec.name
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._spec.fn
+
     def __repr__(self) -> str:
-        return f"<remote method {self._spec.label}>"
+        return f"<remote method {self._spec.label}{signature_of(self.__call__) or ''}>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} stays in its process: pass the actor's handle, and call the method on that")
+        label = self._spec.label
+        raise TypeError(f"{label} stays in its process: pass the actor's handle, and call the method on that")
+
+
+def _class_for(spec: MethodSpec) -> type[BoundMethod]:
+    """The class for one method. Its `__call__` has the signature of the method, which notebooks show, too."""
+    if spec.bound is None:
+        call = FunctionType(BoundMethod.__call__.__code__, globals(), "__call__")
+        vars(call)["__wrapped__"] = spec.fn
+        own = {"__slots__": (), "__call__": call, "__doc__": vars(BoundMethod)["__doc__"]}
+        spec.bound = type("BoundMethod", (BoundMethod,), own)
+    return cast("type[BoundMethod]", spec.bound)
 
 
 def local(method: DefMethod[P, R], /) -> Callable[P, R]:
@@ -140,7 +156,7 @@ def local(method: DefMethod[P, R], /) -> Callable[P, R]:
         TypeError: The method is that of a handle: its result is in another process.
     """
     if isinstance(method, BoundMethod):
-        raise TypeError(f"{method!r} runs in another process: call it, and await the ref")
+        raise TypeError(f"{method._spec.label} runs in another process: call it, and await the ref")
     return cast("Callable[P, R]", method)
 
 
@@ -157,7 +173,7 @@ class Handle:
         if spec is None:
             raise AttributeError(_why_no_method(cls, name))
         # Later lookups find it in the instance.
-        bound = self.__dict__[name] = BoundMethod(self.__dict__["_target"], spec)
+        bound = self.__dict__[name] = _class_for(spec)(self.__dict__["_target"], spec)
         return bound
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -165,8 +181,22 @@ class Handle:
             f"{self!r} is a handle: its state is in another process; give the class a method to set {name!r}"
         )
 
+    # What notebooks and `help` show of a handle.
+
     def __dir__(self) -> list[str]:
         return sorted(specs_of(self.__dict__["_class"]))
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]  # that of the actor, not that of this class
+        own = inspect.getdoc(self.__wrapped__)
+        about = self.__wrapped__.__name__ if own is None or own == inspect.getdoc(Actor) else own
+        methods = [f"    {name}{signature_of(getattr(self, name)) or '(...)'}" for name in dir(self)]
+        return "\n".join([about, "", "Remote methods:", *methods])
+
+    @property
+    def __wrapped__(self) -> type:
+        cls: type = self.__dict__["_class"]
+        return cls
 
     def __repr__(self) -> str:
         return f"<{self.__dict__['_class'].__name__} {self.__dict__['_target']}>"

@@ -65,8 +65,8 @@ class MethodSpec:
     """A remote method, for caller and callee."""
 
     __slots__ = (
-        "_fitting", "_hidden", "_signature", "fn", "high", "is_stream", "label", "low", "name", "retries", "rules",
-        "transport",
+        "_fitting", "_hidden", "_signature", "bound", "fn", "high", "is_stream", "label", "low", "name", "retries",
+        "rules", "transport",
     )  # fmt: skip
 
     def __init__(self, label: str, name: str, fn: Callable[..., Any], options: Options, *, hidden: int = 0) -> None:
@@ -83,6 +83,8 @@ class MethodSpec:
         fewest, most = _arity(fn) if transport is None else (1.0, 0.0)
         self.low, self.high = fewest, most
         self._signature: inspect.Signature | None = None
+        # The class of this method of handles, once there is one.
+        self.bound: type | None = None
         # Calls that fit the signature: the number of positional arguments, and the names of the others.
         self._fitting: set[tuple[object, ...]] = set()
 
@@ -114,7 +116,7 @@ class MethodSpec:
     def named(self, label: str) -> MethodSpec:
         """The same method with another label, for a caller whose errors and stacks say more than its name."""
         spec = copy(self)
-        spec.label = label
+        spec.label, spec.bound = label, None
         return spec
 
     @property
@@ -162,8 +164,7 @@ class _MethodBase:
     """A function with the decorator, in its class."""
 
     def __init__(self, fn: Callable[..., Any], options: Options) -> None:
-        self.fn = fn
-        self.options = options
+        self._options = options
         self.__name__ = fn.__name__
         self.__qualname__ = fn.__qualname__
         self.__module__ = fn.__module__
@@ -176,10 +177,15 @@ class _MethodBase:
 
         def __get__(self, instance: Any, owner: type) -> Any:
             """The method itself for the class; a plain bound method for an instance."""
-            return self if instance is None else self.fn.__get__(instance, owner)
+            return self if instance is None else self.__wrapped__.__get__(instance, owner)
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self.fn(*args, **kwargs)
+        @property
+        def __call__(self) -> Callable[..., Any]:
+            """The function. Notebooks show its signature, too."""
+            return self.__wrapped__
+
+    def __repr__(self) -> str:
+        return f"<remote method {self.__qualname__}>"
 
 
 class Method(_MethodBase, Generic[P, R]):
@@ -388,7 +394,7 @@ def specs_of(cls: type) -> dict[str, MethodSpec]:
         for name in dir(cls):
             found = inspect.getattr_static(cls, name)
             if isinstance(found, _MethodBase):
-                specs[name] = MethodSpec(f"{cls.__name__}.{name}", name, found.fn, found.options)
+                specs[name] = MethodSpec(f"{cls.__name__}.{name}", name, found.__wrapped__, found._options)
         setattr(cls, _SPECS, specs)
     return specs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import threading
 from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
@@ -41,6 +42,8 @@ async def start(**options: Any) -> Runtime:
         runtime = Runtime(**{"unhandled": "log", **options})
         await runtime.__aenter__()
         _started, _options = runtime, options
+        if threading.current_thread() is threading.main_thread():
+            runtime._opened.process.tasks.create_task(_wake_at_signals(), name="wake at signals")
     runtime._opened.check_loop("the started runtime cannot be used")
     if options and options != _options:
         raise RuntimeError(
@@ -48,6 +51,21 @@ async def start(**options: Any) -> Runtime:
             "`await aiodaft.stop()` first, which ends its actors"
         )
     return runtime
+
+
+async def _wake_at_signals() -> None:
+    """Let signals wake the loop: without this, a kernel notices an interrupt when its loop turns for another reason."""
+    reading, writing = socket.socketpair()
+    with reading, writing:
+        reading.setblocking(False)
+        writing.setblocking(False)
+        before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        try:
+            # Else the loop does this itself.
+            while before == -1:
+                await asyncio.get_running_loop().sock_recv(reading, 4096)
+        finally:
+            signal.set_wakeup_fd(before)
 
 
 def _listed(options: dict[str, Any]) -> str:

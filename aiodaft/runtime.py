@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import astuple
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast
 
 from aiodaft._protocol.connections.address import parse_address
 from aiodaft._protocol.coordination.records import check_name as check_actor_name
@@ -31,6 +31,7 @@ from aiodaft._runtime.platform.tasks import shield_from_anyio
 from aiodaft._runtime.process import MSGPACK, ProcessOptions
 from aiodaft._runtime.scope_errors import ScopeErrors
 from aiodaft._runtime.serialization.errors import give_frames, take_frames
+from aiodaft._runtime.serialization.frames import FrameData
 from aiodaft.actor import Actor, class_of
 from aiodaft.info import NodeInfo, look_at_nodes
 from aiodaft.naming import found, register
@@ -368,7 +369,7 @@ class _RuntimeErrors(ScopeErrors):
         super().__init__(controller)
         self._raises = raises
         # Frames of the errors that the end of the block raises.
-        self._frames: list[tuple[BaseException, Any]] = []
+        self._frames: list[tuple[BaseException, list[FrameData]]] = []
 
     def fail(self, error: BaseException, what: str) -> None:
         """Log an error that no code will see, and keep it for the end of the block."""

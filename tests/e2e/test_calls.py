@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pydoc
 import tracemalloc
 from pathlib import Path
 
@@ -210,6 +211,16 @@ async def test_a_handle_shows_its_methods_as_notebooks_and_help_ask_for_them(rt:
     assert inspect.getdoc(sleeper.stubborn) == "Does not let itself be cancelled."
     assert sleeper.sleep.__name__ == "sleep"
     assert inspect.getdoc(sleeper.sleep) is None
+    assert inspect.getsource(sleeper.stubborn).strip() == inspect.getsource(Sleeper.stubborn).strip()
+    # Of the class that is named in calls of groups, with self.
+    assert str(inspect.signature(Sleeper.sleep)).startswith("(self, seconds: 'float', ")
+    assert inspect.getsource(Sleeper.sleep).strip().startswith("@method")
+    about = pydoc.plaintext.document(sleeper, "sleeper")
+    assert (inspect.getdoc(Sleeper) or "") in about
+    assert "sleep(seconds: 'float', name: 'str' = 'sleep') -> 'str'" in about
+    about = pydoc.plaintext.document(sleeper.stubborn, "stubborn")
+    assert "<remote method Sleeper.stubborn(" in about
+    assert "Does not let itself be cancelled." in about
 
 
 async def test_an_unmodified_class_is_hosted(rt: aiodaft.Runtime) -> None:

@@ -149,7 +149,7 @@ async def test_what_belongs_to_this_process_cannot_be_passed_and_is_named(mrt: a
                 echo.echo(value)
     with pytest.raises(aiodaft.SerializationError, match=r"^args\[0\]\['rt'\] of Echo.echo cannot travel"):
         echo.echo({"rt": mrt})
-    with pytest.raises(aiodaft.SerializationError, match=r"^args\[0\] .*Echo.echo> stays .*pass the actor's handle"):
+    with pytest.raises(aiodaft.SerializationError, match=r"^args\[0\] .*Echo.echo stays .*pass the actor's handle"):
         echo.echo(echo.echo)
     with pytest.raises(aiodaft.SerializationError, match=r"Relay.*cannot travel|cannot travel.*Relay"):
         echo.echo(spawned := mrt.spawn(Relay))

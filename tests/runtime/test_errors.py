@@ -63,6 +63,28 @@ def test_what_the_frames_of_an_exception_had_is_not_kept() -> None:
         gc.enable()
 
 
+def fail_on_several_lines(empty: dict[str, list[int]]) -> object:
+    return sorted(
+        [2, 1],
+        key=lambda number: empty["key"][
+            number
+        ],
+    )  # fmt: skip
+
+
+def test_a_traceback_that_has_travelled_shows_the_same_lines_and_marks() -> None:
+    error = caught(lambda: fail_on_several_lines({}))
+    shown = traceback.format_exception(error)
+    found = travelled(error)
+    assert traceback.format_exception(found) == shown
+    # Notebooks and debuggers look for the function from the first line of its code on.
+    frames = [frame for frame, _ in traceback.walk_tb(found.__traceback__)]
+    assert [frame.f_code.co_firstlineno for frame in frames] == [
+        frame.f_code.co_firstlineno for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    assert all(frame.f_locals.keys() == {"__name__", "__builtins__", "stop"} for frame in frames)
+
+
 @pytest.mark.parametrize("depth", [98, 99, 100, 500, 900])
 def test_the_frames_of_a_deep_stack_are_cut_and_its_type_is_kept(depth: int) -> None:
     error = travelled(caught(lambda: fail_at(depth)))

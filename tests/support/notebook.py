@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import tempfile
+import textwrap
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import zmq.asyncio
 from jupyter_client.asynchronous.client import AsyncKernelClient
 from jupyter_client.manager import AsyncKernelManager
-from leaks import descendants
+from leaks import descendants, is_alive
+
+# The cell that a notebook begins with.
+SETUP: Final = f"""
+import asyncio, os, sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+import aiodaft
+"""
+
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass
@@ -21,8 +34,12 @@ class Output:
 
     printed: str = ""
     result: str | None = None
+    html: str | None = None
     error: str | None = None
-    traceback: list[str] = field(default_factory=list)
+    # As a terminal shows it, without colours.
+    traceback: str = ""
+    # From the interrupt, if there was one, to the error.
+    seconds: float = 0.0
 
 
 class Notebook:
@@ -37,7 +54,7 @@ class Notebook:
     async def run(self, cell: str, *, interrupt_at: str | None = None) -> Output:
         """Run a cell to its end; interrupt it once it has printed that."""
         message_id = self._client.execute(cell)
-        output = Output()
+        output, interrupted = Output(), time.monotonic()
         while True:
             message = await self._client.get_iopub_msg()
             content: dict[str, Any] = message["content"]
@@ -50,15 +67,43 @@ class Notebook:
                     output.printed += content["text"]
                     if interrupt_at is not None and interrupt_at in output.printed:
                         interrupt_at = None
+                        interrupted = time.monotonic()
                         await self.manager.interrupt_kernel()
-                        # An awaiting cell hears of it when the kernel's loop wakes up next (ipykernel issue 881).
-                        self._client.kernel_info()
                 case "execute_result":
-                    output.result = content["data"]["text/plain"]
+                    output.result, output.html = content["data"]["text/plain"], content["data"].get("text/html")
                 case "error":
-                    output.error, output.traceback = f"{content['ename']}: {content['evalue']}", content["traceback"]
+                    output.seconds = time.monotonic() - interrupted
+                    output.error = f"{content['ename']}: {content['evalue']}"
+                    output.traceback = _COLOUR.sub("", "\n".join(content["traceback"]))
                 case "status" if content["execution_state"] == "idle":
                     return output
+
+    async def complete(self, code: str) -> list[str]:
+        """What is offered by Tab at the end of this code."""
+        return list((await self._answer(self._client.complete(code, len(code))))["matches"])
+
+    async def look_up(self, code: str, *, source: bool = False) -> str:
+        """What is shown by Shift-Tab or `?` at the end of this code, or by `??`."""
+        answer = await self._answer(self._client.inspect(code, len(code), detail_level=int(source)))
+        return _COLOUR.sub("", answer["data"]["text/plain"])
+
+    async def _answer(self, message_id: str) -> dict[str, Any]:
+        while (message := await self._client.get_shell_msg())["parent_header"].get("msg_id") != message_id:
+            pass
+        content: dict[str, Any] = message["content"]
+        return content
+
+    async def value(self, cell: str) -> object:
+        """What the last expression of a cell is."""
+        output = await self.run(textwrap.dedent(cell))
+        assert output.error is None, output.traceback
+        return None if output.result is None else ast.literal_eval(output.result)
+
+    async def stop(self) -> None:
+        """Close the runtime, and wait for the end of its processes, however slow this machine is."""
+        pids = self.processes()
+        await self.value("await aiodaft.stop()")
+        assert wait_gone(pids) == set()
 
     async def restart(self, *, now: bool = False) -> None:
         """Restart the kernel: in order, or by SIGKILL."""
@@ -76,8 +121,16 @@ class Notebook:
         return pid
 
 
+def wait_gone(pids: set[int]) -> set[int]:
+    """The processes that do not end, however slow this machine is."""
+    deadline = time.monotonic() + 10
+    while (left := {pid for pid in pids if is_alive(pid)}) and time.monotonic() < deadline:
+        os.sched_yield()
+    return left
+
+
 @asynccontextmanager
-async def open_notebook(setup: str) -> AsyncGenerator[Notebook, None]:
+async def open_notebook(setup: str = SETUP) -> AsyncGenerator[Notebook, None]:
     """A kernel with files of its own, after a first cell."""
     context = zmq.asyncio.Context()
     # Paths of unix sockets are short.
@@ -90,8 +143,7 @@ async def open_notebook(setup: str) -> AsyncGenerator[Notebook, None]:
         try:
             await client.wait_for_ready()
             notebook = Notebook(manager, client)
-            first = await notebook.run(setup)
-            assert first.error is None, first.traceback
+            await notebook.value(setup)
             yield notebook
         finally:
             client.stop_channels()

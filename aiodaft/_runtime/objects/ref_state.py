@@ -288,7 +288,8 @@ class RefState(Value):
     def wait(self, ref: Ref[Any]) -> Generator[Any, None, Any]:
         """Wait for the value in this process and return it, or raise the error.
 
-        The frame of this generator keeps the ref alive while it is awaited, also in `await actor.method()`.
+        The frame of this generator keeps the ref alive while it is awaited, also in `await actor.method()`. Notebooks
+        and pytest leave it out of tracebacks.
 
         Cancellation: if nothing else needs the value, the remote call is cancelled, and the wait goes on until its
         cleanup has run, at most for the process's grace time.
@@ -309,6 +310,7 @@ class RefState(Value):
         if self.error is not None:
             self.mark_seen()
             self._note_failed_await()
+            __tracebackhide__ = True
             # As asyncio's futures do: each waiter adds its frames to the original traceback.
             raise self.error.with_traceback(self._traceback)
         return self.value

@@ -14,6 +14,7 @@ from aiodaft._runtime.platform.error_log import text_of
 from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.encoder import Names, encode
+from aiodaft._runtime.serialization.frames import FrameData, frames_of, traceback_of
 from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft.exceptions import CallCancelled, DaftError, RemoteError, RestartLimitReached
 
@@ -74,7 +75,7 @@ def as_call_error(error: BaseException, where: str | None) -> Exception:
     """The exception that a caller gets for one that a method raised, with a note of the call that raised it."""
     if isinstance(error, asyncio.CancelledError):
         cancelled = CallCancelled("the call was cancelled" if not str(error) else f"the call was cancelled: {error}")
-        cancelled.__cause__ = error
+        cancelled.__cause__ = error.with_traceback(_users_part(error.__traceback__))
         error = cancelled
     elif isinstance(error, StopIteration | StopAsyncIteration) or not isinstance(error, Exception):
         # Raised out of an await, these would end the caller's own generators, coroutines or loop.
@@ -143,21 +144,19 @@ def needed_by(error: BaseException, consumer: str, source: str = "") -> BaseExce
     return own
 
 
-def take_frames(error: BaseException) -> list[tuple[BaseException, Any]]:
+def take_frames(error: BaseException) -> list[tuple[BaseException, list[FrameData]]]:
     """Take the tracebacks off an exception and its causes, because frames hold variables.
 
     Returns:
         The argument for `give_frames`, which restores tracebacks with the same lines.
     """
-    from tblib import Traceback  # noqa: PLC0415 - only errors need it
-
-    taken: dict[int, tuple[BaseException, Any]] = {}
+    taken: dict[int, tuple[BaseException, list[FrameData]]] = {}
     found = [error]
     while found:
         one = found.pop()
         if id(one) in taken:
             continue
-        taken[id(one)] = (one, one.__traceback__ and Traceback(one.__traceback__))
+        taken[id(one)] = (one, frames_of(one.__traceback__))
         # An exception may refuse to have its attributes set, as frozen dataclasses do.
         BaseException.with_traceback(one, None)
         attempts = one.attempts if isinstance(one, RestartLimitReached) else ()
@@ -166,10 +165,10 @@ def take_frames(error: BaseException) -> list[tuple[BaseException, Any]]:
     return list(taken.values())
 
 
-def give_frames(taken: list[tuple[BaseException, Any]]) -> None:
+def give_frames(taken: list[tuple[BaseException, list[FrameData]]]) -> None:
     """Restore the tracebacks that `take_frames` took, without variables."""
     for error, frames in taken:
-        BaseException.with_traceback(error, frames and frames.as_traceback())
+        BaseException.with_traceback(error, traceback_of(frames))
 
 
 def _encode_object(error: BaseException) -> tuple[bytes | str, bytes | None]:

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol, cast
 
 from aiodaft._runtime.process import Process, current_process, refuses_pickle
 from aiodaft._runtime.serialization.encoded import Source
+from aiodaft._runtime.serialization.frames import frames_of, gap, traceback_of
 from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.actor import Actor, Handle, target_of
 from aiodaft.ref import Ref, Refs, parts_of
@@ -328,25 +329,15 @@ def _reduce_error(value: BaseException | TracebackType) -> Any:
 
 
 def _reduce_traceback(value: TracebackType) -> Any:
-    """The frames of a traceback: of many only the outermost and the innermost ones, because pickling nests them."""
+    """The frames of a traceback: of many only the outermost and the innermost ones."""
     if getattr(sys, "tracebacklimit", None) == 0:
         # As where Python prints it. Simulations say so, because paths differ from machine to machine.
         return _no_frames, ()
-    from tblib import Traceback, pickling_support  # noqa: PLC0415 - only errors need it
-
-    entries = [whole := Traceback(value)]
-    while entries[-1].tb_next is not None:
-        entries.append(entries[-1].tb_next)
-    left_out = len(entries) - _OUTERMOST - _INNERMOST
+    frames = frames_of(value)
+    left_out = len(frames) - _OUTERMOST - _INNERMOST
     if left_out > 0:
-        gap = {
-            "f_globals": {},
-            "f_code": {"co_filename": "...", "co_name": f"<{left_out} frames left out>"},
-            "f_lineno": 0,
-        }
-        entries[_OUTERMOST - 1].tb_next = hole = Traceback.from_dict({"tb_frame": gap, "tb_lineno": 0, "tb_next": None})
-        hole.tb_next = entries[-_INNERMOST]
-    return pickling_support.unpickle_traceback, (whole.tb_frame, whole.tb_lineno, whole.tb_next)
+        frames[_OUTERMOST:-_INNERMOST] = [gap(left_out)]
+    return traceback_of, (frames,)
 
 
 def _no_frames() -> None:

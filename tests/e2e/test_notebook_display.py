@@ -1,0 +1,74 @@
+"""What a live notebook shows: completion and documentation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("ipykernel")
+pytest.importorskip("jupyter_client")
+
+from notebook import Notebook, open_notebook
+
+# The loop that counts is the kernel's.
+pytestmark = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio"])
+
+CLASS = """
+class Shelf(aiodaft.Actor):
+    '''Has books.'''
+
+    def __init__(self, room: int = 8) -> None:
+        self._room = room
+
+    @aiodaft.method
+    def get(self, title: str, edition: int = 1) -> str:
+        '''Return a book.'''
+        return f"{title}, edition {edition}"
+
+    @aiodaft.method
+    async def titles(self):
+        yield "Refs"
+
+    def unreachable(self) -> None: ...
+"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def notebook() -> AsyncIterator[Notebook]:
+    """A kernel with a runtime that has one actor."""
+    async with open_notebook() as opened:
+        await opened.value(CLASS)
+        await opened.value("rt = await aiodaft.start()\nshelf = await rt.spawn(Shelf)")
+        yield opened
+        await opened.stop()
+
+
+async def test_tab_offers_the_methods_of_handles_and_the_names_of_arguments(notebook: Notebook) -> None:
+    assert await notebook.complete("shelf.") == ["get", "titles"]
+    assert await notebook.complete("shelf.ge") == ["get"]
+    assert "edition=" in await notebook.complete("shelf.get(ed")
+    assert await notebook.complete("shelf.get.") == ["tell"]
+    assert "unreachable" not in await notebook.complete("shelf.un")
+    # Without running anything: a handle is an instance of its class to what reads the source.
+    static = await notebook.complete("async def f():\n    other = await rt.spawn(Shelf)\n    other.")
+    assert {"get", "titles"} <= set(static)
+    of_runtime = await notebook.value("[name for name in dir(rt) if not name.startswith('_')]")
+    assert await notebook.complete("rt.") == of_runtime
+
+
+async def test_the_help_of_methods_has_their_signature_docs_and_source(notebook: Notebook) -> None:
+    for what in ("shelf.get", "shelf.get("):
+        shown = await notebook.look_up(what)
+        assert "shelf.get(title: str, edition: int = 1) -> str" in shown
+        assert "Return a book." in shown
+        assert "**kwargs" not in shown
+    source = await notebook.look_up("shelf.get", source=True)
+    assert 'return f"{title}, edition {edition}"' in source
+    of_class = await notebook.look_up("Shelf.get")
+    assert "Shelf.get(self, title: str, edition: int = 1) -> str" in of_class
+    assert "**kwargs" not in of_class
+    about = await notebook.look_up("shelf")
+    assert "Has books." in about
+    assert "get(title: str, edition: int = 1) -> str" in about

@@ -16,6 +16,7 @@ _MODULES: Final = {
     "ps": ".cluster",
     "stack": ".running.stack",
     "trace": ".running.trace",
+    "debug": ".running.debug",
     "doctor": ".doctor",
     "bench": ".bench",
     "key": ".key",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +89,3 @@ async def test_an_actor_that_configures_its_logging_has_its_way(module_rt: aioda
     await printer.configure_logging()
     await printer.log(logging.DEBUG)
     await terminal.shows(err="as the actor likes it: level 10\n")
-
-
-async def test_a_breakpoint_in_an_actor_says_what_to_do(
-    module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    printer = await module_rt.spawn(Printer)
-    with pytest.raises(RuntimeError, match=r"breakpoint\(\) in an actor: .* set PYTHONBREAKPOINT"):
-        await printer.stop_here()
-    await printer.set_debugger("0")
-    assert await printer.stop_here() == "went on"
-    # An instance in this process, as the error advises.
-    stopped: list[str] = []
-    monkeypatch.setattr(sys, "breakpointhook", lambda: stopped.append("here"))
-    assert str(Printer().stop_here()) == "went on"
-    assert stopped == ["here"]

@@ -1,4 +1,4 @@
-"""Actors that print, log, and stop at a breakpoint."""
+"""Actors that print and log."""
 
 from __future__ import annotations
 
@@ -42,12 +42,3 @@ class Printer(Actor):
     @method
     def configure_logging(self) -> None:
         logging.basicConfig(level=logging.DEBUG, format="as the actor likes it: %(message)s")
-
-    @method
-    def stop_here(self) -> str:
-        breakpoint()
-        return "went on"
-
-    @method
-    def set_debugger(self, name: str) -> None:
-        os.environ["PYTHONBREAKPOINT"] = name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from aiodaft._protocol.connections.codec import pack, unpack
@@ -17,13 +18,19 @@ _THREADS: Final = "OMP_NUM_THREADS"
 
 
 class WorkerEnvironment(NamedTuple):
-    """These four at the spawn of an actor, and the folders of this machine with code that the program has shipped."""
+    """These four at the spawn of an actor, and what else there is on its machine.
+
+    Attributes:
+        code: The folders with code that the program has shipped.
+        terminal: The path of the terminal at which the program runs in the foreground; empty without one.
+    """
 
     environment: dict[str, str]
     directory: str
     path: list[str]
     argv: list[str]
     code: Sequence[str] = ()
+    terminal: str = ""
 
     @classmethod
     def here(cls) -> WorkerEnvironment:
@@ -39,14 +46,15 @@ class WorkerEnvironment(NamedTuple):
                 f"an actor needs the working directory of this process, which is gone ({error}): "
                 "call os.chdir() with one that exists, and spawn again"
             ) from error
-        return cls(dict(os.environ), directory, importable_path(), [str(argument) for argument in sys.argv])
+        argv = [str(argument) for argument in sys.argv]
+        return cls(dict(os.environ), directory, importable_path(), argv, terminal=_terminal())
 
     def as_far_as_it_is_here(self) -> WorkerEnvironment:
         """The same for another machine or an actor: its folders where they exist, and the variables of this process."""
         directory = self.directory if os.path.isdir(self.directory) else os.getcwd()
         path = [entry for entry in self.path if os.path.exists(entry)]
         path += [entry for entry in importable_path() if entry not in path]
-        return self._replace(environment=dict(os.environ), directory=directory, path=path)
+        return self._replace(environment=dict(os.environ), directory=directory, path=path, terminal="")
 
     def for_share(self, cpus: float, gpus: Sequence[str]) -> dict[str, str]:
         """Variables that say what a worker may use of its machine; `gpus` has names for CUDA_VISIBLE_DEVICES."""
@@ -64,6 +72,14 @@ class WorkerEnvironment(NamedTuple):
         return changes
 
 
+def _terminal() -> str:
+    """The terminal of this process, if that is in the foreground and is no interpreter that reads commands."""
+    with suppress(OSError):
+        if not hasattr(sys, "ps1") and os.tcgetpgrp(0) == os.getpgrp():
+            return os.ttyname(0)
+    return ""
+
+
 def change_environment(base: dict[str, str], changes: dict[str, str | None]) -> None:
     """Set this process's environment to an earlier one with changes."""
     wanted = {name: value for name, value in {**base, **changes}.items() if value is not None}
@@ -78,6 +94,7 @@ class WorkerSettings(NamedTuple):
     Attributes:
         secret: The key of a runtime of one machine, or the whole identity of a cluster.
         digests: The code that its own actors are to be spawned with; the node has it.
+        terminal: Where its debugger opens.
     """
 
     options: ProcessOptions
@@ -86,10 +103,11 @@ class WorkerSettings(NamedTuple):
     log_level: int
     argv: list[str]
     digests: Sequence[str] = ()
+    terminal: str = ""
 
     def packed(self) -> bytes:
         options = self.options._replace(patience=list(self.options.patience))
-        return pack([list(options), *self[1:-1], list(self.digests)])
+        return pack([list(options), *self[1:-2], list(self.digests), self.terminal])
 
     @classmethod
     def unpacked(cls, data: bytes) -> WorkerSettings:

@@ -16,6 +16,7 @@ from typing import Final
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
 from aiodaft._protocol.node.liveness import Answer, LastHeartbeat, Liveness, Order, Patience
 from aiodaft._runtime.actors.hosted_actor import Host, InboundCall
+from aiodaft._runtime.diagnostics.debugger_line import is_debugged
 from aiodaft._runtime.diagnostics.wait_graph import on_loop
 
 _QUESTION: Final = b"?"
@@ -55,14 +56,15 @@ class Heartbeat:
             self._process.call_soon(self._turned)
         else:
             self._lag = now - self._asked
-            culprit, line = self._find_culprit()
+            culprit, line = ("", "") if is_debugged() else self._find_culprit()
         # Raised if the loop changes its calls at this moment, and so is not blocked.
         with suppress(RuntimeError):
             call = next((call for call in self._host.calls() if _runs(call)), None)
             key = None if call is None else (call.caller, call.number)
             if key != self._oldest:
                 self._oldest, self._name, self._since = key, "" if call is None else call.label, now
-        return Answer(self._lag, now - self._since, self._name, culprit, line).pack()
+        name = f"{self._name} (in the debugger)" if is_debugged() else self._name
+        return Answer(self._lag, now - self._since, name, culprit, line).pack()
 
     def _find_culprit(self) -> tuple[str, str]:
         """The call that blocks the loop and the line where it does so, if that is user code."""

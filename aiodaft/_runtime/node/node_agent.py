@@ -279,7 +279,8 @@ class NodeAgent(NodeContact):
             worker_environment = worker_environment.as_far_as_it_is_here()
         secret = process.key.secret() if far is None else far.secret()
         argv, digests = worker_environment.argv, conditions.code.digests
-        settings = WorkerSettings(options, secret, self._options.uvloop, log_level, argv, digests)
+        terminal = worker_environment.terminal
+        settings = WorkerSettings(options, secret, self._options.uvloop, log_level, argv, digests, terminal)
         environment = worker_environment.for_share(cpus, [self._gpu_names[gpu] for gpu in gpus])
         worker, sock = await self._launcher.spawn(settings, worker_environment, environment, label)
         worker.owner, worker.maker, worker.gpus = tenant.owner, tenant.owner, gpus

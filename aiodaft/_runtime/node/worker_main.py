@@ -19,6 +19,7 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.far import FarConnections, Network
 from aiodaft._runtime.connections.identity import Identity
 from aiodaft._runtime.connections.network import TcpNetwork
+from aiodaft._runtime.diagnostics.breakpoints import debug_at
 from aiodaft._runtime.diagnostics.native_dump import offer_dump
 from aiodaft._runtime.node.environment import WorkerSettings
 from aiodaft._runtime.node.heartbeat import Heartbeat
@@ -145,7 +146,7 @@ def _serve(packed: bytes, connection: int, heartbeat: int) -> int:
     signal.signal(signal.SIGTERM, lambda *_: None)
     settings = WorkerSettings.unpacked(packed)
     _set_log_level(settings.log_level)
-    sys.breakpointhook = _refuse_breakpoint
+    debug_at(settings.terminal)
     sys.argv[:] = settings.argv
     sockets = socket.socket(fileno=connection), socket.socket(fileno=heartbeat)
 
@@ -197,18 +198,6 @@ def _set_log_level(level: int) -> None:
         # `logging` uses it only while there are no handlers, so `logging.basicConfig` works as usual.
         printer.setLevel(logging.NOTSET)
         printer.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
-
-
-def _refuse_breakpoint(*args: Any, **kwargs: Any) -> Any:
-    """Replace `breakpoint()`: a debugger that reads the terminal has none here."""
-    if os.environ.get("PYTHONBREAKPOINT"):
-        return sys.__breakpointhook__(*args, **kwargs)
-    raise RuntimeError(
-        "breakpoint() in an actor: its process has no terminal. Make an instance of the class in your own process and "
-        "call the method there, such as `Model(2.0).execute(x)`. Or set PYTHONBREAKPOINT, before the actor is spawned, "
-        "to a debugger that is reached by a port, such as remote_pdb.set_trace. `aiodaft stack` shows what every "
-        "process is in the middle of, without stopping it"
-    )
 
 
 def _set_threads() -> None:

@@ -120,6 +120,12 @@ def session_of(pid: int) -> int:
         return 0
 
 
+def parent_of(pid: int) -> int:
+    """The parent of a process; 0 if it has ended, or cannot be seen."""
+    fields = _stat_of(pid)
+    return int(fields[1]) if fields else 0
+
+
 def kill(pid: int, number: int) -> None:
     """Send a signal to a child; nothing if it has ended."""
     if pid:

@@ -1,0 +1,77 @@
+"""`aiodaft debug`: opens the debugger here when an actor comes to a breakpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import sys
+from contextlib import suppress
+from typing import Final
+
+import click
+
+from aiodaft._runtime.platform.meeting_place import debug_address, may_debug
+
+from ..output import Failed
+
+_READ_SIZE: Final = 64 << 10
+
+
+@click.command()
+@click.option("--pid", type=int, help="A program, or one of its actors.  [default: all programs of this user]")
+def debug(pid: int | None) -> int:
+    """Open the debugger here when an actor comes to a breakpoint.
+
+    It waits until Ctrl-C, or until the process ends. Of several actors at breakpoints, one is debugged after the other.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        whose = "all programs of this user" if pid is None else f"process {pid}"
+        process = _opened(pid)
+        try:
+            listener.bind(debug_address(pid))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise Failed(f"another `aiodaft debug` waits for breakpoints of {whose}") from None
+        listener.listen()
+        click.echo(f"waiting for breakpoints of {whose}; Ctrl-C ends this", err=True)
+        watched: list[socket.socket | int] = [listener, *process]
+        while listener in select.select(watched, [], [])[0]:
+            connection, _ = listener.accept()
+            with connection:
+                if may_debug(connection):
+                    _debug(connection)
+        click.echo(f"{whose} has ended", err=True)
+    return 0
+
+
+def _opened(pid: int | None) -> list[int]:
+    """What shows the end of a process, as a descriptor."""
+    if pid is None:
+        return []
+    try:
+        return [os.pidfd_open(pid)]
+    except OSError as error:
+        raise Failed(f"there is no process {pid}: {error.strerror}") from None
+
+
+def _debug(connection: socket.socket) -> None:
+    """Show what an actor writes, and send it what the user types, until it goes on."""
+    watched: list[socket.socket | int] = [connection, sys.stdin.fileno()]
+    with suppress(ConnectionError):
+        while True:
+            ready, _, _ = select.select(watched, [], [])
+            if connection in ready:
+                shown = connection.recv(_READ_SIZE)
+                if not shown:
+                    return
+                sys.stdout.buffer.write(shown)
+                sys.stdout.flush()
+            elif typed := os.read(sys.stdin.fileno(), _READ_SIZE):
+                connection.sendall(typed)
+            else:
+                # The end of the input, or Ctrl-D: the call goes on.
+                connection.shutdown(socket.SHUT_WR)
+                watched.pop()

@@ -1,6 +1,6 @@
 """Distributed actors, futures and tasks for asyncio: one plain async program drives many processes and GPUs."""
 
-from aiodaft import exceptions, policies
+from aiodaft import exceptions, policies, web
 from aiodaft._protocol.connections.versions import __version__
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.supervision.supervision import Backoff, Restart
@@ -156,4 +156,5 @@ __all__ = [
     "scatter",
     "start",
     "stop",
+    "web",
 ]

@@ -123,7 +123,7 @@ def test_the_package_offers_what_it_says_and_nothing_else() -> None:
         print(json.dumps([objects, [name for name in aiodaft.__all__ if hasattr(aiodaft, name)]]))
     """
     objects, said = run(code)
-    assert set(said) - {"exceptions", "policies", "__version__"} == set(objects)
+    assert set(said) - {"exceptions", "policies", "web", "__version__"} == set(objects)
     promised = """
         Actor ActorDied ActorInfo BorrowError CallCancelled Channel ChannelClosed DaftError DeadlineExceeded Graph Group
         CyclicGraph InsufficientResources NameNotFound NameTaken Overloaded OwnerDied PeerLost Placement Ref Refs

@@ -6,17 +6,17 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 
 
 @asynccontextmanager
-async def serving(app: Any) -> AsyncGenerator[str, None]:
+async def serving(app: Any, lifespan: Literal["on", "auto"] = "on") -> AsyncGenerator[str, None]:
     """Serve an ASGI app, lifespan and all; gives its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(app, lifespan="on", ws="none", log_config=None))
+        server = uvicorn.Server(uvicorn.Config(app, lifespan=lifespan, ws="none", log_config=None))
         async with asyncio.TaskGroup() as group:
             task = group.create_task(server.serve(sockets=[listener]))
             while not (server.started or task.done()):

@@ -17,6 +17,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 GOOD, BAD = HERE / "good.py", HERE / "bad.py"
+GOOD_WEB, BAD_WEB = HERE / "good_web.py", HERE / "bad_web.py"
 
 # An overload that mypy chooses by the wrong argument: it takes any ref for the value.
 MYPY_MAY_MISS = {"E04", "E05", "E12"}
@@ -54,7 +55,7 @@ def pyright() -> Findings:
     pytest.importorskip("pyright")
     output = run_checker(["pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(HERE)])
     report: dict[str, Any] = json.loads(output[output.index("{") :])
-    assert report["summary"]["filesAnalyzed"] == 2
+    assert report["summary"]["filesAnalyzed"] == 4
     # One message may span lines; the mistake is where it begins.
     return by_line(
         (item["file"], item["range"]["start"]["line"] + 1, item["message"]) for item in report["generalDiagnostics"]
@@ -65,30 +66,52 @@ def pyright() -> Findings:
 def mypy() -> Findings:
     pytest.importorskip("mypy")
     output = run_checker(
-        ["mypy", "--strict", "--output", "json", str(GOOD), str(BAD)],
+        ["mypy", "--strict", "--output", "json", str(GOOD), str(BAD), str(GOOD_WEB), str(BAD_WEB)],
         MYPYPATH=os.pathsep.join([str(HERE), str(ROOT), str(ROOT / "transport")]),
     )
     items = [json.loads(line) for line in output.splitlines()]
     return by_line((item["file"], item["line"], item["message"]) for item in items if item["severity"] == "error")
 
 
-def planted() -> dict[int, str]:
-    """The lines of bad.py that are wrong, and the names of the mistakes."""
-    lines = BAD.read_text(encoding="utf-8").splitlines()
+@pytest.fixture(scope="module")
+def pyrefly() -> Findings:
+    pytest.importorskip("pyrefly")
+    paths = [option for path in (ROOT, ROOT / "transport", HERE) for option in ("--search-path", str(path))]
+    command = ["pyrefly", "check", "--preset", "strict", "--output-format", "json", *paths]
+    output = run_checker([*command, "--python-interpreter-path", sys.executable, str(GOOD_WEB), str(BAD_WEB)])
+    return by_line((item["path"], item["line"], item["description"]) for item in json.loads(output)["errors"])
+
+
+@pytest.fixture(scope="module")
+def ty() -> Findings:
+    pytest.importorskip("ty")
+    paths = [option for path in (ROOT, ROOT / "transport", HERE) for option in ("--extra-search-path", str(path))]
+    command = ["ty", "check", "--output-format", "gitlab", *paths, "--python", sys.executable]
+    items = json.loads(run_checker([*command, str(GOOD_WEB), str(BAD_WEB)]))
+    return by_line(
+        (item["location"]["path"], item["location"]["positions"]["begin"]["line"], item["description"])
+        for item in items
+    )
+
+
+def planted(file: Path = BAD) -> dict[int, str]:
+    """The lines of a file that are wrong, and the names of the mistakes."""
+    lines = file.read_text(encoding="utf-8").splitlines()
     marks = {number: re.search(r"# (E\d\d) ", line) for number, line in enumerate(lines, start=1)}
     return {number: mark[1] for number, mark in marks.items() if mark is not None}
 
 
-def missed(findings: Findings) -> set[str]:
-    return {name for line, name in planted().items() if line not in findings["bad.py"]}
+def missed(findings: Findings, file: Path = BAD) -> set[str]:
+    return {name for line, name in planted(file).items() if line not in findings[file.name]}
 
 
-def unplanted(findings: Findings) -> dict[int, list[str]]:
-    return {line: messages for line, messages in findings["bad.py"].items() if line not in planted()}
+def unplanted(findings: Findings, file: Path = BAD) -> dict[int, list[str]]:
+    return {line: messages for line, messages in findings[file.name].items() if line not in planted(file)}
 
 
-def test_every_mistake_is_planted_once() -> None:
-    names = list(planted().values())
+@pytest.mark.parametrize("file", [BAD, BAD_WEB], ids=lambda file: file.stem)
+def test_every_mistake_is_planted_once(file: Path) -> None:
+    names = list(planted(file).values())
     assert sorted(names) == [f"E{number:02}" for number in range(1, len(names) + 1)]
 
 
@@ -108,7 +131,17 @@ def test_mypy_accepts_what_is_right(mypy: Findings) -> None:
 def test_mypy_reports_nearly_every_mistake_and_nothing_else(mypy: Findings) -> None:
     assert missed(mypy) <= MYPY_MAY_MISS
     assert unplanted(mypy) == {}
-    assert set(mypy) <= {"good.py", "bad.py"}
+    assert set(mypy) <= {"good.py", "bad.py", "good_web.py", "bad_web.py"}
+
+
+@pytest.mark.parametrize("checker", ["mypy", "pyright", "pyrefly", "ty"])
+def test_web_apps_of_three_frameworks_are_checked_by_four_checkers(
+    checker: str, request: pytest.FixtureRequest
+) -> None:
+    findings: Findings = request.getfixturevalue(checker)
+    assert findings["good_web.py"] == {}
+    assert missed(findings, BAD_WEB) == set()
+    assert unplanted(findings, BAD_WEB) == {}
 
 
 def test_what_checkers_accept_runs(tmp_path: Path) -> None:

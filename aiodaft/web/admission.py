@@ -1,0 +1,75 @@
+"""How many requests are under way, and how many wait."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Final
+
+from aiodaft.exceptions import Overloaded
+
+# The weight of the last request in the mean duration.
+_WEIGHT: Final = 1 / 16
+# Seconds: what a client is told at most.
+_LONGEST_WAIT: Final = 60
+
+
+class Admission:
+    """Admits so many requests at a time, and lets so many others wait for their turn, in order."""
+
+    def __init__(self, limit: int, queue: int) -> None:
+        if limit < 1 or queue < 0:
+            raise ValueError(f"limit={limit}, queue={queue}: at least 1 and 0 are needed")
+        self._limit = limit
+        self._queue = queue
+        self._free = limit
+        # As a dict, because a request that is cancelled leaves from the middle.
+        self._waiting: dict[asyncio.Future[None], None] = {}
+        self._mean_duration = 0.0
+
+    async def enter(self) -> float:
+        """Take a place, perhaps after a wait; returns what `leave` needs.
+
+        Raises:
+            Overloaded: The queue is full.
+
+        Cancellation: nothing is taken.
+        """
+        loop = asyncio.get_running_loop()
+        if self._free:
+            self._free -= 1
+            return loop.time()
+        if len(self._waiting) >= self._queue:
+            raise Overloaded(f"{self._limit} requests are under way, and {self._queue} wait")
+        turn = loop.create_future()
+        self._waiting[turn] = None
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._waiting.pop(turn, None)
+            else:
+                self._pass_on()
+            raise
+        return loop.time()
+
+    def leave(self, entered: float) -> None:
+        """Give the place to the request that has waited longest."""
+        duration = asyncio.get_running_loop().time() - entered
+        self._mean_duration += (duration - self._mean_duration) * _WEIGHT
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            turn = next(iter(self._waiting))
+            del self._waiting[turn]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    @property
+    def retry_after(self) -> int:
+        """Whole seconds until the requests that wait will have begun, at the present rate; at least 1."""
+        wait = self._mean_duration * len(self._waiting) / self._limit
+        return max(1, min(_LONGEST_WAIT, math.ceil(wait)))

@@ -1,0 +1,24 @@
+"""What of ASGI is used here. Each framework has types of its own for it: `Any` fits all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+App = Callable[[Any, Any, Any], Awaitable[None]]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+DISCONNECT: Final = "http.disconnect"
+
+
+async def answer(send: Send, status: int, text: str, *headers: tuple[bytes, bytes]) -> None:
+    """Send a whole response of plain text."""
+    body = text.encode()
+    described = [
+        (b"content-type", b"text/plain; charset=utf-8"),
+        (b"content-length", str(len(body)).encode()),
+        *headers,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": described})
+    await send({"type": "http.response.body", "body": body})

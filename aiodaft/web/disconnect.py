@@ -1,0 +1,93 @@
+"""Cancels the work for a client that disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import AbstractAsyncContextManager
+from functools import cache
+from types import TracebackType
+from typing import Protocol
+
+from aiodaft._runtime.platform.tasks import TaskOwner
+from aiodaft.exceptions import DaftError
+from aiodaft.web.asgi import DISCONNECT, Receive
+from aiodaft.web.lasting import lasting_requests
+
+__all__ = ["ClientDisconnected", "cancel_on_disconnect"]
+
+
+class ClientDisconnected(DaftError):
+    """The client left before it was answered; the work for it was cancelled."""
+
+
+@cache
+def _answered_by_starlette(http_exception: type[Exception]) -> type[ClientDisconnected]:
+    """The error as an HTTPException, which Starlette and FastAPI answer; other errors they log with a traceback."""
+    # nginx's status for clients that left. The answer goes nowhere.
+    answer = {"status_code": 499, "detail": "the client left", "headers": None, "__init__": Exception.__init__}
+    return type("ClientDisconnected", (ClientDisconnected, http_exception), answer)
+
+
+def _client_disconnected() -> ClientDisconnected:
+    starlette = sys.modules.get("starlette.exceptions")
+    cls = ClientDisconnected if starlette is None else _answered_by_starlette(starlette.HTTPException)
+    return cls("the client left")
+
+
+class Receiver(Protocol):
+    """A request with ASGI's `receive`, such as those of Starlette, FastAPI and Litestar."""
+
+    @property
+    def receive(self) -> Receive:
+        """Gives the next ASGI message."""
+        ...
+
+
+def cancel_on_disconnect(request: Receiver) -> AbstractAsyncContextManager[None, None]:
+    """Cancel the block when the client of a request disconnects; remote calls awaited in it are cancelled as well.
+
+    Use it after the request's body has been read: it consumes the messages that follow. It costs nearly nothing if the
+    block ends within 20 ms. `Ingress` does the same for whole apps.
+
+    Args:
+        request: A request of Starlette, FastAPI or Litestar.
+
+    Raises:
+        ClientDisconnected: The client left. Starlette and FastAPI handle the error: it counts as status 499 and is not
+            logged as an error of the application.
+    """
+    return _Block(request)
+
+
+class _Block(AbstractAsyncContextManager[None, None]):
+    def __init__(self, request: Receiver) -> None:
+        self._request = request
+        self._gone = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._requests = lasting_requests()
+        self._requests.add(self)
+
+    async def __aexit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._requests.discard(self)
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._gone and self._task.uncancel() == 0 and isinstance(error, asyncio.CancelledError):
+            raise _client_disconnected() from None
+
+    def watch(self, tasks: TaskOwner) -> bool:
+        self._watcher = tasks.start_ahead(self._watch(), name="watch for a disconnect")
+        return True
+
+    async def _watch(self) -> None:
+        while (await self._request.receive())["type"] != DISCONNECT:
+            pass
+        self._gone = True
+        self._task.cancel()

@@ -1,0 +1,116 @@
+"""One HTTP request and its response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+from aiodaft._runtime.platform.tasks import TaskOwner
+from aiodaft.web.asgi import DISCONNECT, Receive, Send
+from aiodaft.web.lasting import lasting_requests
+
+
+class Exchange:
+    """Stands between a server and an app for one request: cancels the app's task when the client leaves.
+
+    The app calls `receive` and `send` in place of the server's. A message that comes while the client is watched is
+    kept until the app asks for it.
+
+    Attributes:
+        started: Whether the app has begun to answer.
+    """
+
+    __slots__ = (
+        "_cancelled", "_complete", "_disconnect", "_kept", "_news", "_receive", "_receiving", "_requests", "_send",
+        "_task", "_watcher", "started",
+    )  # fmt: skip
+    _news: asyncio.Event
+
+    def __init__(self, receive: Receive, send: Send, task: asyncio.Task[Any]) -> None:
+        self._receive = receive
+        self._send = send
+        self._task = task
+        self.started = self._complete = self._cancelled = False
+        # How many of the app's tasks wait for the server.
+        self._receiving = 0
+        self._watcher: asyncio.Task[None] | None = None
+        self._kept: Any = None
+        # Some servers give it only once.
+        self._disconnect: Any = None
+        self._requests = lasting_requests()
+        self._requests.add(self)
+
+    def end(self) -> bool:
+        """The app has ended; whether it was cancelled for its client, and for nothing else."""
+        self._requests.discard(self)
+        if self._watcher is not None:
+            self._watcher.cancel()
+        return self._cancelled and self._task.uncancel() == 0
+
+    # What the app calls.
+
+    def send(self, message: Any) -> Awaitable[None]:
+        """As the server's."""
+        match message["type"]:
+            case "http.response.body":
+                self._complete = not message.get("more_body", False)
+            case "http.response.start":
+                self.started = True
+            case "http.response.pathsend":
+                self._complete = True
+        return self._send(message)
+
+    async def receive(self) -> Any:
+        """As the server's. May be called again after a cancellation."""
+        while self._watcher is not None and self._kept is None:
+            self._news.clear()
+            await self._news.wait()
+        if self._kept is not None:
+            message, self._kept = self._kept, None
+            return message
+        if self._disconnect is not None:
+            return self._disconnect
+        self._receiving += 1
+        try:
+            message = await self._receive()
+        finally:
+            self._receiving -= 1
+        if message["type"] == DISCONNECT:
+            self._client_left(message)
+            # A cancellation of this task arrives here. For the message, frameworks raise an error, and log it.
+            await asyncio.sleep(0)
+        return message
+
+    # While the app does something else.
+
+    def watch(self, tasks: TaskOwner) -> bool:
+        """Begin to watch the client; False while the app receives messages itself, or is still to take one."""
+        if self._complete or self._disconnect is not None:
+            return True
+        if self._receiving or self._kept is not None:
+            return False
+        self._news = asyncio.Event()
+        self._watcher = tasks.start_ahead(self._watch(), name="watch for a disconnect")
+        return True
+
+    async def _watch(self) -> None:
+        try:
+            while (message := await self._receive())["type"] != DISCONNECT:
+                self._kept = message
+                self._news.set()
+                if message.get("more_body", False):
+                    # Of a body, one piece is kept, so that the server holds back its client.
+                    self._requests.add(self)
+                    return
+            self._client_left(message)
+        finally:
+            self._watcher = None
+            self._news.set()
+
+    def _client_left(self, message: Any) -> None:
+        self._disconnect = message
+        # Servers tell of a disconnect also after the response.
+        if not (self._complete or self._cancelled):
+            self._cancelled = True
+            self._task.cancel()

@@ -1,0 +1,120 @@
+"""What stands between a web server and an app: the app's actors, admission, disconnects and probes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from aiodaft._runtime.platform.tasks import logger
+from aiodaft.exceptions import Overloaded
+from aiodaft.runtime import Runtime
+from aiodaft.web.admission import Admission
+from aiodaft.web.asgi import App, Receive, Send, answer
+from aiodaft.web.exchange import Exchange
+from aiodaft.web.lifespan import Lifespan
+
+__all__ = ["Ingress"]
+
+Actors = Callable[[Runtime], AbstractAsyncContextManager[Mapping[str, object]]]
+
+
+def _for_a_server() -> Runtime:
+    return Runtime(unhandled="log")
+
+
+class Ingress:
+    """An ASGI middleware for apps that call actors: `app.add_middleware(Ingress, actors=actors, limit=64, queue=256)`.
+
+    It opens a runtime around the lifespan of the app. When a client leaves before its response is complete, it cancels
+    the task of the request, and with it the remote calls that are awaited there, also in a stream; that takes up to
+    50 ms, and costs nearly nothing for requests of less than 20 ms. It answers 503 with Retry-After if too many
+    requests wait, or if the app raises `Overloaded` before it has begun to answer. WebSockets pass through.
+
+    Args:
+        app: The ASGI app. Starlette's and FastAPI's `add_middleware` gives it; elsewhere, wrap the app.
+        actors: Makes the actors in a runtime: an async context manager, whose value is the state of the app. In
+            Starlette, FastAPI and Litestar `request.state.NAME` has what it yields as `{"NAME": ...}`. Default: no
+            runtime is opened.
+        runtime: Makes the runtime. Default: `Runtime(unhandled="log")`, since a failed request must not end a server.
+        limit: HTTP requests under way at the same time, streams until their end. Default: any number.
+        queue: How many more requests wait for their turn, in order.
+
+    Raises:
+        ValueError: `limit` is less than 1, or `queue` is negative.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        actors: Actors | None = None,
+        *,
+        runtime: Callable[[], Runtime] = _for_a_server,
+        limit: int | None = None,
+        queue: int = 0,
+    ) -> None:
+        self._app = app
+        self._actors = actors
+        self._open_runtime = runtime
+        self._admission = None if limit is None else Admission(limit, queue)
+        self._state: Mapping[str, object] = {}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one connection of the server, as ASGI says."""
+        if scope["type"] == "lifespan":
+            if self._actors is None:
+                await self._app(scope, receive, send)
+            else:
+                await Lifespan(receive, send).run(self._app, scope, self._open(self._actors, scope))
+            return
+        if "state" not in scope:
+            # The server does not pass on the state of the lifespan.
+            scope["state"] = dict(self._state)
+        if scope["type"] == "http":
+            await self._serve(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    @asynccontextmanager
+    async def _open(self, actors: Actors, scope: Any) -> AsyncGenerator[None, None]:
+        async with self._open_runtime() as rt, actors(rt) as state:
+            self._state = state
+            scope.setdefault("state", {}).update(state)
+            try:
+                yield
+            finally:
+                self._state = {}
+
+    async def _serve(self, scope: Any, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        exchange = Exchange(receive, send, task)
+        ended_for_client = False
+        try:
+            try:
+                await self._admit(scope, exchange)
+            finally:
+                ended_for_client = exchange.end()
+        except asyncio.CancelledError:
+            if not ended_for_client:
+                raise
+            logger.debug("the client of %s left", scope["path"])
+            if not exchange.started:
+                # nginx's status. It reaches nobody, but apps are to answer.
+                await answer(send, 499, "the client left")
+        except Overloaded as error:
+            if exchange.started:
+                raise
+            wait = 1 if self._admission is None else self._admission.retry_after
+            await answer(send, 503, f"overloaded: {error}", (b"retry-after", str(wait).encode()))
+
+    async def _admit(self, scope: Any, exchange: Exchange) -> None:
+        if self._admission is None:
+            await self._app(scope, exchange.receive, exchange.send)
+            return
+        entered = await self._admission.enter()
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        finally:
+            self._admission.leave(entered)

@@ -1,0 +1,273 @@
+"""Requests between a server and an app: who is cancelled when a client leaves, and what is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from asgi_server import FakeServer
+
+import aiodaft
+from aiodaft.web import Ingress
+
+GET = {"body": b"", "more_body": False}
+
+
+class Request:
+    """A request to an app whose work is told by its events."""
+
+    def __init__(self, handle: Callable[[Request], Awaitable[None]], **options: Any) -> None:
+        self.server = FakeServer()
+        self.events: list[Any] = []
+        self._handle = handle
+        self._ingress = Ingress(self._app, **options)
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        self.receive, self.send = receive, send
+        await self._handle(self)
+
+    async def work(self) -> None:
+        """Does not end by itself."""
+        self.events.append("began")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.events.append("cancelled")
+
+    def come(self, server: FakeServer) -> asyncio.Task[None]:
+        """One more request to the same app."""
+        scope = {"type": "http", "path": "/"}
+        return asyncio.get_running_loop().create_task(self._ingress(scope, server.receive, server.send))
+
+    async def begin(self) -> asyncio.Task[None]:
+        task = self.come(self.server)
+        while not self.events:
+            await asyncio.sleep(0)
+        return task
+
+
+async def watched(request: Request) -> None:
+    """Wait until the ingress takes what the server has for the app."""
+    request.server.put("http.request", **GET)
+    while request.server.unread:
+        await asyncio.sleep(0)
+
+
+async def test_a_client_that_leaves_cancels_the_task_and_only_once() -> None:
+    request = Request(Request.work)
+    task = await request.begin()
+    await watched(request)
+    request.server.put("http.disconnect")
+    await task
+    assert request.events == ["began", "cancelled"]
+    assert task.cancelling() == 0
+    assert [message.get("status") for message in request.server.sent] == [499, None]
+
+
+async def test_an_app_that_receives_by_itself_is_cancelled_there() -> None:
+    async def handle(request: Request) -> None:
+        request.events.append("began")
+        await request.receive()
+        request.events.append(await request.receive())
+
+    request = Request(handle)
+    request.server.put("http.request", **GET)
+    task = await request.begin()
+    request.server.put("http.disconnect")
+    await task
+    assert request.events == ["began"]
+
+
+async def test_another_task_of_the_app_is_told_of_the_disconnect() -> None:
+    async def handle(request: Request) -> None:
+        async def listen() -> None:
+            for _ in range(3):
+                request.events.append((await request.receive())["type"])
+
+        async with asyncio.TaskGroup() as group:
+            listener = group.create_task(listen())
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.wait([listener])
+
+    request = Request(handle)
+    request.server.put("http.request", **GET)
+    task = await request.begin()
+    request.server.put("http.disconnect")
+    await task
+    # A server may give it only once.
+    assert request.events == ["http.request", "http.disconnect", "http.disconnect"]
+
+
+async def test_a_body_that_comes_while_the_app_does_something_else_is_not_lost() -> None:
+    go_on = asyncio.Event()
+
+    async def handle(request: Request) -> None:
+        request.events.append("began")
+        await go_on.wait()
+        request.events += [(await request.receive())["body"] for _ in range(3)]
+        await request.work()
+
+    request = Request(handle)
+    task = await request.begin()
+    for piece in (b"a", b"b"):
+        request.server.put("http.request", body=piece, more_body=True)
+    request.server.put("http.request", body=b"c", more_body=False)
+    while request.server.unread == 3:
+        await asyncio.sleep(0)
+    # One piece is kept; the server holds back the others.
+    assert request.server.unread == 2
+    go_on.set()
+    while "began" not in request.events[1:]:
+        await asyncio.sleep(0)
+    request.server.put("http.disconnect")
+    await task
+    assert request.events == ["began", b"a", b"b", b"c", "began", "cancelled"]
+
+
+async def test_an_app_that_waits_for_a_message_while_its_client_is_watched_gets_it() -> None:
+    ask = asyncio.Event()
+
+    async def handle(request: Request) -> None:
+        request.events.append("began")
+        await ask.wait()
+        request.events.append((await request.receive())["body"])
+        request.events.append("waits")
+        await request.receive()
+
+    request = Request(handle)
+    task = await request.begin()
+    await watched(request)
+    ask.set()
+    while "waits" not in request.events:
+        await asyncio.sleep(0)
+    request.server.put("http.disconnect")
+    await task
+    assert request.events == ["began", b"", "waits"]
+
+
+async def test_a_wait_for_a_message_that_is_cancelled_loses_none() -> None:
+    async def handle(request: Request) -> None:
+        request.events.append("began")
+        for _ in range(100):
+            try:
+                async with asyncio.timeout(0):
+                    await request.receive()
+            except TimeoutError:
+                # As a handler that asks again and again whether its client is there.
+                await asyncio.sleep(0.001)
+        request.events.append(await request.receive())
+
+    request = Request(handle)
+    task = await request.begin()
+    request.server.put("http.disconnect")
+    await task
+    assert request.events == ["began"]
+
+
+async def test_what_an_app_does_after_its_response_is_not_cancelled() -> None:
+    end = asyncio.Event()
+
+    async def handle(request: Request) -> None:
+        await request.send({"type": "http.response.start", "status": 200})
+        await request.send({"type": "http.response.body", "body": b"all"})
+        request.events.append("answered")
+        assert (await request.receive())["type"] == "http.request"
+        assert (await request.receive())["type"] == "http.disconnect"
+        await end.wait()
+        request.events.append("cleaned up")
+
+    request = Request(handle)
+    task = await request.begin()
+    request.server.put("http.request", **GET)
+    request.server.put("http.disconnect")
+    while request.server.unread:
+        await asyncio.sleep(0)
+    end.set()
+    await task
+    assert request.events == ["answered", "cleaned up"]
+
+
+async def test_a_stream_that_has_begun_is_cancelled_and_not_answered_again() -> None:
+    async def handle(request: Request) -> None:
+        await request.send({"type": "http.response.start", "status": 200})
+        await request.send({"type": "http.response.body", "body": b"first", "more_body": True})
+        await request.work()
+
+    request = Request(handle)
+    task = await request.begin()
+    await watched(request)
+    request.server.put("http.disconnect")
+    await task
+    assert request.server.kinds == ["http.response.start", "http.response.body"]
+
+
+async def test_a_cancellation_by_the_server_passes() -> None:
+    request = Request(Request.work)
+    task = await request.begin()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert request.server.sent == []
+
+
+async def test_an_app_that_goes_on_after_its_cancellation_ends_by_itself() -> None:
+    async def handle(request: Request) -> None:
+        try:
+            await request.work()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+            request.events.append("saved")
+
+    request = Request(handle)
+    task = await request.begin()
+    request.server.put("http.disconnect")
+    await task
+    assert request.events == ["began", "cancelled", "saved"]
+    assert task.cancelling() == 0
+
+
+async def test_a_request_in_the_queue_whose_client_leaves_leaves_the_queue() -> None:
+    request = Request(Request.work, limit=1, queue=1)
+    waits, refused, waits_then = FakeServer(), FakeServer(), FakeServer()
+    task = await request.begin()
+    waiting = request.come(waits)
+    await request.come(refused)
+    assert [message.get("status") for message in refused.sent] == [503, None]
+    waits.put("http.disconnect")
+    await waiting
+    assert request.events == ["began"]
+    waiting = request.come(waits_then)
+    request.server.put("http.disconnect")
+    await task
+    while request.events != ["began", "cancelled", "began"]:
+        await asyncio.sleep(0)
+    waits_then.put("http.disconnect")
+    await waiting
+    assert [message.get("status") for message in waits_then.sent] == [499, None]
+
+
+async def test_overload_after_the_response_has_begun_is_an_error_of_the_app() -> None:
+    async def handle(request: Request) -> None:
+        request.events.append("began")
+        await request.send({"type": "http.response.start", "status": 200})
+        raise aiodaft.Overloaded("too many calls")
+
+    with pytest.raises(aiodaft.Overloaded):
+        await (await Request(handle).begin())
+
+
+@pytest.mark.parametrize("kind", ["websocket", "lifespan"])
+async def test_other_connections_pass_through(kind: str) -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((scope["type"], receive, send))
+
+    server = FakeServer()
+    receive, send = server.receive, server.send
+    await Ingress(app)({"type": kind}, receive, send)
+    assert seen == [(kind, receive, send)]

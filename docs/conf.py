@@ -17,6 +17,9 @@ html_title = f"aiodaft {version}"
 # Headings get the anchors that they have on GitHub, so that links work at both places.
 myst_heading_anchors = 4
 
+# Docstrings name code in single backticks.
+default_role = "code"
+
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

@@ -55,6 +55,7 @@ from aiodaft.graph import Graph, StepTime, compile
 from aiodaft.group import Group
 from aiodaft.info import ActorInfo, NodeInfo
 from aiodaft.inside import current_group, current_runtime
+from aiodaft.logs import JsonFormatter, Logs
 from aiodaft.memory import Registration, empty, register
 from aiodaft.methods import method
 from aiodaft.overview import Overview
@@ -88,10 +89,12 @@ __all__ = [
     "Group",
     "GroupChanged",
     "InsufficientResources",
+    "JsonFormatter",
     "KeyFileError",
     "LaunchFailed",
     "Layout",
     "LeaseLost",
+    "Logs",
     "Mesh",
     "Message",
     "NameNotFound",

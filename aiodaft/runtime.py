@@ -21,9 +21,9 @@ from aiodaft._protocol.node.liveness import Patience
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.controller import Controller, ControllerOptions
 from aiodaft._runtime.node.local_node import Machine
-from aiodaft._runtime.node.node_agent import NodeOptions
 from aiodaft._runtime.node.pid_namespace import prefix_of
 from aiodaft._runtime.node.shipped_code import ShippedCode
+from aiodaft._runtime.node.surroundings import NodeOptions
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
@@ -34,6 +34,7 @@ from aiodaft._runtime.serialization.errors import give_frames, take_frames
 from aiodaft._runtime.serialization.frames import FrameData
 from aiodaft.actor import Actor, class_of
 from aiodaft.info import NodeInfo, look_at_nodes
+from aiodaft.logs import Logs
 from aiodaft.naming import found, register
 from aiodaft.overview import Overview
 from aiodaft.owned import Owned, handle_of
@@ -96,9 +97,11 @@ class Runtime(Scope):
         codec: "msgpack": no process pickles or unpickles, and none runs code that is sent. Arguments and results are
             then plain data, arrays, tensors, refs, handles, and dataclasses, named tuples, enums and exceptions of
             classes that every process can import. A process has runtimes of one codec at a time.
+        logs: What becomes of the output and the log records of actors, or just a folder for a file per actor.
         env: Clock, randomness and ids, for simulations.
 
     Raises:
+        OSError: When it is opened: the folder for logs cannot be made.
         Unreachable: The transport does not work on this machine.
         SpawnFailed: The isolation is not possible on this machine.
     """
@@ -124,6 +127,7 @@ class Runtime(Scope):
         patience: Patience | None = None,
         unhandled: Literal["raise", "log"] = "raise",
         codec: Literal["pickle", "msgpack"] = "pickle",
+        logs: Logs | str | os.PathLike[str] | None = None,
         env: Env | None = None,
     ) -> None:
         _check_options(max_pending, stop_grace, cancel_grace, unhandled)
@@ -156,6 +160,7 @@ class Runtime(Scope):
             ),
             labels=dict(check_labels(labels or {})),
             env=env,
+            logs=logs if isinstance(logs, Logs) else Logs(logs),
             cluster=None if not address else _cluster_at(address, key_file, env),
         )
         controller = Controller(options, machine)

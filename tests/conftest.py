@@ -19,6 +19,7 @@ import uvloop
 from actors import Echo
 from inside import actors_of
 from leaks import Snapshot
+from terminals import Terminal
 
 import aiodaft
 from aiodaft._runtime.diagnostics.await_chains import frames_of
@@ -232,6 +233,12 @@ async def log_only(shared_log_only: aiodaft.Runtime, nothing_left_behind: None) 
 async def _stop_actors(runtime: aiodaft.Runtime) -> None:
     for target in actors_of(runtime):
         await runtime.stop(Handle(target, Echo))
+
+
+@pytest.fixture
+def terminal(capfd: pytest.CaptureFixture[str]) -> Terminal:
+    """What is printed in a test."""
+    return Terminal(capfd)
 
 
 @pytest.fixture

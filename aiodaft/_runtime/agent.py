@@ -27,6 +27,7 @@ from aiodaft._runtime.diagnostics.process_view import ActorView, ProcessView, Vi
 from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.logs.levels import set_levels
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.platform.linux import clock_id
 from aiodaft._runtime.serialization.errors import add_note
@@ -221,6 +222,11 @@ class Agent(Actor):
         hosted = self._host.actors.get(ActorId(actor))
         if hosted is not None:
             self._ways.fence.guard(hosted)
+
+    @method
+    async def set_levels(self, levels: dict[str, int]) -> None:
+        """The program has changed the levels of loggers."""
+        set_levels(levels)
 
     # Deadlocks and stacks. These calls wait for nothing, and need no turn.
 

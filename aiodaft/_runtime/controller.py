@@ -21,14 +21,18 @@ from aiodaft._protocol.ids import COORDINATOR, PeerId
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.attach import Answers, Visits
 from aiodaft._runtime.diagnostics.native_dump import offer_dump, withdraw_dump
+from aiodaft._runtime.logs.console import Console
+from aiodaft._runtime.logs.levels import LevelWatch
+from aiodaft._runtime.logs.relay import ConsoleThread
 from aiodaft._runtime.node.local_node import LocalNode, Machine
-from aiodaft._runtime.node.node_agent import NodeOptions
+from aiodaft._runtime.node.surroundings import NodeOptions
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import ProcessOptions, check_codec, closed, opened
 from aiodaft._runtime.supervision.directory import Root
 from aiodaft.exceptions import RuntimeClosed
+from aiodaft.logs import Logs
 from aiodaft_transport import Key
 
 if TYPE_CHECKING:
@@ -55,6 +59,7 @@ class ControllerOptions(NamedTuple):
     # Of this machine.
     labels: Mapping[str, str]
     env: Env
+    logs: Logs
     # The address of a node of a cluster, and the way to it; None: this machine alone.
     cluster: tuple[str, Network] | None
 
@@ -94,6 +99,7 @@ class Controller(Owner):
                 id=local,
                 cluster=cluster.network.cluster,
                 owner=local,
+                program=local,
                 agent=welcome.node,
                 coordinator=welcome.coordinator,
             )
@@ -111,6 +117,7 @@ class Controller(Owner):
         """Start everything on the running loop.
 
         Raises:
+            OSError: The folder for files with logs cannot be made.
             RuntimeClosed: It was opened before.
             ValueError: A runtime with another codec is open.
         """
@@ -119,6 +126,7 @@ class Controller(Owner):
         options = self.options
         check_codec(options.process.codec)
         cluster = self._cluster
+        console = Console(options.logs)
         key = Key(options.env.token(32)) if cluster is None else cluster.network.key
         peer = Peer(options.process, key, options.env)
         process = peer.process
@@ -128,20 +136,22 @@ class Controller(Owner):
         process.provide(Visits, visits)
         if cluster is None:
             self.nodes.add(Member("", process.id, "", options.labels))
-            site = self.site = LocalNode(peer, self.nodes, self.contact, self._machine, options.node)
+            site = self.site = LocalNode(peer, self.nodes, self.contact, self._machine, options.node, console)
             site.launcher.on_visit = visits.begin
             site.owners.here = self.directory
             peer.add_actor(COORDINATOR, "coordinator", Coordinator())
         else:
             from aiodaft._runtime.node.attachment import Attachment  # noqa: PLC0415 - TLS is slow to load
 
-            self.site = Attachment(peer, self.nodes, self.contact, cluster)
+            self.site = Attachment(peer, self.nodes, self.contact, cluster, ConsoleThread(process, console))
             self.site.on_back = self._node_back
+            self.directory.on_shown = self.site.console.show
         peer.objects.on_unheld = root.fail
         peer.on_forked = self._stay_behind
         opened(process, peer.stay_behind)
         if self._is_real:
             offer_dump()
+            self._levels = LevelWatch(process.loop, self._spread_levels)
         self._stage = Stage.OPEN
         self._left_open = weakref.finalize(root, _warn_left_open)
 
@@ -156,6 +166,7 @@ class Controller(Owner):
             self._left_open.detach()
             if self._is_real:
                 withdraw_dump()
+                self._levels.close()
             closed(self.process)
         return was_open
 
@@ -233,6 +244,10 @@ class Controller(Owner):
             coro.close()
             raise RuntimeClosed(self._why_closed)
         return self.process.tasks.start(coro, name=name)
+
+    def _spread_levels(self, levels: dict[str, int]) -> None:
+        for node in self.nodes.agents():
+            node.set_levels.tell(self.process.options.program, levels)
 
 
 def _warn_left_open() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -52,6 +52,7 @@ from aiodaft._runtime.groups.collectives import Collectives
 from aiodaft._runtime.groups.inboxes import Inboxes
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.groups.resharding import Resharding
+from aiodaft._runtime.logs.entries import Written
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.env import Env
@@ -130,6 +131,11 @@ class OwnerContact(Actor):
     @method
     async def unheld(self, encoded: bytes, what: str) -> None:
         """An error that no code in a worker saw; `what` says what failed."""
+        raise NotImplementedError
+
+    @method
+    async def show(self, written: Sequence[Written]) -> None:
+        """Show what workers of another machine have printed and logged."""
         raise NotImplementedError
 
 

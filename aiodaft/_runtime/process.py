@@ -51,6 +51,7 @@ class ProcessOptions(NamedTuple):
         codec: "pickle", or "msgpack": no process of the runtime pickles or unpickles.
         stop_grace: Seconds that calls under way get when their actor is stopped.
         patience: The limits of the `Patience` with its actors.
+        program: The controller on another machine that shows what this process prints and logs; "": its node does.
     """
 
     id: PeerId
@@ -66,6 +67,7 @@ class ProcessOptions(NamedTuple):
     codec: str = PICKLE
     stop_grace: float = 5.0
     patience: Sequence[float | None] = astuple(Patience())
+    program: PeerId = PeerId("")
 
 
 class Process:

@@ -22,8 +22,8 @@ from aiodaft._runtime.connections.network import TcpNetwork
 from aiodaft._runtime.coordination.coordinator import LEASE, Coordinator
 from aiodaft._runtime.coordination.state import store_at
 from aiodaft._runtime.node.local_node import Machine
-from aiodaft._runtime.node.node_agent import NodeOptions
 from aiodaft._runtime.node.node_process import NodeProcess, NodeProcessOptions
+from aiodaft._runtime.node.surroundings import NodeOptions
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.interfaces import interface_to
 from aiodaft._runtime.process import MSGPACK, ProcessOptions

@@ -60,8 +60,10 @@ def in_process(**options: Any) -> Runtime:
 class NoOutput:
     """What a worker has printed: nothing, because it prints where the test prints."""
 
-    name = ""
     last_lines = ()
+
+    def rename(self, names: str, pid: int) -> None:
+        """Do nothing: no line is shown with these names."""
 
 
 class _Pulse:

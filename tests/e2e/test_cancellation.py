@@ -10,6 +10,7 @@ from actors import Box, Echo, Log, Relay, Sleeper
 from cancelled import Blocking, Clinging, Subject
 from inside import errors_kept_by, failed_refs_of, peer_of
 from leaks import is_alive
+from log_ear import listening
 
 import aiodaft
 
@@ -296,19 +297,15 @@ async def test_a_method_that_refuses_to_be_cancelled_is_given_up_after_the_grace
 
 
 @pytest.mark.asyncio(loop_scope="function")
-async def test_cleanup_that_takes_a_minute_is_given_the_grace_time(
-    hasty_rt: aiodaft.Runtime, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_cleanup_that_takes_a_minute_is_given_the_grace_time(hasty_rt: aiodaft.Runtime) -> None:
     actor = await hasty_rt.spawn(Clinging)
     pid = await actor.pid()
-    async with asyncio.timeout(10):
-        await hasty_rt.stop(actor)
-    assert not is_alive(pid)
-    # Its process said so before it ended; it is printed here when this process gets to it.
-    said = ""
-    while "leaving Clinging-1 failed" not in said:
-        await asyncio.sleep(0)
-        said += capfd.readouterr().err
+    with listening() as ear:
+        async with asyncio.timeout(10):
+            await hasty_rt.stop(actor)
+        assert not is_alive(pid)
+        # Its process said so before it ended.
+        await ear.hears("leaving Clinging-1 failed")
 
 
 async def test_calls_that_outlive_their_deadline_or_their_caller_are_counted(rt: aiodaft.Runtime) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -18,6 +19,9 @@ import pytest
 from clusters import Cluster, RunningNode, attached, cluster_of, two_nodes
 from etcd_cluster import BINARY, EtcdCluster
 from leaks import ended
+from log_ear import listening
+from printers import Printer
+from terminals import Terminal
 from traced import TraceFile
 from travellers import Traveller
 
@@ -48,6 +52,28 @@ def lone_controller_of(cluster: Cluster) -> Generator[list[int]]:
     with subprocess.Popen(program, env=cluster.environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield list(map(int, process.stdout.readline().split()))
+
+
+async def test_what_actors_on_other_machines_print_and_log_comes_to_the_program(
+    rt: aiodaft.Runtime, terminal: Terminal
+) -> None:
+    with listening("users.module") as ear:
+        printer = await rt.on(node="n2").spawn(Printer)
+        info = await rt.info(printer)
+        await printer.say("printed")
+        await printer.log(logging.INFO)
+        await terminal.shows(out=f"({info.name} pid={info.pid}) printed\n")
+        record = await ear.hears_record("level 20")
+        assert (record.__dict__["actor"], record.process) == (info.name, info.pid)
+        await printer.say("last words")
+        await rt.stop(printer)
+        terminal.look()
+        assert terminal.out.endswith("last words\n")
+        # What outlives the program writes to the terminal of its node.
+        keeper = await rt.on(name="printer", lifetime="cluster").spawn(Printer)
+        await keeper.log(logging.ERROR)
+        await rt.stop(keeper)
+        assert len(ear.lines) == 1
 
 
 async def test_a_program_uses_actors_on_all_nodes_and_they_each_other(rt: aiodaft.Runtime) -> None:

@@ -17,17 +17,26 @@ from typing import Any
 import pytest
 
 from aiodaft._protocol.ids import PeerId
+from aiodaft._runtime.logs.console import Console
+from aiodaft._runtime.logs.entries import Source
+from aiodaft._runtime.logs.worker_output import OutputReader
 from aiodaft._runtime.node import forkserver_watch as server_watch
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.orders import Spawned, packed, unpacked
 from aiodaft._runtime.node.worker import Worker
-from aiodaft._runtime.node.worker_logs import LogPump
 from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.process import ProcessOptions
 from aiodaft.exceptions import SpawnFailed
+from aiodaft.logs import Logs
 
 _numbers = itertools.count(1)
+
+
+def launcher_with(preload: tuple[str, ...], timeouts: Timeouts) -> WorkerLauncher:
+    """A launcher of the running loop."""
+    loop, console = asyncio.get_running_loop(), Console(Logs())
+    return WorkerLauncher(loop, fork=True, preload=preload, timeouts=timeouts, console=console)
 
 
 @asynccontextmanager
@@ -41,7 +50,7 @@ async def launcher_and_server(
         servers.append(socket.socket(fileno=os.dup(*pass_fds)))
         return SimpleNamespace(pid=0, kill=lambda: None, poll=lambda: 0)
 
-    launcher = WorkerLauncher(asyncio.get_running_loop(), fork=True, preload=(), timeouts=timeouts or Timeouts())
+    launcher = launcher_with((), timeouts or Timeouts())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", start)
         await spawn(launcher)
@@ -60,7 +69,7 @@ async def spawn(launcher: WorkerLauncher) -> Worker:
     number = next(_numbers)
     here = PeerId("here")
     options = ProcessOptions(PeerId(f"worker-{number}"), "node", here, here, here, here, "none", False, 1, 1)
-    settings = WorkerSettings(options, bytes(32), False, 0, [])
+    settings = WorkerSettings(options, bytes(32), False, {}, [])
     worker, connection = await launcher.spawn(settings, WorkerEnvironment.here(), {}, "actor")
     connection.close()
     return worker
@@ -116,15 +125,15 @@ async def test_only_what_has_changed_in_the_environment_is_told(monkeypatch: pyt
 
 
 def test_the_last_lines_are_known_before_the_thread_that_passes_them_on_has_seen_them() -> None:
-    pump = LogPump()
+    reader = OutputReader(Console(Logs()))
     for number in range(20):
-        output, out, err = pump.open()
+        output, out, err = reader.open(Source(PeerId("worker"), "Model-1"))
         os.write(err, b"one\ntwo\nthr" if number % 2 else b"one\ntwo\nthree\n")
         assert output.last_lines == (("one", "two") if number % 2 else ("one", "two", "three"))
         os.close(err)
         assert output.last_lines == ("one", "two", "thr" if number % 2 else "three")
         os.close(out)
-    pump.close()
+    reader.close()
 
 
 def test_looking_for_children_imports_nothing() -> None:
@@ -145,7 +154,7 @@ async def test_a_fork_server_that_imports_what_takes_long_is_not_waited_for(
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "endless.py").write_text(f"open({str(tmp_path / 'fifo')!r}).read()")
     timeouts = Timeouts(fork_server_end=3600)
-    launcher = WorkerLauncher(asyncio.get_running_loop(), fork=True, preload=("endless",), timeouts=timeouts)
+    launcher = launcher_with(("endless",), timeouts)
     worker = await spawn(launcher)
     writing = await asyncio.to_thread(os.open, tmp_path / "fifo", os.O_WRONLY)
     # Now it imports.

@@ -18,8 +18,9 @@ from aiodaft._protocol.node.liveness import LastHeartbeat
 from aiodaft._protocol.node.postmortem import Ending
 from aiodaft._protocol.node.resources import Demand, Resources, Wish
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
-from aiodaft._runtime.node.node_agent import NodeAgent, NodeOptions
+from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.shipped_code import ShippedCode
+from aiodaft._runtime.node.surroundings import NodeOptions
 from aiodaft._runtime.node.worker import Conditions, Place, Tenant, Worker
 from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.platform.gpu_claims import GpuClaims
@@ -43,7 +44,7 @@ class Launcher:
         self.patient = True
 
     async def spawn(self, settings: WorkerSettings, _: object, __: object, label: str) -> tuple[Worker, None]:
-        output: Any = SimpleNamespace(last_lines=("a last line",))
+        output: Any = SimpleNamespace(last_lines=("a last line",), rename=lambda names, pid: None)
         heartbeat: Any = SimpleNamespace(begin=lambda *_: None, last=LastHeartbeat, close=lambda: None)
         worker = self.workers[settings.options.id] = Worker(settings.options.id, label, output, heartbeat)
         self.made.append(worker)

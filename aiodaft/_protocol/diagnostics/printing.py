@@ -52,6 +52,15 @@ def _text(line: bytes) -> str:
     return line.decode("utf-8", "backslashreplace")
 
 
+def cut(text: str, limit: int) -> str:
+    """A text without its middle, if it is longer than `limit` characters."""
+    left_out = len(text) - limit
+    if left_out <= 0:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
+
+
 class Screen:
     """Decides what to write so that a line of one writer never stands inside a line of another one.
 
@@ -88,3 +97,10 @@ class Screen:
         if change:
             written.append((stream, change))
         return written
+
+    def leave(self) -> list[tuple[int, str]]:
+        """The text that ends an incomplete line, because something else is written to the terminal."""
+        if self._writer is None:
+            return []
+        self._writer = None
+        return [(self._stream, "\n")]

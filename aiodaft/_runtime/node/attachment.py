@@ -12,6 +12,7 @@ from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.ids import PeerId, node_of
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.far import FarConnections, Network, Welcome, who_listens
+from aiodaft._runtime.logs.relay import ConsoleThread
 from aiodaft._runtime.node.contact import CoordinatorContact
 from aiodaft._runtime.node.membership import watch_members
 from aiodaft._runtime.node.nodes import Nodes
@@ -43,10 +44,13 @@ async def find_cluster(address: str, network: Network, local: PeerId) -> Cluster
 class Attachment:
     """What a controller has in place of a node of its own."""
 
-    def __init__(self, peer: Peer, nodes: Nodes, coordinator: CoordinatorContact, cluster: Cluster) -> None:
+    def __init__(
+        self, peer: Peer, nodes: Nodes, coordinator: CoordinatorContact, cluster: Cluster, console: ConsoleThread
+    ) -> None:
         self._peer = peer
         self._nodes = nodes
         self._coordinator = coordinator
+        self.console = console
         far = peer.connections.far = FarConnections(peer.process, cluster.network, peer.connections)
         far.on_silent = self._node_silent
         peer.connections.explain = self._explain
@@ -98,9 +102,11 @@ class Attachment:
 
     async def aclose(self) -> None:
         """The nodes end the workers, when they see that the connections of this process have ended."""
+        await self.console.aclose()
 
     def abandon(self) -> None:
-        """As `aclose`."""
+        """As `aclose`, without a running loop. Blocks."""
+        self.console.abandon()
 
     def stay_behind(self) -> None:
-        """As `aclose`."""
+        """Do nothing: in a forked child, all of this belongs to the parent."""

@@ -1,4 +1,4 @@
-"""What a worker gets from the controller: its settings, environment, working directory, sys.path and sys.argv."""
+"""What a worker gets from the controller: settings, environment, working directory, sys.path, sys.argv, log levels."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from aiodaft._protocol.connections.codec import pack, unpack
+from aiodaft._runtime.logs.levels import Levels, levels_here
 from aiodaft._runtime.platform.linux import importable_path
 from aiodaft._runtime.process import ProcessOptions
 from aiodaft.exceptions import SpawnFailed
@@ -18,11 +20,12 @@ _THREADS: Final = "OMP_NUM_THREADS"
 
 
 class WorkerEnvironment(NamedTuple):
-    """These four at the spawn of an actor, and what else there is on its machine.
+    """These in the process that spawns an actor.
 
     Attributes:
-        code: The folders with code that the program has shipped.
+        code: The folders of the actor's machine with code that the program has shipped.
         terminal: The path of the terminal at which the program runs in the foreground; empty without one.
+        levels: The levels of loggers.
     """
 
     environment: dict[str, str]
@@ -31,10 +34,11 @@ class WorkerEnvironment(NamedTuple):
     argv: list[str]
     code: Sequence[str] = ()
     terminal: str = ""
+    levels: Levels = MappingProxyType({})
 
     @classmethod
     def here(cls) -> WorkerEnvironment:
-        """These four in this process now.
+        """These in this process now.
 
         Raises:
             SpawnFailed: The working directory does not exist any more.
@@ -47,7 +51,8 @@ class WorkerEnvironment(NamedTuple):
                 "call os.chdir() with one that exists, and spawn again"
             ) from error
         argv = [str(argument) for argument in sys.argv]
-        return cls(dict(os.environ), directory, importable_path(), argv, terminal=_terminal())
+        levels = levels_here()
+        return cls(dict(os.environ), directory, importable_path(), argv, terminal=_terminal(), levels=levels)
 
     def as_far_as_it_is_here(self) -> WorkerEnvironment:
         """The same for another machine or an actor: its folders where they exist, and the variables of this process."""
@@ -100,7 +105,7 @@ class WorkerSettings(NamedTuple):
     options: ProcessOptions
     secret: bytes
     uvloop: bool
-    log_level: int
+    levels: Levels
     argv: list[str]
     digests: Sequence[str] = ()
     terminal: str = ""

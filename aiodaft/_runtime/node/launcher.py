@@ -14,8 +14,12 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Final
 
-from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.ids import PeerId, is_worker
 from aiodaft._protocol.node.postmortem import Ending
+from aiodaft._runtime.logs.console import Console
+from aiodaft._runtime.logs.entries import Source
+from aiodaft._runtime.logs.relay import Relay
+from aiodaft._runtime.logs.worker_output import OutputReader
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.forkserver_watch import ForkServerWatch
 from aiodaft._runtime.node.heartbeat import HeartbeatWatch
@@ -31,7 +35,6 @@ from aiodaft._runtime.node.orders import (
     unpacked,
 )
 from aiodaft._runtime.node.worker import Worker
-from aiodaft._runtime.node.worker_logs import LogPump
 from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.platform.exhaustion import refusal
 from aiodaft._runtime.platform.linux import (
@@ -44,6 +47,7 @@ from aiodaft._runtime.platform.linux import (
     status_of,
 )
 from aiodaft._runtime.platform.tasks import logger
+from aiodaft._runtime.process import ProcessOptions
 from aiodaft.exceptions import SpawnFailed
 
 # Modules that the fork server imports for all workers if this process has them: slow to import, safe to fork.
@@ -64,6 +68,7 @@ class WorkerLauncher:
         preload: tuple[str, ...] | None,
         prefix: tuple[str, ...] = (),
         timeouts: Timeouts,
+        console: Console,
     ) -> None:
         self._loop = loop
         # The command that isolates the fork server; see pid_namespace.py.
@@ -71,7 +76,7 @@ class WorkerLauncher:
         self._fork = fork
         self._preload = preload
         self._timeouts = timeouts
-        self._logs = LogPump()
+        self._output = OutputReader(console)
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         # Why there is no fork server any more.
@@ -88,6 +93,8 @@ class WorkerLauncher:
         self.on_ended: Callable[[Worker, Ending], object] = lambda worker, ending: None
         # Called with the reason when there is no fork server any more, and so never a worker again.
         self.on_server_lost: Callable[[str], object] = lambda why: None
+        # Takes output to the program on another machine that shows it; None if this process does.
+        self.relay_to: Callable[[PeerId], Relay | None] = lambda program: None
         # Called when a command wants to ask something, with the pid of the fork server outside its PID namespace.
         self.on_visit: Callable[[int], object] = lambda pid: None
 
@@ -118,7 +125,7 @@ class WorkerLauncher:
             self._start()
         self._check_server()
         with ExitStack() as opened:
-            worker, ours, theirs = self._open_worker(settings.options.id, label, opened)
+            worker, ours, theirs = self._open_worker(settings.options, label, opened)
             changes = inherited.changes(self._environment)
             where = inherited.directory, inherited.path, list(inherited.code)
             order = Spawn(worker.id, *where, changes, self._modules(), environment, settings.packed())
@@ -133,10 +140,14 @@ class WorkerLauncher:
         self.workers[worker.id] = worker
         return worker, ours
 
-    def _open_worker(self, worker_id: PeerId, label: str, opened: ExitStack) -> tuple[Worker, socket.socket, list[int]]:
+    def _open_worker(
+        self, options: ProcessOptions, label: str, opened: ExitStack
+    ) -> tuple[Worker, socket.socket, list[int]]:
         """A worker, this end of the socket to it, and the worker's descriptors, which `opened` closes."""
+        owner = options.owner if is_worker(options.owner) else ""
+        source, relay = Source(options.id, label, node=options.node, owner=owner), self.relay_to(options.program)
         try:
-            output, *ends = self._logs.open()
+            output, *ends = self._output.open(source, relay)
             for end in ends:
                 opened.callback(os.close, end)
             ours, theirs = socket.socketpair()
@@ -149,7 +160,8 @@ class WorkerLauncher:
             opened.enter_context(answering)
         except OSError as error:
             raise SpawnFailed(refusal(error, f"{label} cannot be started")) from error
-        worker = Worker(worker_id, label, output, HeartbeatWatch(watched, self._loop, is_stopped))
+        worker = Worker(options.id, label, output, HeartbeatWatch(watched, self._loop, is_stopped))
+        worker.relay = relay
         return worker, ours, [theirs.fileno(), *ends, answering.fileno()]
 
     def kill(self, worker: Worker, number: int = signal.SIGKILL) -> None:
@@ -203,7 +215,7 @@ class WorkerLauncher:
             self._hasten(self._process)
             await self._wait_end(self._process)
             self._process = None
-        self._logs.close()
+        self._output.close()
         for worker in self.workers.values():
             worker.ended.cancel()
             worker.started.cancel()
@@ -215,7 +227,7 @@ class WorkerLauncher:
             self._hasten(self._process)
             _end(self._process, self._timeouts.fork_server_end)
             self._process = None
-        self._logs.close()
+        self._output.close()
 
     def _hasten(self, process: subprocess.Popen[bytes]) -> None:
         """Make a fork server end that is stopped, or busy with a long import.

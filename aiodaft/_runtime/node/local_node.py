@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, Protocol
+from weakref import WeakValueDictionary
 
 from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.ids import NODE, ActorId, PeerId, is_attached, node_of
 from aiodaft._protocol.node.resources import Resources, gpu_names, id_named
 from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.logs.console import Console
+from aiodaft._runtime.logs.relay import Relay
 from aiodaft._runtime.node.contact import CoordinatorContact
 from aiodaft._runtime.node.launcher import WorkerLauncher
-from aiodaft._runtime.node.node_agent import NodeAgent, NodeOptions
+from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.nodes import Nodes
 from aiodaft._runtime.node.shipped_code import host_code
+from aiodaft._runtime.node.surroundings import NodeOptions
 from aiodaft._runtime.node.worker import Tenant
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
@@ -84,7 +88,13 @@ class LocalNode:
     """Serves the machine in which it lives, as part of a peer."""
 
     def __init__(
-        self, peer: Peer, nodes: Nodes, coordinator: CoordinatorContact, machine: Machine, options: NodeOptions
+        self,
+        peer: Peer,
+        nodes: Nodes,
+        coordinator: CoordinatorContact,
+        machine: Machine,
+        options: NodeOptions,
+        console: Console,
     ) -> None:
         env, process = peer.process.env, peer.process
         launcher: Callable[..., WorkerLauncher] = env.launcher or WorkerLauncher
@@ -99,16 +109,31 @@ class LocalNode:
             preload=options.preload,
             prefix=options.isolation,
             timeouts=env.timeouts,
+            console=console,
         )
+        self._console = console
+        # To programs on other machines, while workers write to them.
+        self._relays: WeakValueDictionary[PeerId, Relay] = WeakValueDictionary()
+        self.launcher.relay_to = self._relay_to
         self.owners = TellOwners(peer)
         self._code = host_code(peer)
         self.agent = NodeAgent(process, peer.connections, self.owners, nodes, self.launcher, machine, options)
         self.agent.draining.unneeded = lambda worker: peer.agent_of(worker).unneeded()
+        self.agent.tell_levels = lambda worker, levels: peer.agent_of(worker).set_levels.tell(levels)
         self._coordinator = coordinator
         self.agent.on_ended = self._process_ended
         self.agent.on_left = coordinator.free_names
         peer.connections.explain = self._explain
         peer.add_actor(NODE, "node agent", self.agent)
+
+    def _relay_to(self, program: PeerId) -> Relay | None:
+        if not program:
+            return None
+        relay = self._relays.get(program)
+        if relay is None:
+            send = self._peer.owner(program).show
+            relay = self._relays[program] = Relay(self._peer.process, send, self._console)
+        return relay
 
     def _process_ended(self, ended: PeerId) -> None:
         self._coordinator.free_names(ended, None)

@@ -6,10 +6,9 @@ The states of a worker are in `_protocol/node/worker.py`.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.connections import messages as m
@@ -38,7 +37,7 @@ from aiodaft._runtime.node.postmortem import (
     watch_oom_kills,
 )
 from aiodaft._runtime.node.shipped_code import ShippedCode
-from aiodaft._runtime.node.surroundings import Offer, OtherNodes
+from aiodaft._runtime.node.surroundings import NodeOptions, Offer, OtherNodes
 from aiodaft._runtime.node.worker import Conditions, Place, Tenant, Worker, WorkerProcess
 from aiodaft._runtime.peer import NodeContact
 from aiodaft._runtime.platform.exhaustion import exhausted
@@ -46,22 +45,6 @@ from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost, SpawnFailed
 from aiodaft.methods import method
-
-
-class NodeOptions(NamedTuple):
-    """What every worker of a node is started with.
-
-    Attributes:
-        fork: False starts every worker by exec.
-        preload: Modules that the fork server imports; None: those that are slow to import and loaded here.
-        isolation: The command that isolates the fork server.
-        uvloop: Whether workers run on uvloop.
-    """
-
-    fork: bool
-    preload: tuple[str, ...] | None
-    isolation: tuple[str, ...]
-    uvloop: bool
 
 
 class NodeAgent(NodeContact):
@@ -107,6 +90,10 @@ class NodeAgent(NodeContact):
         self.on_left: Callable[[PeerId, ActorId], object] = lambda peer, actor: None
         # Called with a name that an actor of this node has got.
         self.on_named: Callable[[NamedActor], object] = lambda named: None
+        # Levels of loggers that programs have changed since they spawned actors here.
+        self._levels: dict[PeerId, dict[str, int]] = {}
+        # Tells a process that a program has changed levels.
+        self.tell_levels: Callable[[PeerId, dict[str, int]], object]
         # Called by `end`.
         self.on_end: Callable[[], object] = lambda: None
         self.draining.on_over = lambda: self.on_end()
@@ -259,7 +246,7 @@ class NodeAgent(NodeContact):
         folders = await self._code.folders(conditions.code, tenant, *(() if conditions.outlives else (tenant.owner,)))
         worker_environment = conditions.worker_environment._replace(code=folders)
         cpus, gpus = self._resources.share_of(tenant)
-        process, log_level = self._process, logging.getLogger().level
+        process = self._process
         here = process.options
         of_runtime = conditions.options or here
         options = here._replace(
@@ -272,18 +259,20 @@ class NodeAgent(NodeContact):
             codec=of_runtime.codec,
             stop_grace=of_runtime.stop_grace,
             patience=of_runtime.patience,
+            program=here.program if conditions.outlives else of_runtime.program,
         )
         far = self._connections.far
         if far is not None or is_worker(tenant.owner):
             # The variables of a worker are for it alone, such as those with its share of the machine.
             worker_environment = worker_environment.as_far_as_it_is_here()
         secret = process.key.secret() if far is None else far.secret()
-        argv, digests = worker_environment.argv, conditions.code.digests
-        terminal = worker_environment.terminal
-        settings = WorkerSettings(options, secret, self._options.uvloop, log_level, argv, digests, terminal)
+        argv, terminal, digests = worker_environment.argv, worker_environment.terminal, conditions.code.digests
+        levels = {**worker_environment.levels, **self._levels.get(options.program, {})}
+        settings = WorkerSettings(options, secret, self._options.uvloop, levels, argv, digests, terminal)
         environment = worker_environment.for_share(cpus, [self._gpu_names[gpu] for gpu in gpus])
         worker, sock = await self._launcher.spawn(settings, worker_environment, environment, label)
         worker.owner, worker.maker, worker.gpus = tenant.owner, tenant.owner, gpus
+        worker.program = options.program
         self._connections.attach(worker.id, sock)
         try:
             await asyncio.shield(worker.started)
@@ -315,11 +304,14 @@ class NodeAgent(NodeContact):
             answers: Whether the process answers. If not, it is killed at once.
         """
         worker = self._leave(Tenant.of(owner, actor), PeerId(peer), ActorId(actor), keep=keep)
-        if worker is not None and worker.state is WorkerState.STOPPING:
+        if worker is None:
+            return
+        if worker.state is WorkerState.STOPPING:
             await asyncio.shield(worker.ended)
-        elif worker is not None:
+        else:
             worker.stop(reason)
             await self._end(worker, reason, answers=answers)
+        await worker.show_output(self._process.grace)
 
     @method
     async def moved(self, owner: str, peer: str, actor: int) -> None:
@@ -492,9 +484,18 @@ class NodeAgent(NodeContact):
             self._reserved.remove(tenant)
             self._give_back(tenant)
         self._code.release(owner)
+        self._levels.pop(owner, None)
         # If its own node has left, any other may say so.
         if node_of(owner) == node_of(self._process.id) or not self._others.is_member(node_of(owner)):
             self.on_ended(owner)
+
+    @method
+    async def set_levels(self, program: str, levels: dict[str, int]) -> None:
+        """A program has changed the levels of loggers: its workers follow, also those that are started later."""
+        self._levels.setdefault(PeerId(program), {}).update(levels)
+        for worker in self._workers.values():
+            if worker.program == program:
+                self.tell_levels(worker.id, levels)
 
     @method
     async def members(self) -> list[Member]:

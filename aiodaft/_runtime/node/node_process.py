@@ -15,18 +15,20 @@ from aiodaft._protocol.node.silence import period_of
 from aiodaft._runtime.connections.far import FarConnections, Network, who_listens
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.attach import Greeting, Visits
+from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.node.contact import CoordinatorContact
 from aiodaft._runtime.node.fencing import Fencing
 from aiodaft._runtime.node.local_node import LocalNode, Machine
 from aiodaft._runtime.node.membership import Membership, watch_members
-from aiodaft._runtime.node.node_agent import NodeOptions
 from aiodaft._runtime.node.nodes import Nodes
 from aiodaft._runtime.node.owners import KeptActors
 from aiodaft._runtime.node.port import NodePort
+from aiodaft._runtime.node.surroundings import NodeOptions
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import ProcessOptions, closed, opened
 from aiodaft.exceptions import DaftError
+from aiodaft.logs import Logs
 
 # Seconds that the other nodes have to leave.
 _PATIENCE: Final = 10.0
@@ -93,7 +95,7 @@ class NodeProcess:
         contact = CoordinatorContact(peer.caller, nodes)
         contact.joined_at = options.join if other is not None and other.has_coordinator else None
         peer.nodes = nodes
-        self._local = LocalNode(peer, nodes, contact, self._machine, options.node)
+        self._local = LocalNode(peer, nodes, contact, self._machine, options.node, Console(Logs()))
         peer.add_actor(SUPERVISOR, "supervisor", KeptActors())
         nodes.on_gone = self._local.node_gone
         # Its whole machine may be stopped; nothing else would say so if it has the coordinator.

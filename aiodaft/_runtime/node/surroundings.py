@@ -1,9 +1,9 @@
-"""What a node agent needs of its machine, and of the other nodes."""
+"""What a node agent needs of its machine and of the other nodes, and the options of its workers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.ids import PeerId
@@ -11,6 +11,22 @@ from aiodaft._protocol.node.resources import Resources
 from aiodaft._runtime.node.worker import Tenant
 from aiodaft._runtime.peer import Addresses, NodeContact
 from aiodaft._runtime.platform.gpu_claims import GpuClaims
+
+
+class NodeOptions(NamedTuple):
+    """What every worker of a node is started with.
+
+    Attributes:
+        fork: False starts every worker by exec.
+        preload: Modules that the fork server imports; None: those that are slow to import and loaded here.
+        isolation: The command that isolates the fork server.
+        uvloop: Whether workers run on uvloop.
+    """
+
+    fork: bool
+    preload: tuple[str, ...] | None
+    isolation: tuple[str, ...]
+    uvloop: bool
 
 
 class Offer(Protocol):

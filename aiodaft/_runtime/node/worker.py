@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import NamedTuple
 
 from aiodaft._protocol.ids import ActorId, PeerId, number_of
@@ -11,9 +12,10 @@ from aiodaft._protocol.node.liveness import LastHeartbeat, Patience
 from aiodaft._protocol.node.postmortem import Ending
 from aiodaft._protocol.node.worker import TRANSITIONS, WorkerEvent, WorkerState
 from aiodaft._protocol.transitions import next_state
+from aiodaft._runtime.logs.relay import Relay
+from aiodaft._runtime.logs.worker_output import WorkerOutput
 from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.node.heartbeat import HeartbeatWatch
-from aiodaft._runtime.node.worker_logs import WorkerOutput
 from aiodaft._runtime.process import ProcessOptions
 from aiodaft.exceptions import OutcomeUnknown, SpawnFailed
 
@@ -74,8 +76,10 @@ class Worker:
         loop = asyncio.get_running_loop()
         self.id = worker_id
         # The actor it was started for.
-        self.label = output.name = label
+        self.label = label
         self.output = output
+        # Takes its output to the program that shows it, if that is on another machine.
+        self.relay: Relay | None = None
         self.heartbeat = heartbeat
         # 0 until it has started.
         self.pid = 0
@@ -87,6 +91,8 @@ class Worker:
         self.placed: dict[ActorId, str] = {}
         # The process that its actors belong to.
         self.owner = PeerId("")
+        # The controller on another machine that it writes to; see `ProcessOptions`.
+        self.program = PeerId("")
         # The process that has given its actors their numbers.
         self.maker = PeerId("")
         # Whether its owner was given up: if that comes back, it did not want the end of this process.
@@ -132,4 +138,13 @@ class Worker:
 
     def add(self, actor: ActorId, label: str) -> None:
         self.actors[actor] = self.placed[actor] = label
-        self.output.name = f"{'+'.join(self.actors.values())} pid={self.pid}"
+        self.output.rename("+".join(self.actors.values()), self.pid)
+
+    async def show_output(self, patience: float) -> None:
+        """Have shown what it has written, also on another machine, if that takes no longer than so many seconds."""
+        if self.relay is not None:
+            self.output.catch_up()
+            self.output.pass_on()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await self.relay.wait_idle()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -14,13 +13,16 @@ from typing import Any, NoReturn, TextIO, cast
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
 from aiodaft._protocol.node.code import Code
+from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.hosted_actor import current_call
+from aiodaft._runtime.agent import acting
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.far import FarConnections, Network
 from aiodaft._runtime.connections.identity import Identity
 from aiodaft._runtime.connections.network import TcpNetwork
 from aiodaft._runtime.diagnostics.breakpoints import debug_at
 from aiodaft._runtime.diagnostics.native_dump import offer_dump
+from aiodaft._runtime.logs.sender import send_records
 from aiodaft._runtime.node.environment import WorkerSettings
 from aiodaft._runtime.node.heartbeat import Heartbeat
 from aiodaft._runtime.peer import Peer
@@ -145,7 +147,7 @@ def _serve(packed: bytes, connection: int, heartbeat: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)
     settings = WorkerSettings.unpacked(packed)
-    _set_log_level(settings.log_level)
+    send_records(settings.levels, _who)
     debug_at(settings.terminal)
     sys.argv[:] = settings.argv
     sockets = socket.socket(fileno=connection), socket.socket(fileno=heartbeat)
@@ -189,15 +191,18 @@ def _reseed() -> None:
         numpy.random.seed()
 
 
-def _set_log_level(level: int) -> None:
-    """Print log records from the controller's level on, unless the program has handlers."""
-    root, printer = logging.getLogger(), logging.lastResort
-    # A module that the fork server has loaded may have added one.
-    if not root.handlers and printer is not None:
-        root.setLevel(level)
-        # `logging` uses it only while there are no handlers, so `logging.basicConfig` works as usual.
-        printer.setLevel(logging.NOTSET)
-        printer.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+def _who() -> dict[str, Any]:
+    """What a log record tells of the code that runs: the actor, its method and its rank."""
+    hosted, call = acting(), current_call.get()
+    if hosted is None:
+        return {}
+    who: dict[str, Any] = {"actor": hosted.name}
+    if call is not None and call.hosted is hosted:
+        who["method"] = call.label
+    standing = hosted._process.part(Enlisted).find(hosted.id)
+    if standing is not None:
+        who["rank"] = standing.rank
+    return who
 
 
 def _set_threads() -> None:

@@ -6,6 +6,8 @@ import logging
 import traceback
 from typing import Final
 
+from aiodaft._protocol.diagnostics.printing import cut
+
 logger = logging.getLogger("aiodaft")
 
 # Characters of one text, before some of them are escaped.
@@ -36,11 +38,7 @@ def text_of(error: BaseException) -> str:
 
 def printable(text: str) -> str:
     """A text of another process for the log: without control characters, indented, and cut in the middle."""
-    left_out = len(text) - _MAX_TEXT
-    if left_out > 0:
-        half = _MAX_TEXT // 2
-        text = f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
-    return f"\n{_MARGIN}".join(map(_escape, text.rstrip("\n").split("\n")))
+    return f"\n{_MARGIN}".join(map(_escape, cut(text, _MAX_TEXT).rstrip("\n").split("\n")))
 
 
 def _escape(line: str) -> str:

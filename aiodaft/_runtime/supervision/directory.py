@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, cast
 
 from aiodaft._protocol.calls.following import NOWHERE, Location
@@ -15,6 +15,7 @@ from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
 from aiodaft._runtime.calls.rosters import Rosters
 from aiodaft._runtime.diagnostics.process_view import ChildView
+from aiodaft._runtime.logs.entries import Written
 from aiodaft._runtime.node.nodes import Nodes
 from aiodaft._runtime.peer import OwnerContact
 from aiodaft._runtime.serialization.errors import copy_error, decode_error, encode_error
@@ -43,6 +44,8 @@ class Directory(OwnerContact):
         self._root = root
         # Called with the number of an actor that is over.
         self.on_over: Callable[[ActorId], object] = lambda number: None
+        # Shows the output of actors on other machines.
+        self.on_shown: Callable[[Sequence[Written]], Awaitable[None]]
         self._children: dict[ActorId, Child] = {}
         self._ended: dict[ActorId, DaftError] = {}
 
@@ -215,6 +218,10 @@ class Directory(OwnerContact):
     @method
     async def unheld(self, encoded: bytes, what: str) -> None:
         self._root.fail(decode_error(encoded), what)
+
+    @method(ordered=False)
+    async def show(self, written: Sequence[Written]) -> None:
+        await self.on_shown(written)
 
     def retire(self, target: Target) -> Child | None:
         """Restart an actor no more, at its owner's wish; a restart under way is taken back.

@@ -1,6 +1,6 @@
-"""The output of workers: printed with the actor's name, and its last lines kept for exit reports.
+"""Reads the output and the log records of workers, and keeps the last lines of each for exit reports.
 
-A thread reads it, so that a busy loop, as in a notebook cell that computes, stalls no actor that prints.
+A thread reads them, so that a busy loop, as in a notebook cell that computes, stalls no actor that prints.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ import fcntl
 import os
 import selectors
 import socket
-import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import suppress
-from itertools import groupby
-from operator import itemgetter
-from typing import Final
+from typing import Any, Final
 
-from aiodaft._protocol.diagnostics.printing import MAX_LINE, Printed, Screen
+from aiodaft._protocol.diagnostics.log_frames import Sieve
+from aiodaft._protocol.diagnostics.printing import MAX_LINE, Printed
+from aiodaft._runtime.logs.console import Console
+from aiodaft._runtime.logs.entries import Display, Entry, Life, Line, Source
 from aiodaft._runtime.platform.sockets import Sockets
 
 _READ_SIZE: Final = 64 << 10
@@ -29,26 +30,35 @@ _KEPT_LINES: Final = 20
 class WorkerOutput:
     """Standard output and error of one worker."""
 
-    def __init__(self, reading: dict[int, int], screen: Screen) -> None:
-        # Set before the worker can print, and changed when an actor is added.
-        self.name = ""
+    def __init__(self, reading: dict[int, int], source: Source, display: Display) -> None:
+        self._source = source
         # The descriptor of each stream until the worker closes it; reading needs the lock.
         self._reading = reading
         self._lock = threading.Lock()
         self._last: deque[str] = deque(maxlen=_KEPT_LINES)
         self._printed = {stream: Printed() for stream in reading}
-        self._screen = screen
-        # Lines to be printed: the stream, the line, whether it is complete, and whether it is a progress bar.
-        self._unwritten: deque[tuple[int, str, bool, bool]] = deque()
+        self._sieve = Sieve()
+        self._display = display
+        self._unwritten: deque[Entry] = deque([Life(begins=True)])
+        # Keeps the order of what several threads pass on.
+        self._passing = threading.Lock()
+
+    def rename(self, names: str, pid: int) -> None:
+        """The names of its actors have changed."""
+        self._source = self._source._replace(names=names, pid=pid)
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """The last lines on standard error up to now."""
-        # The thread may be behind, by at most the size of the pipe.
-        for _ in range(_PIPE_SIZE // _READ_SIZE):
-            if not self.read(2):
-                break
+        """The last lines on standard error up to now, log records among them."""
+        self.catch_up()
         return tuple(self._last)
+
+    def catch_up(self) -> None:
+        """Read what is there: the thread may be behind, by at most the size of the pipe."""
+        for stream in (1, 2):
+            for _ in range(_PIPE_SIZE // _READ_SIZE):
+                if not self.read(stream):
+                    break
 
     def read(self, stream: int) -> bytes | None:
         """Read a part of a stream: empty at its end, None if there is nothing yet. Any thread."""
@@ -59,40 +69,57 @@ class WorkerOutput:
                 data = os.read(self._reading[stream], _READ_SIZE)
             except BlockingIOError:
                 return None
-            printed = self._printed[stream]
-            lines = printed.take(data)
             if stream == 2:
-                self._last.extend(line[:MAX_LINE] for line in lines)
-            self._unwritten.extend((stream, line, True, False) for line in lines)
+                for part in self._sieve.take(data):
+                    if isinstance(part, bytes):
+                        self._take(stream, part)
+                    else:
+                        self._take_record(part)
+                if not data:
+                    self._take(stream, data)
+            else:
+                self._take(stream, data)
+            printed = self._printed[stream]
             if printed.line:
-                self._unwritten.append((stream, printed.line, False, printed.is_bar))
+                self._unwritten.append(Line(stream, printed.line, time.time(), complete=False, is_bar=printed.is_bar))
             return data
 
-    def pass_on(self) -> None:
-        """Print the lines that were read; blocks while the reader of this process's output is slow."""
-        # Without an output of its own, the program goes on.
-        with suppress(OSError, ValueError, AttributeError):
-            for stream, texts in groupby(self._shown(), itemgetter(0)):
-                target = sys.stdout if stream == 1 else sys.stderr
-                target.write("".join(text for _, text in texts))
-                target.flush()
+    def _take(self, stream: int, data: bytes) -> None:
+        lines = self._printed[stream].take(data)
+        if stream == 2:
+            self._last.extend(line[:MAX_LINE] for line in lines)
+        self._unwritten.extend(Line(stream, line, time.time()) for line in lines)
 
-    def _shown(self) -> Iterator[tuple[int, str]]:
-        while self._unwritten:
-            stream, line, complete, is_bar = self._unwritten.popleft()
-            line = f"({self.name}) {line}"
-            yield from self._screen.show((self, stream), stream, line, complete=complete, is_bar=is_bar)
+    def _take_record(self, record: Mapping[str, Any]) -> None:
+        if not {"name", "levelno", "levelname", "text", "exc_text"} <= record.keys():
+            return
+        said = f"{record['levelname']}:{record['name']}:{record['text']}\n{record['exc_text'] or ''}"
+        self._last.extend(line[:MAX_LINE] for line in said.rstrip("\n").split("\n"))
+        self._unwritten.append(record)
+
+    def pass_on(self) -> None:
+        """Have shown what was read; blocks while the reader of this process's output is slow."""
+        with self._passing:
+            entries: list[Entry] = []
+            with suppress(IndexError):
+                while True:
+                    entries.append(self._unwritten.popleft())
+            if entries:
+                self._display.write(self._source, entries)
 
     def close(self, stream: int) -> None:
         """Stop reading a stream."""
         with self._lock:
             os.close(self._reading.pop(stream))
+            if not self._reading:
+                self._unwritten.append(Life(begins=False))
 
 
-class LogPump:
+class OutputReader:
     """Reads the output of all workers of one node."""
 
-    def __init__(self) -> None:
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_end = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -101,11 +128,13 @@ class LogPump:
         self._closing = False
         self._lock = threading.Lock()
         self._new: list[tuple[int, tuple[WorkerOutput, int]]] = []
-        # One for both streams, which usually are one terminal.
-        self._screen = Screen()
 
-    def open(self) -> tuple[WorkerOutput, int, int]:
+    def open(self, source: Source, display: Display | None = None) -> tuple[WorkerOutput, int, int]:
         """Pipes for a new worker: its output, and the two ends to write to, which the caller closes.
+
+        Args:
+            source: The worker.
+            display: Shows its output. Default: the console.
 
         Raises:
             OSError: There are no descriptors left.
@@ -122,17 +151,17 @@ class LogPump:
                 fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
             os.set_blocking(reading[stream], False)
             ends.append(writing)
-        output = WorkerOutput(reading, self._screen)
+        output = WorkerOutput(reading, source, display or self._console)
         with self._lock:
             self._new += [(fd, (output, stream)) for stream, fd in reading.items()]
         if self._thread is None:
-            self._thread = threading.Thread(target=self._pump, name="aiodaft logs", daemon=True)
+            self._thread = threading.Thread(target=self._read_all, name="aiodaft logs", daemon=True)
             self._thread.start()
         self._wakeup_end.send(b"\0")
         return output, ends[0], ends[1]
 
     def close(self) -> None:
-        """Print what is there and end the thread."""
+        """Have shown what is there, and end the thread."""
         self._closing = True
         if self._thread is not None:
             self._wakeup_end.send(b"\0")
@@ -142,10 +171,12 @@ class LogPump:
             self._selector.close()
         self._wakeup.close()
         self._wakeup_end.close()
+        self._console.close()
 
-    def _pump(self) -> None:
+    def _read_all(self) -> None:
         while True:
-            ready = self._selector.select()
+            due = self._console.get_timer()
+            ready = self._selector.select(None if due is None else max(0.0, due - time.monotonic()))
             if any(key.fileobj is self._wakeup for key, _ in ready):
                 self._wakeup.recv(4096)
                 self._take_new()
@@ -153,6 +184,7 @@ class LogPump:
             for key, _ in ready:
                 if key.data is not None:
                     self._read(key.fd, *key.data)
+            self._console.handle_timer()
             if self._closing:
                 break
         self._take_new()
@@ -167,12 +199,15 @@ class LogPump:
             new, self._new = self._new, []
         for fd, data in new:
             self._selector.register(fd, selectors.EVENT_READ, data)
+            output, _ = data
+            # The ranks of a group are known before one of them prints.
+            output.pass_on()
 
     def _read(self, fd: int, output: WorkerOutput, stream: int) -> bool:
-        """Print what is there; False if the worker has closed its end."""
+        """Have shown what is there; False if the worker has closed its end."""
         data = output.read(stream)
-        output.pass_on()
         if data == b"":
             self._selector.unregister(fd)
             output.close(stream)
+        output.pass_on()
         return data != b""

@@ -1,0 +1,165 @@
+"""Shows what actors print and log: on the terminal of the program, by its handlers, and in a file per actor."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
+from typing import Final
+
+from aiodaft._protocol.diagnostics.merging import Member, Merged, Merging, member_of, ranks_text
+from aiodaft._protocol.diagnostics.printing import Screen
+from aiodaft._protocol.ids import PeerId
+from aiodaft._runtime.logs.entries import Entry, Life, Line, Source, log_record
+from aiodaft._runtime.logs.log_files import LogFiles, json_of
+from aiodaft._runtime.platform.error_log import log_error
+from aiodaft.logs import JsonFormatter, Logs
+
+logger = logging.getLogger("aiodaft")
+
+_text: Final = logging.Formatter("%(levelname)s:%(name)s:%(text)s")
+_json: Final = JsonFormatter()
+
+
+class Console:
+    """Where the output and the records of actors go. Safe in any thread; blocks while the terminal does.
+
+    Lines of members of groups may have to wait for those of others: call `handle_timer` when `get_timer` says so.
+
+    Raises:
+        OSError: The folder for files cannot be made.
+    """
+
+    def __init__(self, options: Logs) -> None:
+        # Seconds that a line may wait for others.
+        self.window = options.merge
+        self._json = options.json
+        self._files = None if options.folder is None else LogFiles(options.folder, json=options.json)
+        self._merging = Merging(options.merge, self._show_merged)
+        # One for both streams, which usually are one terminal.
+        self._screen = Screen()
+        # The streams with an incomplete line that is shown.
+        self._partial: set[tuple[PeerId, int]] = set()
+        self._texts: list[tuple[int, str]] = []
+        self._lock = threading.Lock()
+
+    def write(self, source: Source, entries: Sequence[Entry]) -> None:
+        """Show what a process has written."""
+        with self._lock:
+            for entry in entries:
+                self._take(source, entry)
+            self._print()
+
+    def get_timer(self) -> float | None:
+        """When `handle_timer` has to be called, on `time.monotonic`; None for not at all."""
+        return self._merging.get_timer()
+
+    def handle_timer(self) -> None:
+        """Show the lines that have waited for long enough."""
+        with self._lock:
+            self._merging.handle_timer(time.monotonic())
+            self._print()
+
+    def close(self) -> None:
+        """Show what still waits, and close the files."""
+        with self._lock:
+            self._merging.flush()
+            self._print()
+            if self._files is not None:
+                self._files.close()
+
+    def _take(self, source: Source, entry: Entry) -> None:
+        if isinstance(entry, Life):
+            member = source.member
+            if member is not None:
+                (self._merging.join if entry.begins else self._merging.leave)(member)
+            self._partial -= {(source.process, 1), (source.process, 2)}
+            return
+        if self._files is not None and (not isinstance(entry, Line) or entry.complete):
+            try:
+                self._files.write(source, entry)
+            except OSError as error:
+                self._files = None
+                log_error("the files with the logs of actors cannot be written any more", error)
+        if isinstance(entry, Line):
+            self._take_line(source, entry)
+            return
+        if entry.get("dropped"):
+            what = "%d log records of %s were left out: it logs faster than this program reads"
+            logger.warning(what, entry["dropped"], source.title)
+        key = entry["name"], entry["levelno"], entry["text"], entry["exc_text"]
+        self._merge(member_of(str(entry.get("actor"))) or source.member, 2, key, source, entry)
+
+    def _take_line(self, source: Source, line: Line) -> None:
+        if self._json and not line.complete:
+            return
+        where, member = (source.process, line.stream), source.member
+        if line.complete and where not in self._partial:
+            self._merge(member, line.stream, line.text, source, line)
+            return
+        (self._partial.discard if line.complete else self._partial.add)(where)
+        if member is not None:
+            # What it has written before comes first.
+            self._merging.flush(member.group)
+        self._show(source, line, source.title)
+
+    def _merge(self, member: Member | None, stream: int, key: Hashable, source: Source, entry: Entry) -> None:
+        if member is None or not self.window:
+            self._show_merged(Merged((source, entry), "", ()))
+        else:
+            self._merging.take(member, stream, key, (source, entry), time.monotonic())
+
+    def _show_merged(self, merged: Merged[tuple[Source, Entry]]) -> None:
+        (source, entry), group, ranks = merged
+        several = "" if len(ranks) < 2 else f"{group} x{len(ranks)} ranks {ranks_text(ranks)}"
+        if isinstance(entry, Line):
+            named = source._replace(names=group) if several else source
+            self._show(named, entry, several or source.title, ranks)
+        elif isinstance(entry, Mapping):
+            record = log_record(entry, source)
+            if several:
+                record.msg = f"({several}) {entry['text']}"
+                record.__dict__.update(actor=group, rank=None, ranks=list(ranks))
+            self._log(record, source, several or f"{record.__dict__['actor']} pid={record.process}")
+
+    def _show(self, source: Source, line: Line, title: str, ranks: Sequence[int] = ()) -> None:
+        if self._json:
+            self._texts.append((line.stream, json_of(source, line, ranks) + "\n"))
+            return
+        text, stream = f"({title}) {line.text}", line.stream
+        writer = source.process, stream
+        self._texts += self._screen.show(writer, stream, text, complete=line.complete, is_bar=line.is_bar)
+
+    def _log(self, record: logging.LogRecord, source: Source, title: str) -> None:
+        """Give a record to the handlers of this process, as if it had been logged here."""
+        target = logging.getLogger(record.name)
+        if not target.isEnabledFor(record.levelno):
+            return
+        if target.hasHandlers():
+            self._texts += self._screen.leave()
+            self._print()
+            try:
+                target.handle(record)
+            except Exception as error:  # noqa: BLE001 - a filter of the program may raise anything
+                log_error("a log record of an actor could not be handled", error)
+        elif self._json:
+            self._texts.append((2, _json.format(record) + "\n"))
+        else:
+            for text in _text.format(record).split("\n"):
+                writer = source.process, "records"
+                self._texts += self._screen.show(writer, 2, f"({title}) {text}", complete=True)
+
+    def _print(self) -> None:
+        # Without an output of its own, the program goes on.
+        texts, self._texts = self._texts, []
+        with suppress(OSError, ValueError, AttributeError):
+            for stream, parts in groupby(texts, itemgetter(0)):
+                target, text = (sys.stdout if stream == 1 else sys.stderr), "".join(text for _, text in parts)
+                encoding = target.encoding or "utf-8"
+                target.write(text.encode(encoding, "backslashreplace").decode(encoding))
+                target.flush()

@@ -1,0 +1,91 @@
+"""What a process of actors writes, entry by entry, on its way to where it is shown."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from aiodaft._protocol.diagnostics.merging import Member, member_of
+from aiodaft._protocol.ids import PeerId
+
+
+class Source(NamedTuple):
+    """A process that writes.
+
+    Attributes:
+        process: Its id.
+        label: The actor that it was started for.
+        names: The names of its actors.
+        pid: Its pid; 0 before it has started.
+        node: The name of its node; "" in a runtime of one machine.
+        owner: The process of the actor that owns its actors; "" if the program does.
+    """
+
+    process: PeerId
+    label: str
+    names: str = ""
+    pid: int = 0
+    node: str = ""
+    owner: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name that its lines are shown with."""
+        return f"{self.names or self.label} pid={self.pid}"
+
+    @property
+    def member(self) -> Member | None:
+        """What its only actor is in a group; None if that is in none, or there are several actors."""
+        return member_of(self.names or self.label)
+
+
+class Line(NamedTuple):
+    """A line of standard output (1) or standard error (2), as it looks now.
+
+    Attributes:
+        stream: Which of them.
+        text: What it says.
+        at: When it was read, in seconds since the epoch.
+        complete: Whether a newline has ended it.
+        is_bar: Whether it is a progress bar, which moves.
+    """
+
+    stream: int
+    text: str
+    at: float
+    complete: bool = True
+    is_bar: bool = False
+
+
+class Life(NamedTuple):
+    """The process has begun (True) or ended (False) to write."""
+
+    begins: bool
+
+
+# A record is what `RecordSender` has sent.
+Entry: TypeAlias = Line | Life | Mapping[str, Any]
+Written: TypeAlias = tuple[Source, Sequence[Entry]]
+
+
+class Display(Protocol):
+    """Shows what a process writes, or sends it to where that is done. Safe in any thread."""
+
+    def write(self, source: Source, entries: Sequence[Entry]) -> None: ...
+
+
+def log_record(sent: Mapping[str, Any], source: Source) -> logging.LogRecord:
+    """The record that an actor has logged, for handlers of this process."""
+    actor = sent.get("actor") or source.names or source.label
+    found = member_of(actor)
+    record = logging.makeLogRecord({
+        "method": None,
+        "rank": None if found is None else found.rank,
+        "node": source.node,
+        "processName": actor,
+        **sent,
+        "actor": actor,
+    })
+    record.msg = f"({actor} pid={record.process}) {sent['text']}"
+    return record

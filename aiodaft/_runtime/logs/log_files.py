@@ -1,0 +1,82 @@
+"""One file per actor."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, TextIO
+
+from aiodaft._runtime.logs.entries import Line, Source, log_record
+from aiodaft.logs import JsonFormatter, json_line, json_time
+
+# Files that are kept open. Others are opened for a line.
+_MAX_OPEN: Final = 64
+_STREAMS: Final = {1: "stdout", 2: "stderr"}
+_json: Final = JsonFormatter()
+_text: Final = logging.Formatter("%(asctime)s pid=%(process)d %(levelname)s %(name)s: %(text)s")
+
+
+def json_of(source: Source, line: Line, ranks: Sequence[int] = ()) -> str:
+    """An output line as a JSON object; `ranks`: all that have written it, if there are several."""
+    member = source.member
+    several: dict[str, Any] = {"ranks": list(ranks)} if len(ranks) > 1 else {}
+    rank = {} if several or member is None else {"rank": member.rank}
+    what = {"time": json_time(line.at), "stream": _STREAMS[line.stream], "message": line.text}
+    where = {"actor": source.names or source.label, "node": source.node, "pid": source.pid}
+    return json_line({**what, **where, **rank, **several})
+
+
+class LogFiles:
+    """The files of the actors in a folder.
+
+    Raises:
+        OSError: The folder cannot be made.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, json: bool) -> None:
+        self._folder = os.fspath(folder)
+        os.makedirs(self._folder, exist_ok=True)
+        self._json = json
+        # Those that were written to last, at the end.
+        self._open: dict[str, TextIO] = {}
+
+    def write(self, source: Source, entry: Line | Mapping[str, Any]) -> None:
+        """Add a complete line or a record. Raises OSError."""
+        if isinstance(entry, Line):
+            text, name = self._line(source, entry), source.label
+        else:
+            record = log_record(entry, source)
+            text, name = (_json if self._json else _text).format(record), str(record.__dict__["actor"])
+            name = source.label if "+" in name else name
+        self._file(name if not source.owner else f"{name}@{source.owner}").write(f"{text}\n")
+
+    def _line(self, source: Source, line: Line) -> str:
+        if self._json:
+            return json_of(source, line)
+        at = datetime.fromtimestamp(line.at)
+        time = f"{at:%Y-%m-%d %H:%M:%S},{at.microsecond // 1000:03d}"
+        return f"{time} pid={source.pid} {_STREAMS[line.stream]}: {line.text}"
+
+    def _file(self, actor: str) -> TextIO:
+        file = self._open.pop(actor, None)
+        if file is None:
+            while len(self._open) >= _MAX_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            path = os.path.join(self._folder, file_name(actor))
+            file = open(path, "a", 1, "utf-8", "backslashreplace")  # noqa: SIM115 - it stays open
+        self._open[actor] = file
+        return file
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+def file_name(actor: str) -> str:
+    """The name of an actor's file: without characters that shells expand."""
+    plain = actor.replace("[", ".").replace("]", "")
+    return re.sub(r"[^\w.@+-]", "_", plain) + ".log"

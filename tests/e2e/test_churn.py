@@ -53,8 +53,8 @@ class Training:
         for ended in await asyncio.gather(*applied, return_exceptions=True):
             assert ended is None or isinstance(ended, ActorDied)
         assert set(range(len(group))) - set(ranks) <= set(doomed)
-        total = reduce(torch.add, [await Replica.gradient.fn(self.twin, rank) for rank in ranks])
-        await Replica.apply.fn(self.twin, total, len(ranks))
+        total = reduce(torch.add, [await Replica.gradient.__wrapped__(self.twin, rank) for rank in ranks])
+        await Replica.apply.__wrapped__(self.twin, total, len(ranks))
         return ranks
 
     async def churn(self) -> None:
@@ -82,7 +82,7 @@ class Training:
 
     async def agree(self) -> None:
         """Check that all members have the same state: that of the sums, in the order of ranks."""
-        assert set(await self.group.all(Replica.digest)) == {await Replica.digest.fn(self.twin)}
+        assert set(await self.group.all(Replica.digest)) == {await Replica.digest.__wrapped__(self.twin)}
 
 
 async def begin(rt: aiodaft.Runtime, count: int, size: int, seed: int) -> Training:

@@ -235,12 +235,12 @@ class Member(Actor):
     @method
     async def hold_first(self, value: int) -> int:
         """Waits for `open` if the value is 0."""
-        return await Member.held.fn(self, value) if value == 0 else value
+        return await Member.held.__wrapped__(self, value) if value == 0 else value
 
     @method
     async def padded(self, value: int) -> bytes:
         """A result of 8 MiB; that of 0 waits for `open`."""
-        return bytes([await Member.hold_first.fn(self, value)]) * (8 << 20)
+        return bytes([await Member.hold_first.__wrapped__(self, value)]) * (8 << 20)
 
     @method
     async def open(self) -> None:
@@ -344,7 +344,7 @@ class Courier(Actor):
     @method
     async def send_kept(self, items: list[Any]) -> int:
         assert self.channel is not None
-        return await Courier.send.fn(self, self.channel, items)
+        return await Courier.send.__wrapped__(self, self.channel, items)
 
     @method
     async def is_alone(self) -> bool:
@@ -367,8 +367,8 @@ class Courier(Actor):
     async def both(self, channel: aiodaft.Channel[Any], items: list[Any]) -> list[Any]:
         """Is its own receiver."""
         async with asyncio.TaskGroup() as group:
-            received = group.create_task(Courier.drain.fn(self, channel))
-            group.create_task(Courier.send.fn(self, channel, items)).add_done_callback(
+            received = group.create_task(Courier.drain.__wrapped__(self, channel))
+            group.create_task(Courier.send.__wrapped__(self, channel, items)).add_done_callback(
                 lambda _: group.create_task(channel.aclose())
             )
         return received.result()

@@ -100,6 +100,7 @@ class NodeInfo:
         total: The amount of each resource, "cpus" and "gpus" among them.
         free: What of it is not in use; nothing of a node that is silent.
         actors: The number of shares in use, each of an actor or a slice of a mesh; 0 of a node that is silent.
+        address: Where it listens, such as "tcp://10.0.0.1:7777"; "" in a runtime of one machine.
     """
 
     name: str
@@ -108,6 +109,7 @@ class NodeInfo:
     total: Mapping[str, float]
     free: Mapping[str, float] = field(default_factory=dict[str, float])
     actors: int = 0
+    address: str = ""
 
 
 async def look_at_nodes(controller: Owner, patience: float) -> tuple[NodeInfo, ...]:
@@ -119,14 +121,15 @@ async def look_at_nodes(controller: Owner, patience: float) -> tuple[NodeInfo, .
 
 async def look_at_node(controller: Owner, node: Member, patience: float) -> NodeInfo | None:
     """What a node has; None if it is not in the cluster any more."""
-    name = controller.nodes.name_of(node.peer)
+    info = NodeInfo(controller.nodes.name_of(node.peer), node.labels, "silent", node.totals, address=node.address)
     with suppress(OutcomeUnknown):
         asked = controller.nodes.named(node.name).state()
         if await is_answered(asked, patience):
             said = await asked
             state: Literal["ready", "draining"] = "draining" if said.draining else "ready"
-            return NodeInfo(name, node.labels, state, said.stock.totals, said.stock.free, said.actors)
-    return NodeInfo(name, node.labels, "silent", node.totals) if controller.nodes.is_member(node.name) else None
+            stock = said.stock
+            return replace(info, state=state, total=stock.totals, free=stock.free, actors=said.actors)
+    return info if controller.nodes.is_member(node.name) else None
 
 
 async def look_at(controller: Owner, target: Target, cls: type) -> ActorInfo:

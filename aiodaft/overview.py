@@ -170,6 +170,12 @@ class Rates:
     processes: Mapping[str, ProcessRate]
     flows: Mapping[tuple[str, str], FlowRate]
 
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as dicts, lists, texts and numbers; each flow has its `source` and `target`."""
+        flows = [{"source": source, "target": target, **_plain(flow)} for (source, target), flow in self.flows.items()]
+        totals = {"seconds": self.seconds, "calls": self.calls, "bytes": self.bytes}
+        return {**totals, "actors": _plain(self.actors), "processes": _plain(self.processes), "flows": flows}
+
     @property
     def calls(self) -> float:
         """Calls that ended, of all actors."""

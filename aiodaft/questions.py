@@ -11,9 +11,10 @@ from typing import Any, Final
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.diagnostics.attach import Answers
 from aiodaft._runtime.owning import Owner
+from aiodaft.survey import look_over
 from aiodaft.tracing import Trace
 
-__all__ = ["answers"]
+__all__ = ["answers", "overviews"]
 
 # Seconds that a process gets to answer the program.
 _PATIENCE: Final = 1.0
@@ -23,7 +24,24 @@ _TRACE_PATIENCE: Final = 5.0
 
 def answers(owner: Owner) -> Answers:
     """The answers of one runtime, by the names of the questions."""
-    return {"stack": partial(_stack, owner), "trace": partial(_trace, owner), "kill": partial(_kill, owner)}
+    return {
+        "overview": partial(overviews, owner),
+        "stack": partial(_stack, owner),
+        "trace": partial(_trace, owner),
+        "kill": partial(_kill, owner),
+    }
+
+
+async def overviews(owner: Owner, *, interval: float | None = None) -> AsyncGenerator[dict[str, Any], None]:
+    """Overviews as plain data, `interval` seconds apart, with `rates` from the second one on; without it, just one."""
+    earlier = None
+    while True:
+        now = await look_over(owner, _PATIENCE)
+        yield {**now.as_dict(), **({} if earlier is None else {"rates": now.rates(earlier).as_dict()})}
+        if interval is None:
+            return
+        earlier = now
+        await asyncio.sleep(interval)
 
 
 async def _stack(owner: Owner, *, as_json: bool) -> AsyncGenerator[Any, None]:

@@ -13,10 +13,13 @@ from aiodaft import __version__
 # The commands in the order of `aiodaft --help`, and the modules that have them.
 _MODULES: Final = {
     "run": ".run",
-    "ps": ".cluster",
+    "ps": ".running.ps",
+    "top": ".running.top",
+    "memory": ".running.memory",
     "stack": ".running.stack",
     "trace": ".running.trace",
     "debug": ".running.debug",
+    "kill": ".running.kill",
     "doctor": ".doctor",
     "bench": ".bench",
     "key": ".key",

@@ -1,18 +1,18 @@
-"""`aiodaft ps`, `aiodaft stop`, `aiodaft drain` and `aiodaft down`: what a cluster has, and how that ends."""
+"""`aiodaft stop`, `aiodaft drain` and `aiodaft down`: how what a cluster has ends, and the cluster itself."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import click
 
 from aiodaft._protocol.coordination.records import Member, check_name
-from aiodaft._protocol.ids import is_node, node_of
+from aiodaft._protocol.ids import node_of
 from aiodaft._runtime.connections.far import who_listens
 from aiodaft._runtime.diagnostics.process_stack import is_answered
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost
@@ -27,35 +27,39 @@ from .output import Failed, Output, json_option
 T = TypeVar("T")
 
 # Seconds that a node has for an answer.
-_PATIENCE: Final = 3.0
+PATIENCE: Final = 3.0
+
+
+def address_of(given: str | None) -> str | None:
+    """Where a node of the cluster listens: as given, else of $AIODAFT_ADDRESS."""
+    return given or os.environ.get("AIODAFT_ADDRESS") or None
+
+
+@asynccontextmanager
+async def attached(address: str | None, key_file: str | None) -> AsyncGenerator[Runtime, None]:
+    """A runtime that is attached to a cluster, for the time of the block.
+
+    Raises:
+        Failed: No address is known, the cluster cannot be reached, or the block has raised a DaftError or ValueError.
+    """
+    where = address_of(address)
+    if where is None:
+        raise Failed("say where a node of the cluster listens, such as tcp://10.0.0.1:7777")
+    try:
+        async with Runtime(where, key_file=key_file) as rt:
+            yield rt
+    except (DaftError, ValueError) as error:
+        raise Failed(str(error)) from error
 
 
 def _with_cluster(address: str | None, key_file: str | None, do: Callable[[Runtime], Awaitable[None]]) -> None:
     """Do something with a runtime that is attached to a cluster."""
-    where = address or os.environ.get("AIODAFT_ADDRESS")
-    if not where:
-        raise Failed("say where a node of the cluster listens, such as tcp://10.0.0.1:7777")
 
-    async def attached() -> None:
-        try:
-            async with Runtime(where, key_file=key_file) as rt:
-                await do(rt)
-        except (DaftError, ValueError) as error:
-            raise Failed(str(error)) from error
+    async def done() -> None:
+        async with attached(address, key_file) as rt:
+            await do(rt)
 
-    run(attached())
-
-
-@click.command()
-@address_argument
-@key_file_option
-@json_option
-def ps(address: str | None, key_file: str | None, as_json: bool) -> None:
-    """Show the nodes of a cluster, and their actors.
-
-    ADDRESS: where a node of the cluster listens; $AIODAFT_ADDRESS by default.
-    """
-    _with_cluster(address, key_file, lambda rt: _show(rt, Output(as_json=as_json)))
+    run(done())
 
 
 @click.command()
@@ -112,71 +116,12 @@ def down(address: str | None, key_file: str | None) -> None:
     _with_cluster(address, key_file, _end)
 
 
-async def _show(rt: Runtime, output: Output) -> None:
-    coordinator, nodes = rt._controller.coordinator, rt._controller.nodes
-    listed, named = await asyncio.gather(_answer(coordinator.members()), _answer(coordinator.names("")))
-    names: dict[str, list[str]] = {}
-    for one in named or ():
-        names.setdefault(one.peer, []).append(one.name)
-    # The coordinator knows what is free there.
-    members = nodes.members() if listed is None else list(listed)
-    # A node that is silent holds up only what is said of it.
-    shown = await asyncio.gather(*(_look_at(rt, member, names) for member in members))
-    output.document = {"nodes": shown}
-    for node in shown:
-        output.line("\n    ".join([_line(node), *_said(node)]))
-    output.end()
-    if listed is None or named is None:
-        raise PeerLost("the coordinator does not answer: names, and what is free, may be missing")
-
-
-async def _look_at(rt: Runtime, member: Member, names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """A node, and what it says of itself and its processes."""
-    agent = rt._controller.nodes.named(member.name)
-    state, processes = await asyncio.gather(_answer(agent.state()), _answer(agent.processes()))
-    return {
-        "name": member.name,
-        "address": member.address,
-        "state": "silent" if state is None or processes is None else "draining" if state.draining else "ready",
-        "labels": dict(member.labels),
-        "total": dict(member.totals),
-        "free": dict(member.free),
-        "processes": [
-            {
-                "pid": process.pid,
-                "actors": list(process.actors),
-                "names": list(names.get(process.id, ())),
-                "owner": "the cluster" if is_node(process.owner) else process.owner,
-            }
-            for process in processes or ()
-        ],
-    }
-
-
-async def _answer(question: Ref[T]) -> T | None:
+async def answer_of(question: Ref[T]) -> T | None:
     """The answer of a node; None if there is none."""
     with suppress(DaftError):
-        if await is_answered(question, _PATIENCE):
+        if await is_answered(question, PATIENCE):
             return await question
     return None
-
-
-def _line(node: Mapping[str, Any]) -> str:
-    amounts = [f"{node['free'].get(name, 0):g}/{total:g} {name}" for name, total in node["total"].items() if total]
-    labels = [f"{name}={value}" for name, value in node["labels"].items()]
-    return "  ".join([node["name"], node["address"], f"free: {', '.join(amounts) or 'nothing'}", *labels])
-
-
-def _said(node: Mapping[str, Any]) -> Iterator[str]:
-    if node["state"] == "silent":
-        yield "does not answer"
-        return
-    if node["state"] == "draining":
-        yield "is being drained"
-    for process in node["processes"]:
-        actors = ", ".join(process["actors"]) or "no actors"
-        named_as = f", named {', '.join(process['names'])}" if process["names"] else ""
-        yield f"pid {process['pid']}: {actors}{named_as} (of {process['owner']})"
 
 
 async def _drain(rt: Runtime, name: str, grace: float, output: Output) -> None:
@@ -229,7 +174,7 @@ async def _end(rt: Runtime) -> None:
                 controller.nodes.add(member)
                 await end(member)
 
-    lost = await _answer(controller.coordinator.lost_members()) or ()
+    lost = await answer_of(controller.coordinator.lost_members()) or ()
     # The coordinator is the last one, so that the others can leave.
     await asyncio.gather(*(end(member) for member in members if member.name != first), *map(end_lost, lost))
     await asyncio.gather(*(end(member) for member in members if member.name == first))

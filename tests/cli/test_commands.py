@@ -43,7 +43,7 @@ def test_every_command_has_a_line_of_help_that_fits() -> None:
 
 
 def test_the_errors_of_a_command_are_on_standard_error_and_its_status_is_1() -> None:
-    for arguments in (("ps",), ("ps", "--json"), ("down",), ("stop", "one"), ("drain", "n1", "--json")):
+    for arguments in (("down",), ("stop", "one"), ("drain", "n1", "--json")):
         ended = ran(*arguments)
         assert (ended.exit_code, ended.stdout) == (1, "")
         assert ended.stderr == "aiodaft: say where a node of the cluster listens, such as tcp://10.0.0.1:7777\n"
@@ -57,6 +57,7 @@ def test_the_errors_of_a_command_are_on_standard_error_and_its_status_is_1() -> 
     [
         (("nonsense",), "No such command 'nonsense'"),
         (("join",), "Missing argument 'ADDRESS'"),
+        (("top", "tcp://10.0.0.1:7777", "--pid", "1"), "ADDRESS and --pid exclude each other"),
         (("drain", "n1", "--grace", "soon"), "'soon' is not a number of seconds of at least 0"),
         (("up", "--key-file", "key", "--key-stdin"), "--key-file and --key-stdin exclude each other"),
         (("run", "--cpus", "two", "script.py"), "'two' is not a valid float"),

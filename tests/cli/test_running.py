@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,100 @@ def test_the_document_of_stack_has_every_process(program: subprocess.Popen[str])
     assert json.loads(ran("stack", "--json", "--pid", document["runtime"]).stdout)[0]["pid"] == program.pid
 
 
+def test_ps_shows_the_actors_of_a_program(program: subprocess.Popen[str]) -> None:
+    ended = ran("ps", "--pid", str(program.pid))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    title, first, second = ended.stdout.splitlines()
+    assert title.startswith(f"pid {program.pid}: ")
+    assert first.endswith(": Model-1")
+    assert second.endswith(": Model-2, named second")
+    ((document),) = json.loads(ran("ps", "--pid", str(program.pid), "--json").stdout)["programs"]
+    assert [process["names"] for process in document["processes"]] == [[], ["second"]]
+
+
+def test_top_shows_what_the_overview_has(program: subprocess.Popen[str]) -> None:
+    shown = ran("top", "--once", "--interval", "0.2", "--pid", str(program.pid)).stdout
+    title, totals, head, controller, first, second = shown.splitlines()
+    assert title.startswith(f"pid {program.pid}: ")
+    assert totals.startswith("2 actors  3 processes  ")
+    assert totals.endswith("  0 queued  8 MiB stored")
+    assert head.split() == [
+        "actor",
+        "state",
+        "runs",
+        "calls/s",
+        "failed",
+        "queued",
+        "pid",
+        "cpu",
+        "memory",
+        "stored",
+        "out/s",
+        "in/s",
+    ]
+    assert controller.split()[:3] == ["the", "controller", str(program.pid)]
+    assert first.split()[:4] == ["Model-1", "busy", "Model.wait", "0"]
+    assert second.split()[:4] == ["Model-2", "second", "idle", "0"]
+    document = json.loads(ran("top", "--json", "--interval", "0.2", "--pid", str(program.pid)).stdout)
+    assert {actor["name"] for actor in document["actors"]} == {"Model-1", "Model-2"}
+    assert set(document["rates"]["actors"]) == {"Model-1", "Model-2"}
+    assert document["rates"]["seconds"] >= 0.2
+
+
+def test_memory_shows_who_stores_and_who_holds_what(program: subprocess.Popen[str]) -> None:
+    shown = ran("memory", "--pid", str(program.pid)).stdout.splitlines()
+    assert shown[-2].split() == ["value", "stored", "by", "held", "by", "size", "readers"]
+    assert shown[-1].split() == ["Model.make", "Model-2", "the", "controller", "8", "MiB", "0"]
+    document = json.loads(ran("memory", "--json", "--pid", str(program.pid)).stdout)
+    assert [(value["label"], value["nbytes"] >= 8 << 20) for value in document["stored"]] == [("Model.make", True)]
+
+
+def test_top_draws_on_a_terminal_until_the_program_ends() -> None:
+    primary, secondary = pty.openpty()
+    with running() as program:
+        arguments = command("top", "--interval", "0.1", "--pid", str(program.pid))
+        drawing = subprocess.Popen(arguments, stdout=secondary, stderr=subprocess.PIPE, text=True, close_fds=True)
+        os.close(secondary)
+        drawn = b""
+        with drawing:
+            # Drawn more than once on the other screen of the terminal.
+            while drawn.count(b"Model-2") < 3:
+                drawn += os.read(primary, 4096)
+            program.kill()
+            with suppress(OSError):
+                while data := os.read(primary, 4096):
+                    drawn += data
+            assert drawing.stderr is not None
+            assert drawing.stderr.read() == f"aiodaft: the program (pid {program.pid}) has ended\n"
+    os.close(primary)
+    assert drawing.returncode == 0
+    enter, leave = b"\x1b[?1049h", b"\x1b[?1049l"
+    assert drawn.count(enter) == drawn.count(leave) == 1
+
+
+def test_an_actor_is_killed_after_a_question() -> None:
+    with running() as program:
+        pid = ("--pid", str(program.pid))
+        unknown = ran("kill", "Model", "--yes", *pid)
+        assert (unknown.returncode, unknown.stdout) == (1, "")
+        assert unknown.stderr == "aiodaft: there is no actor 'Model'; there are: Model-1, Model-2 second\n"
+        unanswered = subprocess.run(
+            command("kill", "second", *pid), input="", capture_output=True, text=True, timeout=25
+        )
+        assert unanswered.returncode == 1
+        assert "kill Model-2 (pid " in unanswered.stderr
+        answered = subprocess.run(
+            command("kill", "second", *pid), input="y\n", capture_output=True, text=True, timeout=25
+        )
+        assert answered.returncode == 0
+        assert answered.stdout.startswith("killed Model-2 (pid ")
+        assert json.loads(ran("kill", "Model-1", "--yes", "--json", *pid).stdout)["killed"] == ["Model-1"]
+        # A call was under way.
+        assert program.stderr is not None
+        assert "killed by `aiodaft kill`" in program.stderr.read()
+        assert program.wait(20) == 1
+
+
 def test_a_trace_is_recorded_of_a_program_that_runs(program: subprocess.Popen[str], tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     ended = ran("trace", "--seconds", "0.1", "-o", str(path), "--json", "--pid", str(program.pid))
@@ -130,12 +225,20 @@ def test_a_question_that_fails_says_why(program: subprocess.Popen[str], tmp_path
 def test_a_command_that_is_killed_leaves_nothing_in_the_program(program: subprocess.Popen[str], tmp_path: Path) -> None:
     before, path = sockets_of(program.pid), str(tmp_path / "run.json")
     pid = ("--pid", str(program.pid))
-    with subprocess.Popen(command("trace", "--seconds", "60", "-o", path, *pid), stdout=subprocess.PIPE) as killed:
+    with (
+        subprocess.Popen(command("top", "--interval", "0.1", *pid), stdout=subprocess.PIPE) as watching,
+        subprocess.Popen(command("trace", "--seconds", "60", "-o", path, *pid), stdout=subprocess.PIPE) as killed,
+    ):
+        assert watching.stdout is not None
+        # In a pipe, look after look.
+        while not watching.stdout.readline().startswith(b"Model-1"):
+            pass
         assert killed.stdout is not None
         assert killed.stdout.readline().startswith(b"recording")
         while "cannot be recorded: another trace is" not in ran("trace", "--seconds", "0", "-o", path, *pid).stderr:
             pass
         killed.kill()
+        watching.kill()
     # Its trace ends, so that there can be another one.
     while ran("trace", "--seconds", "0", "-o", path, *pid).returncode:
         pass

@@ -129,6 +129,8 @@ class Visits:
                 async for item in items:
                     await send(ITEM, item)
         except Exception as error:  # noqa: BLE001 - the command shows it
-            await send(FAILED, str(error) or type(error).__name__)
+            # Not what comes of the end of this program, of which the command is to hear.
+            if self._process.closed is None:
+                await send(FAILED, str(error) or type(error).__name__)
         else:
             await send(END, None)

@@ -176,7 +176,7 @@ def command_of(pid: int) -> str:
     """The command line of a process, as far as a line has room for it."""
     with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         words = file.read().decode(errors="replace").rstrip("\0").split("\0")
-        return shlex.join(words)[:_SHOWN]
+        return " ".join(shlex.join(words).split())[:_SHOWN]
     return ""
 
 

@@ -1,0 +1,65 @@
+"""`aiodaft kill`: kills an actor of a running program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import click
+
+from aiodaft.cli.output import Failed, Output, json_option
+from aiodaft.program import run
+
+from .programs import one_program, pid_option
+from .view import natural
+
+# The actors that an error lists.
+_LISTED: Final = 20
+
+
+@click.command()
+@click.argument("actor")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@pid_option
+@json_option
+def kill(actor: str, yes: bool, pid: str | None, as_json: bool) -> None:
+    """Kill an actor of a program, with its process.
+
+    ACTOR: its name; `aiodaft ps` shows it. As `rt.kill`: calls under way fail with ActorDied, and it is not restarted.
+    """
+    run(_kill(actor, pid, Output(as_json=as_json), ask=not yes))
+
+
+async def _kill(name: str, pid: str | None, output: Output, *, ask: bool) -> None:
+    async with one_program(pid) as program:
+        look = await program.answer("overview")
+        actor = _one_of(look["actors"], name)
+        (process,) = (one for one in look["processes"] if one["id"] == actor["process"])
+        victims = f"{' and '.join(process['actors'])} (pid {process['pid']} on {process['node']})"
+        if ask:
+            click.confirm(f"kill {victims}?", abort=True, err=True)
+        await program.answer("kill", process=process["id"])
+        output.document = {"killed": process["actors"], "pid": process["pid"], "node": process["node"]}
+        output.line(f"killed {victims}")
+        output.end()
+
+
+def _one_of(actors: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    """The actor with a name.
+
+    Raises:
+        Failed: There is none, there are several, or it has no process.
+    """
+    found = [actor for actor in actors if name in {actor["name"], *actor["names"]}]
+    if not found:
+        names = sorted((" ".join([actor["name"], *actor["names"]]) for actor in actors), key=natural)
+        more = [f"and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
+        raise Failed(f"there is no actor {name!r}; there are: {', '.join([*names[:_LISTED], *more]) or 'none'}")
+    if len(found) > 1:
+        where = ", ".join(f"pid {actor['pid']} on {actor['node']}" for actor in found)
+        raise Failed(
+            f"{len(found)} actors are called {name!r}: {where}. Kill one by a name that `rt.name` has given it"
+        )
+    if not found[0]["process"]:
+        raise Failed(f"{name} has no process: it is being restarted")
+    return found[0]

@@ -62,12 +62,13 @@ async def test_labels_and_the_places_of_others_choose_the_node(rt: aiodaft.Runti
     assert str(caught.value).endswith("but no node has that: n1: no label 'zone'; n2: Traveller-3 there; n3: zone='b'")
 
 
-async def test_a_program_and_its_actors_see_what_each_node_has(rt: aiodaft.Runtime) -> None:
+async def test_a_program_and_its_actors_see_what_each_node_has(rt: aiodaft.Runtime, cluster: Cluster) -> None:
     await rt.on(node="n2", cpus=2, gpus=0.5).spawn(Traveller)
     first, second, third = await rt.nodes(patience=30)
-    assert first == aiodaft.NodeInfo("n1", {}, "ready", {"cpus": 8, "gpus": 0}, {"cpus": 8, "gpus": 0}, 0)
-    total = {"cpus": 8, "gpus": 4}
-    assert second == aiodaft.NodeInfo("n2", {"zone": "a"}, "ready", total, {"cpus": 6, "gpus": 3.5}, 1)
+    cpus, total = {"cpus": 8, "gpus": 0}, {"cpus": 8, "gpus": 4}
+    one, two = cluster.nodes[0].address, cluster.nodes[1].address
+    assert first == aiodaft.NodeInfo("n1", {}, "ready", cpus, cpus, 0, one)
+    assert second == aiodaft.NodeInfo("n2", {"zone": "a"}, "ready", total, {"cpus": 6, "gpus": 3.5}, 1, two)
     assert (third.name, third.labels, third.free) == ("n3", {"zone": "b"}, total)
     onlooker = await rt.on(node="n3", cpus=1).spawn(Onlooker)
     assert await onlooker.free() == {"n1": 8, "n2": 6, "n3": 7}

@@ -12,6 +12,7 @@ from aiodaft import __version__
 
 # The commands in the order of `aiodaft --help`, and the modules that have them.
 _MODULES: Final = {
+    "new": ".new",
     "run": ".run",
     "ps": ".running.ps",
     "top": ".running.top",

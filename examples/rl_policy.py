@@ -5,10 +5,10 @@ The task: a prompt has two digits a and b below 8. The answer has two tokens; it
 """
 
 import hashlib
-import importlib
 from dataclasses import dataclass
 
 import torch
+from hugging_face import causal_lm
 from torch import Tensor, nn
 
 VOCABULARY, END, PADDING, PROMPT, ANSWER = 10, 8, 9, 2, 2
@@ -35,13 +35,8 @@ class HuggingFaceModel(nn.Module):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        try:
-            cls = getattr(importlib.import_module("transformers"), name)
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(f"--model {name} needs transformers: pip install '.[transformers]'") from error
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
         tokens = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": END, "pad_token_id": PADDING}
-        self.model = cls(cls.config_class(**sizes, **tokens, max_position_embeddings=16, use_cache=False)).eval()
+        self.model = causal_lm(name, **tokens, max_position_embeddings=16, use_cache=False)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
         return self.model(input_ids=tokens_BL, attention_mask=torch.ones_like(tokens_BL)).logits

@@ -147,7 +147,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_same_on_both_loops(path: Path) -> bool:
-    return path.parent.name in {"bench", "pipeline", "transport", "web"} or (
+    return path.parent.name in {"bench", "examples", "pipeline", "transport", "web"} or (
         path.parent.name == "e2e" and path.stem not in _LOOP_MATTERS
     )
 

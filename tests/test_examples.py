@@ -124,3 +124,30 @@ def test_a_module_a_job_a_program_and_an_engine_crash_and_come_back() -> None:
     assert (
         len(re.findall(r"(the job: ActorDied|a member was lost): Trainer-1\[1\] .* was killed by SIGKILL", told)) == 4
     )
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        *(
+            pytest.param(options, marks=pytest.mark.soak)
+            for options in (
+                ("--by-layer",),
+                ("--together",),
+                ("--prefill", "0"),
+                ("--prefill", "3", "--decode", "1", "--pages", "40"),
+                ("--model", "LlamaForCausalLM"),
+            )
+        ),
+    ],
+    ids=" ".join,
+)
+def test_prompts_of_a_server_are_completed_as_by_one_process_while_an_engine_dies(options: tuple[str, ...]) -> None:
+    output = run_example("serve_disagg.py", "--steps", "100", *options)
+    assert "64 completions are those of one process, and no engine has anything of them any more" in output
+    assert re.search(r"resumed after the kill  [1-9]", output)
+    moved = re.search(r"keys and values +(\d+) messages, (\d+) bytes", output)
+    assert moved is not None
+    assert (int(moved[1]) > 0) == (int(moved[2]) > 0) == (not {"--together", "0"} & set(options))

@@ -1,0 +1,149 @@
+"""An engine of `serve_disagg.py`: an actor that prefills prompts and decodes, as it is asked to, in one batch."""
+
+import asyncio
+import os
+import platform
+import sys
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+import torch
+from serve_batch import Batch, Load, Sizes
+from serve_model import Weights, make_model
+from serve_paged import PagedModel
+from serve_pages import Sequence
+from torch import Tensor
+
+import aiodaft
+
+
+class Prefilled(NamedTuple):
+    """The token after a prompt, and the keys and values of the prompt (L, 2, H, T, D)."""
+
+    token: int
+    kv: Tensor
+
+
+# The same layer by layer (2, H, T, D), the token last.
+Layers = aiodaft.Channel[Tensor | int]
+
+
+class Counts(NamedTuple):
+    """What an engine has, and what it has done since it began."""
+
+    pid: int
+    sequences: int
+    pages_in_use: int
+    steps: int
+    preempted: int
+    prompt_tokens: int
+    hit_tokens: int
+    kv_messages: int
+    kv_bytes: int
+
+
+@dataclass(eq=False)
+class Awaited(Sequence):
+    """A sequence, and its results: keys and values if it exports them, then tokens."""
+
+    results: asyncio.Queue[int | Tensor] = field(default_factory=asyncio.Queue)
+
+
+class Engine(aiodaft.Actor, restart=aiodaft.Restart(intensity=10, backoff=aiodaft.Backoff(base=0.01, max=1))):
+    def __init__(self, model: str, weights: Weights | None, sizes: Sizes) -> None:
+        self.model, self.batch, self.steps = PagedModel(make_model(model, weights), sizes.pages), Batch(sizes), 0
+        self.changed = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self.loop = asyncio.get_running_loop()
+        self.stepping = self.loop.create_task(self.run())
+        self.stepping.add_done_callback(self.end)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.stepping.cancel()
+        await asyncio.wait([self.stepping])
+
+    def end(self, stepping: asyncio.Task[None]) -> None:
+        if not stepping.cancelled():  # a step has failed: what is here goes on elsewhere
+            sys.exit(f"an engine ends: {stepping.exception()!r}")
+
+    # What the router calls: not in order, because a call may wait for keys and values, or for a place.
+
+    @aiodaft.method(ordered=False)
+    async def prefill(self, prompt: bytes, layers: Layers | None = None) -> Prefilled | None:
+        """Give the next token, and the keys and values of the prompt: as the result, or layer by layer."""
+        sequence = self.begin(Awaited(prompt, len(prompt) + 1, exports=True, by_layer=layers is not None))
+        try:
+            if layers is None:
+                kv = await sequence.results.get()
+                return Prefilled(await sequence.results.get(), kv)
+            for _ in range(self.model.layers + 1):
+                await layers.send(await sequence.results.get())
+            return None
+        finally:
+            self.leave(sequence)
+
+    @aiodaft.method(ordered=False)
+    async def decode(
+        self, tokens: bytes, end: int, prefilled: Prefilled | None = None, layers: Layers | None = None
+    ) -> AsyncGenerator[int]:
+        """Give the tokens that follow, until there are `end`; prefill first what no engine has prefilled."""
+        if layers is not None:
+            *kv, token = [await layers.recv() for _ in range(self.model.layers + 1)]
+            prefilled = Prefilled(token, torch.stack(kv))
+        if prefilled is not None:
+            tokens += bytes([prefilled.token])
+            yield prefilled.token
+        if len(tokens) < end:
+            sequence = self.begin(Awaited(tokens, end, prefilled and prefilled.kv))
+            try:
+                for _ in range(len(tokens), end):
+                    yield await sequence.results.get()
+            finally:
+                self.leave(sequence)
+
+    @aiodaft.method(ordered=False)
+    async def loads(self) -> AsyncGenerator[Load]:
+        """Give the load now, and each time that it has changed by much."""
+        while True:
+            yield self.batch.load((platform.node(), os.getpid()))
+            while not self.batch.has_news:
+                await self.changed.wait()
+
+    @aiodaft.method(ordered=False)
+    async def counts(self) -> Counts:
+        batch, traffic = self.batch, aiodaft.current_runtime().traffic()
+        now = len(batch.waiting) + len(batch.running), batch.pages.in_use
+        done = self.steps, batch.preempted, batch.prompt_tokens, batch.hit_tokens
+        return Counts(os.getpid(), *now, *done, traffic.payloads_sent, traffic.payload_sent)
+
+    def begin(self, sequence: Awaited) -> Awaited:
+        self.batch.add(sequence)
+        self.ring()
+        return sequence
+
+    def leave(self, sequence: Awaited) -> None:
+        self.batch.drop(sequence)
+        self.ring()
+
+    def ring(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def run(self) -> None:
+        while True:
+            while not (rows := self.batch.plan()):
+                await self.changed.wait()
+            tokens = await asyncio.to_thread(self.model.step, rows, self.export)
+            self.steps += 1
+            for row, token in zip(rows, tokens, strict=True):
+                if row.sequence in self.batch.running and self.batch.advance(row, token):
+                    row.sequence.results.put_nowait(token)
+            self.ring()
+
+    def export(self, sequence: Awaited, kv: Tensor) -> None:
+        """Put keys and values where other processes can read them; called by the thread."""
+        shared = aiodaft.empty(kv.shape).copy_(kv)
+        self.loop.call_soon_threadsafe(sequence.results.put_nowait, shared)

@@ -1,0 +1,132 @@
+"""Models of `serve_disagg.py`: a small GPT, or a class of transformers. Tokens are bytes.
+
+A model is a function of tokens, and of the keys and values of those before them, which it does not keep.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from pydoc_data.topics import topics
+from typing import Protocol
+
+import torch
+from hugging_face import WithKeysAndValues
+from torch import Tensor, nn
+
+CONTEXT, TEXT = 256, 10_000
+WIDTH, LAYERS, HEADS = 64, 2, 8
+
+Weights = dict[str, Tensor]
+OnLayer = Callable[[Tensor], object]
+
+
+class Model(Protocol):
+    shape: tuple[int, int, int]  # layers, heads, values of a head
+
+    def __call__(self, tokens_BT: Tensor, past_LKBHPD: Tensor, lengths_B: Tensor, on_layer: OnLayer) -> Tensor:
+        """The logits (B, V) of what follows the tokens.
+
+        Args:
+            tokens_BT: The tokens.
+            past_LKBHPD: Keys and values of tokens before them; of row b, only the first `lengths_B[b]` count.
+            lengths_B: How many tokens there are before them.
+            on_layer: Is given the keys and values of the tokens, (2, B, H, T, D), as soon as a layer has them.
+        """
+        ...
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_attention, self.before_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x_BTC: Tensor, past_KBHPD: Tensor, bias_BHTS: Tensor, on_layer: OnLayer) -> Tensor:
+        qkv = self.qkv(self.before_attention(x_BTC)).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        on_layer(qkv[1:])
+        keys_BHSD, values_BHSD = torch.cat([past_KBHPD, qkv[1:]], 3)
+        x_BHTD = nn.functional.scaled_dot_product_attention(qkv[0], keys_BHSD, values_BHSD, bias_BHTS)
+        x_BTC = x_BTC + self.out(x_BHTD.transpose(1, 2).flatten(2))
+        return x_BTC + self.mlp(self.before_mlp(x_BTC))
+
+
+class ByteGPT(nn.Module):
+    """A GPT that learns in seconds: at first, head h of layer 0 looks h bytes back, and those of others look nearby."""
+
+    shape = LAYERS, HEADS, WIDTH // HEADS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
+
+    def forward(self, tokens_BT: Tensor, past_LKBHPD: Tensor, lengths_B: Tensor, on_layer: OnLayer) -> Tensor:
+        return self.all_logits(tokens_BT, past_LKBHPD, lengths_B, on_layer)[:, -1]
+
+    def all_logits(self, tokens_BT: Tensor, past_LKBHPD: Tensor, lengths_B: Tensor, on_layer: OnLayer) -> Tensor:
+        old_P = torch.arange(past_LKBHPD.shape[4])
+        if not len(old_P):
+            lengths_B = lengths_B[:1]  # all begin at 0, and look back in the same way
+        places_BT = lengths_B[:, None] + torch.arange(tokens_BT.shape[1])
+        # What does not count is masked like what comes later.
+        old_BP = torch.where(old_P < lengths_B[:, None], old_P, CONTEXT)
+        back_B1TS = (places_BT[:, :, None] - torch.cat([old_BP, places_BT], 1)[:, None, :])[:, None]
+        heads_H11 = torch.arange(HEADS)[:, None, None]
+        first_BHTS = -8.0 * (back_B1TS - heads_H11).abs()
+        other_BHTS = -back_B1TS * 0.25 ** (heads_H11 + 1)
+        x_BTC = self.bytes(tokens_BT)
+        for number, block in enumerate(self.blocks):
+            bias_BHTS = (other_BHTS if number else first_BHTS).masked_fill(back_B1TS < 0, -torch.inf)
+            x_BTC = block(x_BTC, past_LKBHPD[number], bias_BHTS, on_layer)
+        return self.head(x_BTC)
+
+
+def make_model(name: str, weights: Weights | None = None) -> Model:
+    torch.set_num_threads(1)  # one thread adds in the same order everywhere
+    torch.manual_seed(0)
+    model = ByteGPT() if name == "bytes" else WithKeysAndValues(name, 256, CONTEXT)
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model.eval()
+
+
+def no_past(model: Model, rows: int) -> tuple[Tensor, Tensor]:
+    layers, heads, size = model.shape
+    return torch.empty(layers, 2, rows, heads, 0, size), torch.zeros(rows, dtype=torch.long)
+
+
+def text() -> bytes:
+    """Some of Python's documentation."""
+    return "\n".join(topics[topic] for topic in sorted(topics)).encode("ascii", "ignore")[:TEXT]
+
+
+def train(steps: int, rows: int = 8, length: int = 64) -> Weights:
+    """The weights of a ByteGPT that has learned from the text."""
+    model, data, rng = make_model("bytes"), torch.tensor(list(text())), random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, steps, pct_start=0.1)
+    for _ in range(steps):
+        starts = rng.sample(range(len(data) - length), rows)
+        batch = torch.stack([data[start : start + length + 1] for start in starts])
+        logits_BTV = model.all_logits(batch[:, :-1], *no_past(model, rows), lambda _: None)
+        loss = nn.functional.cross_entropy(logits_BTV.flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return model.state_dict()
+
+
+@torch.inference_mode()
+def greedy(model: Model, prompts: Sequence[bytes], count: int) -> list[bytes]:
+    """The most likely continuations, without caches: what every other way to compute them has to give."""
+    found: dict[bytes, bytes] = {}
+    for length in {len(prompt) for prompt in prompts}:
+        rows = [prompt for prompt in prompts if len(prompt) == length]
+        tokens_BT = torch.tensor([list(prompt) for prompt in rows])
+        for _ in range(count):
+            logits_BV = model(tokens_BT, *no_past(model, len(rows)), lambda _: None)
+            tokens_BT = torch.cat([tokens_BT, logits_BV.argmax(1, keepdim=True)], 1)
+        found |= {prompt: bytes(tokens[length:]) for prompt, tokens in zip(rows, tokens_BT.tolist(), strict=True)}
+    return [found[prompt] for prompt in prompts]

@@ -1,0 +1,272 @@
+"""Disaggregated serving: tokens are those of one process, whatever dies, leaves or changes its role (rows SV1-SV3)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from itertools import pairwise
+from typing import NoReturn, Self
+
+import pytest
+from serve_batch import Sizes
+from serve_disagg import open_router, options_of
+from serve_engine import Counts, Engine
+from serve_model import LAYERS, WIDTH, Weights, greedy, make_model, text, train
+from serve_policies import Prompt
+from serve_router import LOSSES, Router
+
+import aiodaft
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(60)]
+
+PRELOAD = ("torch",)
+COUNT = 16
+KV = 4 * 2 * LAYERS * WIDTH  # bytes of the keys and values of a token
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    return train(40)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[bytes]:
+    """Prompts that begin alike in groups, long enough for keys and values of 64 KiB and more."""
+    rng, source = random.Random(0), text()
+    begins = [source[start:][:64] for start in rng.sample(range(len(source) - 64), 8)]
+    ends = [source[start:][: rng.randrange(4, 60, 8)] for start in rng.sample(range(len(source) - 64), 64)]
+    return [begins[number % 8] + end for number, end in enumerate(ends)]
+
+
+@pytest.fixture(scope="module")
+def expected(weights: Weights, prompts: list[bytes]) -> list[bytes]:
+    return greedy(make_model("bytes", weights), prompts, COUNT)
+
+
+def opened(rt: aiodaft.Runtime, weights: Weights, *options: str) -> AbstractAsyncContextManager[Router]:
+    return open_router(rt, options_of(list(options)), weights)
+
+
+async def completed(router: Router, prompt: bytes, count: int = COUNT, tenant: str = "") -> bytes:
+    async with aclosing(router.complete(Prompt(prompt, count, tenant))) as tokens:
+        return bytes([token async for token in tokens])
+
+
+async def all_completed(router: Router, prompts: Sequence[bytes]) -> list[bytes]:
+    return await asyncio.gather(*(completed(router, prompt) for prompt in prompts))
+
+
+async def counts_of(router: Router) -> list[Counts]:
+    return [await member.engine.counts() for member in router.members]
+
+
+async def nothing_is_left(rt: aiodaft.Runtime, router: Router, places: int = Sizes().places) -> None:
+    while any(counts.sequences or counts.pages_in_use for counts in await counts_of(router)):
+        await asyncio.sleep(0)
+    for member in router.members:
+        # Keys and values on their way lie in the process of the engine that prefilled.
+        while (await rt.info(member.engine)).stored_bytes:
+            await asyncio.sleep(0)
+    assert (router.under_way, router.turns.waiting) == (0, [])
+    assert {member.free for member in router.members} == {places}
+
+
+async def test_64_prompts_have_the_tokens_of_one_process_and_their_keys_and_values_move_once(
+    rt: aiodaft.Runtime, weights: Weights, prompts: list[bytes], expected: list[bytes]
+) -> None:
+    async with opened(rt, weights) as router:
+        here = rt.traffic().payload
+        assert await all_completed(router, prompts) == expected
+        await nothing_is_left(rt, router)
+        first, second, third, fourth = counts = await counts_of(router)
+        assert first.kv_messages + second.kv_messages == 64
+        assert first.kv_bytes + second.kv_bytes == KV * sum(map(len, prompts))
+        assert third.kv_messages == fourth.kv_messages == 0
+        assert rt.traffic().payload == here
+        assert min(count.steps for count in counts) > 0
+        # Nothing but prompts is prefilled, and where they begin alike, once for many.
+        assert third.prompt_tokens == fourth.prompt_tokens == 0
+        assert first.hit_tokens + second.hit_tokens > 0.3 * sum(map(len, prompts))
+
+
+async def test_layer_by_layer_each_layer_is_a_message(
+    rt: aiodaft.Runtime, weights: Weights, prompts: list[bytes]
+) -> None:
+    # Of shorter prompts, a layer has less than 64 KiB, and travels within the messages of the channel.
+    long = [prompt[:70] * 2 for prompt in prompts[:8]]
+    async with opened(rt, weights, "--by-layer") as router:
+        assert await all_completed(router, long) == greedy(make_model("bytes", weights), long, COUNT)
+        await nothing_is_left(rt, router)
+        first, second, *_ = await counts_of(router)
+        assert first.kv_messages + second.kv_messages == LAYERS * len(long)
+        assert first.kv_bytes + second.kv_bytes == KV * sum(map(len, long))
+
+
+@pytest.mark.parametrize("options", [("--together",), ("--prefill", "0")], ids=["two-actors", "one-actor"])
+async def test_in_one_process_keys_and_values_do_not_move(
+    options: tuple[str, ...], rt: aiodaft.Runtime, weights: Weights, prompts: list[bytes], expected: list[bytes]
+) -> None:
+    async with opened(rt, weights, *options) as router:
+        assert await all_completed(router, prompts[:16]) == expected[:16]
+        await nothing_is_left(rt, router)
+        counts = await counts_of(router)
+        assert len({count.pid for count in counts}) == 2
+        assert [(count.kv_messages, count.kv_bytes) for count in counts] == [(0, 0)] * len(counts)
+        assert min(count.steps for count in counts) > 0
+
+
+async def test_what_loses_its_pages_goes_on_from_its_tokens(
+    rt: aiodaft.Runtime, weights: Weights, prompts: list[bytes], expected: list[bytes]
+) -> None:
+    async with opened(rt, weights, "--pages", "24") as router:
+        assert await all_completed(router, prompts[:24]) == expected[:24]
+        await nothing_is_left(rt, router)
+        assert sum(count.preempted for count in await counts_of(router)) > 0
+
+
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+async def test_prompts_go_on_when_an_engine_is_killed_and_others_change_their_roles(
+    victim: str, rt: aiodaft.Runtime, weights: Weights, prompts: list[bytes], expected: list[bytes]
+) -> None:
+    came = asyncio.Queue[int]()
+
+    async def complete(prompt: bytes) -> bytes:
+        tokens = b""
+        async with aclosing(router.complete(Prompt(prompt, COUNT))) as more:
+            async for token in more:
+                tokens += bytes([token])
+                came.put_nowait(token)
+        return tokens
+
+    async def have_come(count: int) -> None:
+        for _ in range(count):
+            await came.get()
+
+    async with opened(rt, weights, "--places", "8") as router, asyncio.TaskGroup() as tasks:
+        completing = [tasks.create_task(complete(prompt)) for prompt in prompts]
+        await have_come(100)
+        while not (killed := await engine_with_work(router, victim)):
+            pass
+        os.kill((await killed.counts()).pid, signal.SIGKILL)
+        await have_come(100)
+        router.assign(0, "decode")
+        router.assign(3, "prefill")
+        assert await asyncio.gather(*completing) == expected
+        assert router.resumed > 0
+        await nothing_is_left(rt, router, places=8)
+        assert [member.role for member in router.members] == ["decode", "prefill", "decode", "prefill"]
+        assert (await rt.info(killed)).restarts == 1
+        # With their new roles and the new process, they serve as before.
+        before = await counts_of(router)
+        assert await all_completed(router, prompts) == expected
+        assert all(now.steps > then.steps for now, then in zip(await counts_of(router), before, strict=True))
+
+
+async def engine_with_work(router: Router, role: str) -> Engine | None:
+    for member in router.members:
+        if member.role == role and (await member.engine.counts()).sequences > 3:
+            return member.engine
+    return None
+
+
+class Fragile(Engine):
+    """Cannot compute a step."""
+
+    async def __aenter__(self) -> Self:
+        self.model.step = self.fail  # type: ignore[method-assign]
+        return await super().__aenter__()
+
+    def fail(self, *_: object) -> NoReturn:
+        raise MemoryError("no room for keys and values")
+
+
+async def test_a_prompt_that_kills_engines_fails_in_the_end(rt: aiodaft.Runtime, weights: Weights) -> None:
+    async with rt.group(2, Fragile, "bytes", weights, Sizes()) as fragile, Router([], fragile).running() as router:
+        with pytest.raises(aiodaft.ActorDied) as caught:
+            await completed(router, b"poison")
+        assert "an engine ends: MemoryError('no room for keys and values')" in caught.value.last_lines
+        assert router.resumed == LOSSES
+        assert router.under_way == 0
+
+
+async def test_without_an_engine_that_decodes_and_is_restarted_there_is_an_error(
+    rt: aiodaft.Runtime, weights: Weights
+) -> None:
+    place = rt.on(restart="temporary")
+    async with (
+        place.group(1, Engine, "bytes", weights, Sizes()) as prefill,
+        place.group(1, Engine, "bytes", weights, Sizes()) as decode,
+        Router(prefill, decode).running() as router,
+    ):
+        with pytest.raises(ValueError, match="the last engine that decodes"):
+            router.assign(1, "prefill")
+        await rt.kill(prefill[0])
+        # The other one does both.
+        assert len(await completed(router, b"alone")) == COUNT
+        await rt.kill(decode[0])
+        with pytest.raises(RuntimeError, match="all engines that decode are gone for good"):
+            await completed(router, b"nobody")
+
+
+@pytest.mark.usefixtures("rt")
+async def test_while_a_long_prompt_comes_others_get_a_token_at_each_step(weights: Weights) -> None:
+    async with Engine("bytes", weights, Sizes(chunk=8)) as engine:
+        steps: list[int] = []
+        decoding = asyncio.Event()
+
+        async def decode() -> None:
+            async for _ in engine.decode(b"short", 100):
+                steps.append(engine.steps)
+                decoding.set()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(decode())
+            await decoding.wait()
+            begun = engine.steps
+            first = await anext(engine.decode(b"long " * 40, 201))
+            ended = engine.steps
+    assert first == greedy(make_model("bytes", weights), [b"long " * 40], 1)[0][0]
+    assert ended - begun >= 200 // 8
+    assert steps[-1] > ended
+    assert max(after - before for before, after in pairwise(steps)) <= 2
+
+
+async def test_what_waits_for_a_place_is_refused_beyond_the_queue_and_a_client_that_leaves_makes_room(
+    rt: aiodaft.Runtime, weights: Weights
+) -> None:
+    async with opened(rt, weights, "--prefill", "0", "--decode", "1", "--places", "1", "--queue", "1") as router:
+        first = router.complete(Prompt(b"first", 200))
+        await anext(first)
+        async with asyncio.TaskGroup() as tasks:
+            second = tasks.create_task(completed(router, b"second"))
+            while not router.turns.waiting:
+                await asyncio.sleep(0)
+            with pytest.raises(aiodaft.Overloaded, match="1 prompts wait"):
+                await completed(router, b"third")
+            await first.aclose()
+            assert len(await second) == COUNT
+        await nothing_is_left(rt, router, places=1)
+
+
+async def test_a_tenant_with_many_prompts_does_not_hold_up_another_one(rt: aiodaft.Runtime, weights: Weights) -> None:
+    done: list[str] = []
+
+    async def complete(prompt: bytes, tenant: str) -> None:
+        await completed(router, prompt, 4, tenant)
+        done.append(tenant)
+
+    one = "--prefill", "0", "--decode", "1", "--places", "1", "--quantum", "10"
+    async with opened(rt, weights, *one) as router, asyncio.TaskGroup() as tasks:
+        for number in range(8):
+            tasks.create_task(complete(b"many %d" % number, "many"))
+        tasks.create_task(complete(b"single", "single"))
+    assert done.index("single") <= 2

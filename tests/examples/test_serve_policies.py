@@ -1,0 +1,271 @@
+"""Which prompt is next, and which engine gets it; on a seeded trace, with the batches of engines and no processes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence as Some
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import count
+from statistics import mean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serve_batch import Batch, Load, Sizes
+from serve_pages import PAGE, Sequence
+from serve_policies import (
+    Member,
+    Policy,
+    Prompt,
+    Turns,
+    least_work,
+    prefix_locality,
+    round_robin,
+    two_choices,
+)
+
+import aiodaft
+
+ENGINES, PROMPTS = 8, 600
+
+
+def members(*works: int) -> list[Member]:
+    return [Member(number, "prefill", Load(work, 16)) for number, work in enumerate(works)]
+
+
+# Which engine.
+
+
+async def test_prompts_go_round_and_one_that_comes_back_gets_the_next() -> None:
+    pool = members(0, 0, 0)
+    numbers = count(1)
+    chosen = []
+    for some in [pool] * 4 + [pool[:2]] * 2 + [pool]:
+        member = await round_robin(Prompt(b"x", 1), some)
+        with member.sending(b"x", 1, next(numbers)):
+            chosen.append(member.engine)
+    assert chosen == [0, 1, 2, 0, 1, 0, 2]
+
+
+async def test_work_is_what_was_told_and_what_was_sent_since() -> None:
+    first, second = members(100, 130)
+    with first.sending(b"long", 50, 1):
+        assert (first.work, first.free) == (150, 15)
+        assert await least_work(Prompt(b"x", 1), [first, second]) is second
+        # What an engine tells includes what it was sent.
+        first.take(Load(120, 16))
+        assert (first.work, first.free) == (120, 15)
+        assert await least_work(Prompt(b"x", 1), [first, second]) is first
+    assert (first.work, first.free) == (120, 16)
+    with second.sending(b"long", 50, 2):
+        pass
+    assert second.work == 130
+
+
+async def test_two_choices_takes_the_less_busy_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_policies.random", random.Random(0))
+    pool = members(3, 0, 1, 2)
+    taken = Counter([(await two_choices(Prompt(b"x", 1), pool)).engine for _ in range(600)])
+    assert taken[1] > taken[2] > taken[3] > taken[0] == 0
+    assert await two_choices(Prompt(b"x", 1), pool[:1]) is pool[0]
+
+
+async def test_a_known_beginning_counts_until_it_is_forgotten_or_the_engine_is_too_busy() -> None:
+    pool, begin = members(0, 0), b"b" * 4 * PAGE
+    with pool[1].sending(begin + b"one", 0, 1):
+        pass
+    assert (pool[0].known(begin + b"two"), pool[1].known(begin + b"two")) == (0, 4 * PAGE)
+    assert await prefix_locality(Prompt(begin + b"two", 1), pool) is pool[1]
+    pool[1].take(Load(10_000, 16))
+    assert await prefix_locality(Prompt(begin + b"two", 1), pool) is pool[0]
+    pool[1].take(Load(0, 16, [begin, begin[: 3 * PAGE]]))
+    assert pool[1].known(begin + b"two") == 2 * PAGE
+    pool[1].lose()
+    assert (pool[1].load, pool[1].known(begin)) == (None, 0)
+
+
+# On a trace.
+
+
+@dataclass
+class Simulated:
+    """Engines that take a step at a time, and push their loads."""
+
+    policy: Policy
+    sizes: Sizes
+    engines: list[Batch] = field(default_factory=list)
+    pool: list[Member] = field(default_factory=list)
+    ends: dict[Sequence, ExitStack] = field(default_factory=dict)
+    began: dict[Sequence, int] = field(default_factory=dict)
+    ticks: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.engines = [Batch(self.sizes) for _ in range(ENGINES)]
+        self.pool = [Member(engine, "prefill", engine.load()) for engine in self.engines]
+
+    async def run(self, trace: list[tuple[int, Prompt]]) -> None:
+        arriving, now, number = list(reversed(trace)), 0, count(1)
+        while arriving or self.ends:
+            while arriving and arriving[-1][0] <= now:
+                _, prompt = arriving.pop()
+                member = await self.policy(prompt, self.pool)
+                self.send(member, prompt, next(number), now)
+            for member in self.pool:
+                self.step(member, now)
+            now += 1
+
+    def send(self, member: Member, prompt: Prompt, number: int, now: int) -> None:
+        sequence = Sequence(prompt.tokens, prompt.cost)
+        member.engine.add(sequence)
+        self.ends[sequence] = ExitStack()
+        self.ends[sequence].enter_context(member.sending(prompt.tokens, prompt.cost, number))
+        self.began[sequence] = now
+
+    def step(self, member: Member, now: int) -> None:
+        for row in member.engine.plan():
+            if member.engine.advance(row, 0) and len(row.sequence.tokens) == row.sequence.end:
+                self.ends.pop(row.sequence).close()
+                self.ticks.append(now - self.began[row.sequence])
+        if member.engine.has_news:
+            member.take(member.engine.load())
+
+    @property
+    def hit_rate(self) -> float:
+        return sum(e.hit_tokens for e in self.engines) / sum(e.prompt_tokens for e in self.engines)
+
+    @property
+    def messages(self) -> int:
+        return sum(member.told for member in self.pool)
+
+
+def trace_of(seed: int, every: float) -> list[tuple[int, Prompt]]:
+    """Prompts that come at random, with some beginnings more often than others."""
+    rng = random.Random(seed)
+    begins = [rng.randbytes(rng.randrange(64, 192)) for _ in range(96)]
+    trace, now = [], 0.0
+    for _ in range(PROMPTS):
+        begin = begins[int(len(begins) * rng.random() ** 2)]
+        trace.append((int(now), Prompt(begin + rng.randbytes(rng.randrange(8, 64)), rng.randrange(4, 40))))
+        now += rng.expovariate(1 / every)
+    return trace
+
+
+def best_hit_rate(trace: list[tuple[int, Prompt]]) -> float:
+    """That of one engine that has all prompts, one after the other, and never forgets."""
+    engine = Batch(Sizes(pages=100_000))
+    for _, prompt in trace:
+        engine.add(Sequence(prompt.tokens, len(prompt.tokens) + 1))
+        while engine.work:
+            for row in engine.plan():
+                engine.advance(row, 0)
+    return engine.hit_tokens / engine.prompt_tokens
+
+
+async def simulated(policy: Policy, trace: list[tuple[int, Prompt]]) -> Simulated:
+    simulation = Simulated(policy, Sizes(pages=160))
+    await simulation.run(trace)
+    assert len(simulation.ticks) == PROMPTS
+    return simulation
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_prefix_locality_finds_what_is_known_and_makes_prompts_faster(seed: int) -> None:
+    trace = trace_of(seed, every=0.5)
+    best = best_hit_rate(trace)
+    local, others = await simulated(prefix_locality, trace), await simulated(least_work, trace)
+    assert local.hit_rate >= 0.8 * best
+    assert others.hit_rate < 0.3 * best
+    assert mean(local.ticks) < 0.6 * mean(others.ticks)
+
+
+async def asking(prompt: Prompt, members: Some[Member]) -> Member:
+    """Probes every engine for its work now."""
+    return min(members, key=lambda member: member.engine.work)
+
+
+async def at_random(prompt: Prompt, members: Some[Member]) -> Member:
+    return random.choice(members)
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_two_choices_by_pushed_loads_balance_almost_as_well_as_asking_every_engine(seed: int) -> None:
+    random.seed(seed)
+    trace = trace_of(seed, every=0.7)
+    pushed, asked, none = [await simulated(policy, trace) for policy in (two_choices, asking, at_random)]
+    # A question and an answer for each engine and prompt.
+    assert pushed.messages <= 0.1 * (2 * ENGINES * PROMPTS)
+    assert mean(pushed.ticks) < 1.25 * mean(asked.ticks)
+    assert mean(pushed.ticks) < 0.9 * mean(none.ticks)
+
+
+# Which prompt.
+
+
+def test_one_tenant_has_its_prompts_in_order_and_without_a_quantum_all_have() -> None:
+    turns = Turns()
+    prompts = [Prompt(b"x", 10, tenant) for tenant in "aaab"]
+    for prompt in prompts:
+        turns.enter(prompt)
+    assert begun(turns) == prompts
+
+
+def test_a_tenant_with_one_prompt_does_not_wait_for_all_of_another_one() -> None:
+    turns = Turns(quantum=100)
+    prompts = [Prompt(b"x" * 50, 50, tenant) for tenant in "aaaaab"]
+    for prompt in prompts:
+        turns.enter(prompt)
+    assert [prompts.index(prompt) for prompt in begun(turns)] == [0, 5, 1, 2, 3, 4]
+
+
+def test_beyond_the_queue_prompts_are_refused_and_one_that_leaves_makes_room() -> None:
+    turns = Turns(most=2)
+    waiting = [Prompt(b"x", 1), Prompt(b"x", 1)]
+    for prompt in waiting:
+        turns.enter(prompt)
+    with pytest.raises(aiodaft.Overloaded, match="2 prompts wait, as many as may"):
+        turns.enter(Prompt(b"x", 1))
+    turns.leave(waiting[0])
+    turns.enter(last := Prompt(b"x", 1))
+    assert begun(turns) == [waiting[1], last]
+    assert turns.credit == {}
+
+
+def begun(turns: Turns) -> list[Prompt]:
+    found = []
+    while turns.waiting:
+        found.append(prompt := turns.next())
+        turns.pay(prompt)
+        turns.leave(prompt)
+    return found
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 300),
+    st.lists(st.one_of(st.tuples(st.sampled_from("abcd"), st.integers(1, 200)), st.none()), max_size=120),
+)
+def test_while_a_tenant_waits_no_other_one_gets_much_more(quantum: int, events: list[tuple[str, int] | None]) -> None:
+    """An event is a prompt that comes, or a place that becomes free."""
+    turns, most = Turns(quantum, most=1000), 0
+    got = Counter[str]()
+    # What each tenant had got when the first prompt of a tenant that waits became its first.
+    before: dict[str, Counter[str]] = {}
+    for event in [*events, *[None] * len(events)]:
+        if event is not None:
+            tenant, cost = event
+            most = max(most, cost + 1)
+            turns.enter(Prompt(b"x", cost, tenant))
+        elif turns.waiting:
+            prompt = turns.next()
+            for tenant, then in before.items():
+                assert all(got[other] - then[other] <= 2 * (quantum + most) for other in got if other != tenant)
+            turns.pay(prompt)
+            turns.leave(prompt)
+            got[prompt.tenant] += prompt.cost
+            before.pop(prompt.tenant)
+        for prompt in turns.waiting:
+            before.setdefault(prompt.tenant, got.copy())
+    assert turns.waiting == []
+    assert turns.credit == {}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
 from aiodaft._protocol.calls.mailbox import check_max_queue
+from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.node.liveness import Health, Patience
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.supervision.supervision import Restart, check_alone
@@ -16,7 +17,7 @@ from aiodaft.methods import DefMethod, MethodSpec, signature_of, specs_of
 if TYPE_CHECKING:
     from aiodaft.ref import Ref, Stream
 
-__all__ = ["Actor", "BoundMethod", "CallTarget", "Handle", "class_of", "local", "target_of"]
+__all__ = ["Actor", "ActorFacts", "BoundMethod", "CallTarget", "Handle", "class_of", "local", "target_of"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,6 +76,20 @@ def _check_hook(cls: type) -> None:
         raise TypeError(f"{cls.__name__}.on_restart takes the epoch of the new incarnation, and nothing else") from None
 
 
+class ActorFacts(NamedTuple):
+    """What this process knows of an actor, without asking another one.
+
+    Attributes:
+        name: What it is called in errors.
+        state: "alive", "draining", "silent", "restarting" or "dead".
+        process: The id of its process; empty while it is down.
+    """
+
+    name: str
+    state: str
+    process: PeerId
+
+
 class CallTarget(Protocol):
     """The actor that a handle calls."""
 
@@ -84,6 +99,7 @@ class CallTarget(Protocol):
     def reduce(self, cls: type) -> tuple[Any, ...]: ...
     def health(self) -> Health: ...
     def distance(self) -> int: ...
+    def facts(self) -> ActorFacts: ...
 
 
 class BoundMethod:

@@ -22,6 +22,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Self
 
+from aiodaft.causes import tree_of
+from aiodaft.html import page, tree
+
 
 class DaftError(Exception):
     """Root of all errors that aiodaft raises itself.
@@ -40,6 +43,9 @@ class DaftError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # BaseException rebuilds from positional arguments alone, which would lose or reject the keyword arguments.
         return (_rebuild, (type(self), self.args, self.__dict__.copy()))
+
+    def _repr_html_(self) -> str:
+        return page("The cause first", tree(tree_of(self)))
 
     def with_executed(self, executed: bool | None) -> Self:
         """Say whether the call ran, and return the error."""

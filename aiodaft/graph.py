@@ -44,8 +44,6 @@ A2 = TypeVar("A2")
 _MAX_IN_FLIGHT: Final = 16
 # The folder of the framework's own code.
 _OWN: Final = os.path.dirname(__file__) + os.sep
-# Declared types of results that say nothing about them.
-_SAYS_NOTHING: Final = ("_empty", "Any", "None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +236,7 @@ class Graph(Generic[P, Out]):
     def _notes(self) -> dict[int, ValueNote]:
         """What is known of the values: what `times` found, else what the methods declare."""
         declared = {
-            value: ValueNote(_declared(spec)) for value, (_, spec) in enumerate(self._core.specs, self._core.inputs)
+            value: ValueNote(spec.declared) for value, (_, spec) in enumerate(self._core.specs, self._core.inputs)
         }
         return {**declared, **{value: note for value, note in self._found.items() if note.kind}}
 
@@ -257,13 +255,6 @@ class Graph(Generic[P, Out]):
     def __repr__(self) -> str:
         steps = self._core.dataflow.steps
         return f"<Graph of {summary(len(steps), len({step.actor for step in steps}))}>"
-
-
-def _declared(spec: MethodSpec) -> str:
-    """The type that a method declares for its result, as its author wrote it; empty if it declares none."""
-    declared = inspect.Signature.empty if spec.signature is None else spec.signature.return_annotation
-    text = declared if isinstance(declared, str) else getattr(declared, "__name__", str(declared))
-    return "" if text in _SAYS_NOTHING else text
 
 
 def _map_output(output: Any, replace: Callable[[Ref[Any]], Ref[Any]]) -> Any:

@@ -28,8 +28,9 @@ from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.rosters import RosterCell, Rosters
 from aiodaft._runtime.groups import siblings
 from aiodaft._runtime.serialization.building import builder
-from aiodaft.actor import CallTarget, target_of
+from aiodaft.actor import ActorFacts, CallTarget, target_of
 from aiodaft.group_map import UNDER_WAY, GroupMap
+from aiodaft.html import facts, page, table
 from aiodaft.methods import MethodSpec, Sig, StreamSig, specs_of
 from aiodaft.policies import Load, Policy, fewest_in_flight
 from aiodaft.ref import Ref, Refs, Stream
@@ -417,6 +418,15 @@ class Group(Generic[ActorT]):
         along = f" along {', '.join(self._along)}" if self._along else ""
         frozen = "" if self._cell.follows else f", as it was at epoch {self.epoch}"
         return f"<{type(self).__name__} of {len(self._roster.members)} {self._class.__name__}{along}{frozen}>"
+
+    def _repr_html_(self) -> str:
+        roster = self._roster
+        rows = [
+            (rank, *roster.axes.coords(rank).values(), *target_of(member).facts())
+            for rank, member in enumerate(roster.members)
+        ]
+        about = facts({"id": self.id, "epoch": self.epoch})
+        return page(repr(self).strip("<>"), about, table(["rank", *roster.axes.sizes, *ActorFacts._fields], rows))
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._of is None:

@@ -44,6 +44,8 @@ _SPECS: Final = "__aiodaft_specs__"
 ATTRIBUTE: Final = "."
 
 _MOST_SHAPES: Final = 64
+# Declared types of results that say nothing about them.
+_SAYS_NOTHING: Final = ("_empty", "Any", "None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,13 @@ class MethodSpec:
         if self._signature is None:
             self._signature = signature_of(self.fn)
         return self._signature
+
+    @property
+    def declared(self) -> str:
+        """The type that the method declares for its result, as its author wrote it; empty if it declares none."""
+        declared = inspect.Signature.empty if self.signature is None else self.signature.return_annotation
+        text = declared if isinstance(declared, str) else getattr(declared, "__name__", str(declared))
+        return "" if text in _SAYS_NOTHING else text
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:

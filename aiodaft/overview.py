@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Final, Literal
 
-from aiodaft._protocol.diagnostics.failures import Cause, Failure, message_of
+from aiodaft._protocol.diagnostics.amount import amount
+from aiodaft._protocol.diagnostics.failures import Cause, Failure
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.diagnostics.process_view import StoredInfo
+from aiodaft.causes import message_of
+from aiodaft.html import Branch, page, table, tree
 from aiodaft.info import ActorInfo, NodeInfo
 
 __all__ = [
@@ -224,6 +227,23 @@ class Overview:
         """What to call a process: the names of its actors, or "the controller"; its id if it is not known."""
         return next((one.title for one in self.processes if one.id == process), process)
 
+    def _repr_html_(self) -> str:
+        nodes = [(one.name, one.state, one.actors, _used("cpus", one), _used("gpus", one)) for one in self.nodes]
+        actors = [
+            (one.name, one.class_name, one.state, ", ".join(one.running), one.queued, one.done, one.failed, one.node)
+            for one in self.actors
+        ]
+        processes = [
+            (one.title, one.pid, one.node, amount(one.rss), amount(one.stored_bytes)) for one in self.processes
+        ]
+        return page(
+            f"Runtime {self.runtime}",
+            table(["node", "state", "actors", "CPUs used", "GPUs used"], nodes),
+            table(["actor", "class", "state", "runs", "waiting", "ended", "failed", "node"], actors),
+            table(["process of", "pid", "node", "memory", "stored"], processes),
+            tree(list(map(_branch, self.failures))),
+        )
+
     def rates(self, earlier: Overview) -> Rates:
         """What happened per second since an earlier overview of the same runtime."""
         seconds = self.clock - earlier.clock
@@ -287,6 +307,19 @@ def _plain(value: Any) -> Any:
     if isinstance(value, BaseException):
         return {"type": type(value).__name__, "message": message_of(value)}
     return value
+
+
+def _used(resource: str, node: NodeInfo) -> str:
+    total = node.total.get(resource, 0)
+    return f"{total - node.free.get(resource, 0):g} of {total:g}" if total else ""
+
+
+def _branch(failure: Failure) -> Branch:
+    """A failure, with what it led to."""
+    where = f"{failure.method} of {failure.actor}" if failure.method else failure.actor
+    times = f", {failure.times} times" if failure.times > 1 else ""
+    line = f" at {failure.line}" if failure.line else ""
+    return Branch(f"{failure.error} ({where}{line}{times})", list(map(_branch, failure.followed)))
 
 
 def _sent(traffic: Traffic) -> int:

@@ -64,6 +64,10 @@ class Owned:
             raise ValueError(f"{target.label} belongs to another runtime, that of {target.caller.process.runtime_name}")
         return followed(target)
 
+    def all_actors(self) -> list[Target]:
+        """The actors of this scope and of those inside it, in the order in which they were made."""
+        return [*reversed(list(self.actors)), *(target for child in self._children for target in child.all_actors())]
+
     # What the outermost scope is told.
 
     def fail(self, error: BaseException, what: str) -> None:

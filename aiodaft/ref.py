@@ -9,9 +9,12 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
+from aiodaft._protocol.diagnostics.amount import amount
+from aiodaft.causes import message_of
 from aiodaft.exceptions import CallCancelled
+from aiodaft.html import facts, page, table
 
 __all__ = ["Borrowed", "Ref", "Refs", "Stream", "borrow", "lazy"]
 
@@ -21,6 +24,22 @@ T_co = TypeVar("T_co", covariant=True)
 
 # Comparing a ref with one of these, a tensor or an array is an error.
 _VALUES: Final = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+
+
+class RefFacts(NamedTuple):
+    """What this process knows of a ref, without asking another one.
+
+    Attributes:
+        call: What makes the value, such as "Model.execute of Model-1".
+        kind: Its type, of a tensor the dtype and the shape; "" if that is not known.
+        nbytes: Its size; None if that is not known.
+        where: The places that have it; "" if there is none.
+    """
+
+    call: str
+    kind: str
+    nbytes: int | None
+    where: str
 
 
 class RefBackend(Protocol):
@@ -48,6 +67,11 @@ class RefBackend(Protocol):
     def free_now(self) -> None: ...
     def gathered(self, parts: tuple[Ref[Any], ...]) -> RefBackend: ...
     def parts(self) -> tuple[Ref[Any], ...] | None: ...
+    def facts(self) -> RefFacts: ...
+
+
+# What notebooks show of a ref.
+_FACTS: Final = ("call", "state", "value", "size", "where")
 
 
 class _Wait:
@@ -107,11 +131,10 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
         raise TypeError(f"{self!r} travels only as, or inside, an argument or result of an actor's method")
 
     def __repr__(self) -> str:
-        if not self.done():
-            how = "pending"
-        else:
-            how = "done" if self._state.error is None else f"failed: {type(self._state.error).__name__}"
-        return f"<Ref of {self._state.label}, {how}>"
+        return f"<Ref of {self._state.label}, {_standing(self)}>"
+
+    def _repr_html_(self) -> str:
+        return page("Ref", facts(_facts_of(self)))
 
     async def value(self) -> T_co:
         """Await the ref, as a coroutine for `TaskGroup.create_task(ref.value())`."""
@@ -322,6 +345,10 @@ class Refs(Generic[T_co]):
     def __repr__(self) -> str:
         return f"<Refs: {sum(ref.done() for ref in self._refs)} of {len(self._refs)} done>"
 
+    def _repr_html_(self) -> str:
+        rows = [(index, *_facts_of(ref).values()) for index, ref in enumerate(self._refs)]
+        return page(repr(self).strip("<>"), table(["", *_FACTS], rows))
+
     def gather(self) -> Ref[list[T_co]]:
         """One ref of the list of all values.
 
@@ -336,6 +363,21 @@ class Refs(Generic[T_co]):
         """Cancel every call that is not over."""
         for ref in (*self._refs, *self._besides):
             ref.cancel()
+
+
+def _standing(ref: Ref[Any]) -> str:
+    if not ref.done():
+        return "pending"
+    error = ref._state.error
+    return "done" if error is None else f"failed: {type(error).__name__}"
+
+
+def _facts_of(ref: Ref[Any]) -> dict[str, str]:
+    """What is known of a ref, by the names of `_FACTS`."""
+    found, error = ref._state.facts(), ref._state.error
+    state = _standing(ref) if error is None else f"{_standing(ref)}: {message_of(error)}"
+    nbytes = "" if found.nbytes is None else amount(found.nbytes)
+    return dict(zip(_FACTS, (found.call, state, found.kind, nbytes, found.where), strict=True))
 
 
 async def _ended(ref: Ref[Any]) -> None:

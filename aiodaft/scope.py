@@ -10,8 +10,9 @@ from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.platform.tasks import see_through
 from aiodaft._runtime.scope_actors import Constraints
 from aiodaft._runtime.scope_errors import ScopeErrors
-from aiodaft.actor import Handle, class_of, target_of
+from aiodaft.actor import ActorFacts, Handle, class_of, target_of
 from aiodaft.group import Group
+from aiodaft.html import page, table
 from aiodaft.info import ActorInfo, look_at
 from aiodaft.owned import Owned, handle_of
 from aiodaft.placement import Mesh, Spawner
@@ -54,6 +55,14 @@ class Scope(Spawner):
             raise group from None
         if error is None and interrupted is not None and not cancelled:
             raise interrupted
+
+    def __repr__(self) -> str:
+        return f"<Scope with {len(self._owned.actors)} actors>"
+
+    def _repr_html_(self) -> str:
+        actors = [target.facts() for target in self._owned.all_actors()]
+        rows = [(*actor, self._controller.nodes.name_of(actor.process) if actor.process else "") for actor in actors]
+        return page(repr(self).strip("<>"), table([*ActorFacts._fields, "node"], rows))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} stays in the process that opened it: pass handles of actors")

@@ -13,7 +13,7 @@ from graph_actors import Node
 
 import aiodaft
 from aiodaft import Ref
-from aiodaft._runtime.graphs.timing import kind_of
+from aiodaft._runtime.serialization.tensors import kind_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

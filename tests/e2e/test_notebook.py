@@ -134,7 +134,7 @@ async def test_an_error_of_a_method_shows_its_lines_in_the_cell_of_its_class(not
     assert shown[-1].startswith("raised by Careful.divide in Careful-")
 
 
-async def test_interrupts_land_at_once_cancel_the_call_and_leave_the_runtime_usable(notebook: Notebook) -> None:
+async def test_an_interrupted_cell_cancels_its_call_and_leaves_the_runtime_usable(notebook: Notebook) -> None:
     await notebook.value("from actors import Sleeper\nrt = await aiodaft.start()\nsleeper = await rt.spawn(Sleeper)")
     cell = """
         ref = sleeper.sleep(60)

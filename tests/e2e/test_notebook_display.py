@@ -1,4 +1,4 @@
-"""What a live notebook shows: completion and documentation."""
+"""What a live notebook shows: completion, documentation, and objects as HTML."""
 
 from __future__ import annotations
 
@@ -72,3 +72,19 @@ async def test_the_help_of_methods_has_their_signature_docs_and_source(notebook:
     about = await notebook.look_up("shelf")
     assert "Has books." in about
     assert "get(title: str, edition: int = 1) -> str" in about
+
+
+async def test_objects_are_shown_as_html_and_a_failed_cell_as_text_alone(notebook: Notebook) -> None:
+    shown = await notebook.run("rt")
+    assert "<td" in (shown.html or "")
+    assert "Shelf-" in (shown.html or "")
+    shown = await notebook.run("shelf.get('Refs')")
+    assert "Shelf.get of Shelf-" in (shown.html or "")
+    assert (shown.result or "").startswith("<Ref of Shelf.get")
+    shown = await notebook.run("dead = await rt.spawn(Shelf)\nawait rt.kill(dead)\ndead.get('x').exception()")
+    assert (shown.error or "").startswith("InvalidStateError")
+    shown = await notebook.run("ref = dead.get('x')\nawait ref.ready()\nref.exception()")
+    assert "<li>ActorDied: " in (shown.html or "")
+    shown = await notebook.run("await ref")
+    assert (shown.error or "").startswith("ActorDied")
+    assert "<li>" not in shown.traceback

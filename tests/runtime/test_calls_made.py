@@ -248,7 +248,7 @@ async def test_an_answer_that_comes_after_the_grace_time_of_a_cancellation_chang
     assert office.kinds_to(THERE) == [m.CANCEL, m.CANCEL]
     connection = office.connections.to(THERE)
     office.replies.replied(connection, (m.REPLY, numbers[0], "a value"))
-    office.replies.stored_came(connection, m.stored(numbers[1], 10))
+    office.replies.stored_came(connection, m.stored(numbers[1], 10, ""))
     # What the producer keeps is freed there.
     assert office.kinds_to(THERE) == [m.RELEASE]
     assert [type(await error_of(ref)) for ref in (plain, stored)] == [CallCancelled] * 2
@@ -379,7 +379,7 @@ async def test_a_stored_value_is_sent_for_and_asked_for_if_the_connection_to_its
         assert office.kinds_to(remote) == [m.HELLO]
     stored = office.handle().note("a large value")
     ((number, *_),) = office.sent_to(THERE)
-    office.replies.stored_came(office.connections.to(THERE), m.stored(number, DIRECT))
+    office.replies.stored_came(office.connections.to(THERE), m.stored(number, DIRECT, ""))
     # An actor of the user, and one of the runtime.
     calls = [office.caller.handle(ELSEWHERE, actor, "Desk-2", Desk).note(stored) for actor in (ACTOR, COLLECTIVES)]
     assert office.kinds_to(ELSEWHERE) == [m.APPLY, m.APPLY]
@@ -398,7 +398,7 @@ async def test_a_value_that_consumers_pass_on_to_each_other_is_asked_for(office:
         assert office.kinds_to(remote) == [m.HELLO]
     stored = office.handle().note("a large value")
     ((number, *_),) = office.sent_to(THERE)
-    office.replies.stored_came(office.connections.to(THERE), m.stored(number, 2 * DIRECT))
+    office.replies.stored_came(office.connections.to(THERE), m.stored(number, 2 * DIRECT, ""))
     calls = [office.caller.handle(remote, ACTOR, "Desk", Desk).note(stored) for remote in (THERE, ELSEWHERE)]
     assert (office.kinds_to(THERE), office.kinds_to(ELSEWHERE)) == ([m.APPLY], [m.SEND])
     assert not any(call.done() for call in calls)

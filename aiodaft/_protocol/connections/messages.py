@@ -11,7 +11,7 @@ SEND       caller -> callee      call id, actor, method, mode (WANT_*), microsec
                                  descriptors of awaited refs, number of earlier attempts
 REPLY      callee -> caller      call id, plain value
 RESULT     callee -> caller      call id, *value*
-STORED     callee -> caller      call id, size of the value, which stays at the callee
+STORED     callee -> caller      call id, size of the value, which stays at the callee, and what it is, for people
 ERROR      callee -> caller      call id, encoded exception, whether the call ran; without exception: the actor moves to
                                  another process, or has moved, and did not accept the call
 CANCEL     caller -> callee      call id
@@ -142,7 +142,7 @@ _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
     SEND: (_INT, _INT, _STR, _INT, (_None, int), _BYTES, _BLOBS, _TUPLE, _TUPLE, _INT),
     REPLY: (_INT, _PLAIN),
     RESULT: (_INT, _BYTES, _BLOBS, _TUPLE),
-    STORED: (_INT, _INT),
+    STORED: (_INT, _INT, _STR),
     ERROR: (_INT, _BYTES, (_None, bool)),
     CANCEL: (_INT,),
     ITEM: (_INT, _BYTES, _BLOBS, _TUPLE),
@@ -217,8 +217,8 @@ def result(number: CallId, value: Value) -> Message:
     return RESULT, number, *value
 
 
-def stored(number: CallId, size: int) -> Message:
-    return STORED, number, size
+def stored(number: CallId, size: int, kind: str) -> Message:
+    return STORED, number, size, kind
 
 
 def error(number: CallId, encoded: bytes, executed: bool | None) -> Message:
@@ -334,7 +334,11 @@ def _number_and_count(message: Message) -> tuple[CallId, int]:
 
 read_cancel = read_adopted = read_borrow = read_ask = _number
 read_result = read_item = _number_and_value
-read_stored = read_credit = _number_and_count
+read_credit = _number_and_count
+
+
+def read_stored(message: Message) -> tuple[CallId, int, str]:
+    return message[1:]
 
 
 def read_hello(message: Message) -> tuple[int, int, PeerId, int]:

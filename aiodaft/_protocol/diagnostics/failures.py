@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from aiodaft.causes import chain_of, message_of
+
 # Different failures that a process remembers, and characters of one message.
 _REMEMBERED: Final = 64
 _MAX_MESSAGE: Final = 1 << 10
-# Exceptions of one chain, and calls that one of them passed.
-_MAX_CHAIN: Final = 16
+# Calls that an exception has passed.
+_MAX_PATH: Final = 16
 # Begins the note that each call adds to an error that its method raises.
 _RAISED_BY: Final = "raised by "
 # Where the runtime's own code is: no line of it is what the user looks for.
@@ -114,24 +116,16 @@ def raised_by(where: str) -> str:
     return _RAISED_BY + where
 
 
-def message_of(error: BaseException, limit: int = 4 << 10) -> str:
-    """The text of an exception, cut to a length."""
-    try:
-        return str(error)[:limit]
-    except Exception as problem:  # noqa: BLE001 - a user's __str__ may raise anything
-        return f"<its text cannot be had: {type(problem).__name__}>"
-
-
 def causes_of(error: BaseException) -> tuple[Cause, ...]:
     """The chain of exceptions that ends with this one, the root cause first."""
     return tuple(
-        Cause(type(one).__name__, message_of(one, _MAX_MESSAGE), _path_of(one)) for one in reversed(_chain(error))
+        Cause(type(one).__name__, message_of(one, _MAX_MESSAGE), _path_of(one)) for one in reversed(chain_of(error))
     )
 
 
 def line_of(error: BaseException) -> str:
     """The innermost line of the user's code in the root cause; "" if there is none."""
-    line, frames = "", _chain(error)[-1].__traceback__
+    line, frames = "", chain_of(error)[-1].__traceback__
     while frames is not None:
         code = frames.tb_frame.f_code
         if not code.co_filename.startswith(_OWN_CODE):
@@ -140,21 +134,9 @@ def line_of(error: BaseException) -> str:
     return line
 
 
-def _chain(error: BaseException) -> list[BaseException]:
-    """An exception, its cause, the cause of that, and so on."""
-    found = [error]
-    while len(found) < _MAX_CHAIN:
-        one = found[-1]
-        cause = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-        if cause is None or any(cause is known for known in found):
-            break
-        found.append(cause)
-    return found
-
-
 def _path_of(error: BaseException) -> tuple[str, ...]:
     notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
-    return tuple(note.removeprefix(_RAISED_BY) for note in notes if note.startswith(_RAISED_BY))[:_MAX_CHAIN]
+    return tuple(note.removeprefix(_RAISED_BY) for note in notes if note.startswith(_RAISED_BY))[:_MAX_PATH]
 
 
 def by_cause(failures: Iterable[Failure]) -> tuple[Failure, ...]:

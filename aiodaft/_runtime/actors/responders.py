@@ -92,7 +92,7 @@ class RemoteResponder:
         # First, because calls wait for it there.
         call.tell_pullers(stored)
         if stays:
-            self._connection.send(m.stored(call.number, stored.size))
+            self._connection.send(m.stored(call.number, stored.size, stored.kind))
         else:
             refs = self._pinned(call, stored)
             self._connection.send(m.result(call.number, (stored.payload, stored.inline, refs)))

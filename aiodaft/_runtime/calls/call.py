@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, Protocol, TypeAlias
 
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM
@@ -27,10 +27,18 @@ from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.building import builder
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.serialization.pickling import home
-from aiodaft.actor import Handle
+from aiodaft.actor import ActorFacts, Handle
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, OutcomeUnknown
 from aiodaft.methods import MethodSpec
-from aiodaft.ref import Ref, Stream
+from aiodaft.ref import Ref, RefFacts, Stream
+
+# The words of `ActorFacts`.
+_STATES: Final = {
+    Health.ALIVE: "alive",
+    Health.LEAVING: "draining",
+    Health.SUSPECT: "silent",
+    Health.LOST: "dead",
+}
 
 
 class CallSink(Protocol):
@@ -103,6 +111,14 @@ class CallState(RefState):
     @property
     def producer(self) -> PeerId:
         return self.process.id if self.connection is None else self.connection.remote
+
+    @property
+    def _home(self) -> str:
+        return str(self.target)
+
+    def facts(self) -> RefFacts:
+        found = super().facts()
+        return found if found.kind else found._replace(kind=self.spec.declared)
 
     @property
     def giver(self) -> PeerId | None:
@@ -326,6 +342,10 @@ class Target:
         if remote in connections.suspects:
             return Health.SUSPECT
         return Health.LEAVING if self.caller.is_draining(remote) else Health.ALIVE
+
+    def facts(self) -> ActorFacts:
+        """What this process knows of the actor. Safe in any thread."""
+        return ActorFacts(self.label, _STATES[self.health()], self.remote)
 
     def distance(self) -> int:
         """0 if the actor is in this process, 1 if it is on the node that this process belongs to, 2 otherwise."""

@@ -33,7 +33,7 @@ from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.serialization.building import builder
 from aiodaft._runtime.serialization.encoder import all_plain
 from aiodaft._runtime.serialization.errors import copy_error, unsent
-from aiodaft.actor import Handle
+from aiodaft.actor import ActorFacts, Handle
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, RuntimeClosed, StaleHandle
 from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref, Stream
@@ -129,6 +129,10 @@ class FollowingTarget(Target):
         if seen is Health.LOST and self.ended is None and not self._known.told and self._finding is None:
             self.caller.process.call_soon(self._look)
         return self._known.health(seen)
+
+    def facts(self) -> ActorFacts:
+        """See `Target.facts`."""
+        return ActorFacts(self.label, "restarting", NOWHERE) if self.is_down else super().facts()
 
     def note_death(self, error: ActorDied) -> None:
         """Do nothing: the next incarnation may be up."""

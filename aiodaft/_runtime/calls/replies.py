@@ -43,10 +43,10 @@ class Replies:
     @staticmethod
     def stored_came(connection: Connection, message: Message) -> None:
         """STORED came."""
-        number, size = m.read_stored(message)
+        number, size, kind = m.read_stored(message)
         state = _settled(connection, number)
         if isinstance(state, CallState):
-            state.stored_bytes = size
+            state.stored_bytes, state.stored_kind = size, kind
         state.on_stored()
 
     @staticmethod

@@ -36,7 +36,7 @@ from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.deployment import Deployment, Specs
 from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, item_of
-from aiodaft._runtime.graphs.timing import kind_of, size_of
+from aiodaft._runtime.graphs.timing import size_of
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import RefState, state_of
 from aiodaft._runtime.objects.stored import StoredValue
@@ -44,6 +44,7 @@ from aiodaft._runtime.platform.context import current_deadline, time_left
 from aiodaft._runtime.serialization.encoder import Names, all_plain, is_plain
 from aiodaft._runtime.serialization.errors import copy_error, decode_failure
 from aiodaft._runtime.serialization.pickling import TooLong
+from aiodaft._runtime.serialization.tensors import kind_of
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, RuntimeClosed
 from aiodaft.ref import Ref
 

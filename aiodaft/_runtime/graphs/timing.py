@@ -12,6 +12,7 @@ from typing import Any
 
 from aiodaft._protocol.graphs.layout import ValueNote
 from aiodaft._runtime.objects.stored import StoredValue
+from aiodaft._runtime.serialization.tensors import kind_of
 
 
 class StepTiming:
@@ -55,14 +56,6 @@ class StepTiming:
     def stored(self, stored: StoredValue) -> None:
         """The result is encoded; a plain one never is."""
         self._size = size_of(stored)
-
-
-def kind_of(value: Any) -> str:
-    """The type of a value; the dtype and the shape of a tensor or array."""
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if isinstance(shape, tuple) and dtype is not None:
-        return f"{str(dtype).rpartition('.')[2]}{[*shape]}"
-    return type(value).__name__
 
 
 def size_of(stored: StoredValue) -> int:

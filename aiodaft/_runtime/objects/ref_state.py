@@ -32,8 +32,9 @@ from aiodaft._runtime.platform.wakeup import Wakeup
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.decoder import is_heavy
 from aiodaft._runtime.serialization.errors import copy_error
+from aiodaft._runtime.serialization.tensors import kind_of, nbytes_of
 from aiodaft.exceptions import DaftError, ResourceExhausted
-from aiodaft.ref import Ref
+from aiodaft.ref import Ref, RefFacts
 
 ABSENT: Final = object()
 
@@ -66,8 +67,9 @@ class RefState(Value):
     value: Any = ABSENT
     received: ReceivedValue | None = None
     stored: StoredValue | None = None
-    # Bytes of a value that its producer stores.
+    # Bytes of a value that its producer stores, and what it is.
     stored_bytes = 0
+    stored_kind = ""
     # The task or call that made this call, weakly; None if another process made it, or the ref is of no call.
     maker: weakref.ref[Any] | None = None
     # The numbers of calls when this call failed, and when its last `Ref` object was dropped.
@@ -107,6 +109,26 @@ class RefState(Value):
     def parts(self) -> tuple[Ref[Any], ...] | None:
         """The refs that this one stands for, if it stands for a list."""
         return None
+
+    def facts(self) -> RefFacts:
+        """What this process knows of the value. Fetches and decodes nothing."""
+        here = self.value is not ABSENT
+        places = [self._home] if self.status is THERE else []
+        if here or self.status is HERE:
+            places.append("this process")
+        return RefFacts(
+            self.origin, kind_of(self.value) if here else self.stored_kind, self._size_known(), ", ".join(places)
+        )
+
+    @property
+    def _home(self) -> str:
+        """The process that stores the value, for people."""
+        return self.producer
+
+    def _size_known(self) -> int | None:
+        if (nbytes := nbytes_of(self.value)) is not None:
+            return nbytes
+        return self.stored_bytes or (None if self.stored is None else self.stored.size)
 
     def gathered(self, parts: tuple[Ref[Any], ...]) -> RefState:
         """A state for the list of the values of several refs."""

@@ -23,7 +23,7 @@ from aiodaft._runtime.serialization.encoded import Source
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft._runtime.serialization.small import NAMED, SMALL
-from aiodaft._runtime.serialization.tensors import Places, loaded_torch, memory_of, nowhere
+from aiodaft._runtime.serialization.tensors import Places, kind_of, loaded_torch, memory_of, nowhere
 from aiodaft.ref import Borrowed
 from aiodaft_transport import DEVICE_NAME, Block, Grant, Transport, choose_name
 from aiodaft_transport.forks import fork_count
@@ -158,6 +158,8 @@ class Store:
         encoded = encode(value, names=names, places=places, resolve=resolve, patient=patient, small=small)
         stored = StoredValue(encoded, lender, via, self._devices if encoded.on_device else None, self.call_soon)
         stored.label = names.whole
+        if not stored.is_inline:
+            stored.kind = kind_of(value)
         return stored
 
     def _find_block(self, source: Source, name: str) -> Block | None:

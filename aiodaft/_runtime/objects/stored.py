@@ -40,6 +40,8 @@ class StoredValue:
     packed = False
     # The call that made it, such as "Model.execute"; "" for a copy of another process's value.
     label = ""
+    # What it is, for people, if it stays in this process.
+    kind = ""
     # For a copy that is relayed: the process that made the value.
     root: PeerId | None = None
     on_release: Callable[[], object] | None = None

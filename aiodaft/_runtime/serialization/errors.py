@@ -9,13 +9,14 @@ from types import TracebackType
 from typing import Any, Final
 
 from aiodaft._protocol.connections.codec import pack, unpack
-from aiodaft._protocol.diagnostics.failures import message_of, raised_by
+from aiodaft._protocol.diagnostics.failures import raised_by
 from aiodaft._runtime.platform.error_log import text_of
 from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.frames import FrameData, frames_of, traceback_of
 from aiodaft._runtime.serialization.pickling import TooLong
+from aiodaft.causes import message_of
 from aiodaft.exceptions import CallCancelled, DaftError, RemoteError, RestartLimitReached
 
 # Where the runtime's own code is.

@@ -345,3 +345,25 @@ def _origin(tensor: torch.Tensor) -> Callable[[], Any]:
         return alive if alive is not None and expected is not None and alive._version == expected else None
 
     return origin
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, for people: the type, or the dtype and the shape of a tensor or array. Never raises."""
+    try:
+        shape, dtype = value.shape, value.dtype
+    except Exception:  # noqa: BLE001 - a user's property may raise anything
+        shape = dtype = None
+    if isinstance(shape, tuple) and dtype is not None:
+        return f"{str(dtype).rpartition('.')[2]}{[*shape]}"
+    return type(value).__name__
+
+
+def nbytes_of(value: Any) -> int | None:
+    """The bytes of a tensor, an array or a byte string; None of anything else. Never raises."""
+    if isinstance(value, bytes | bytearray):
+        return len(value)
+    try:
+        size = value.nbytes
+    except Exception:  # noqa: BLE001 - as above
+        return None
+    return size if isinstance(size, int) else None

@@ -1,0 +1,57 @@
+"""What led to an exception: the chain of its causes, and a tree for people with what each of them has inside."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from aiodaft.html import Branch
+
+__all__ = ["chain_of", "message_of", "tree_of"]
+
+# Exceptions of one chain, and levels of exceptions inside of others.
+_MAX_CHAIN: Final = 16
+_MAX_DEPTH: Final = 4
+# Attributes that a tree has in another form.
+_SHOWN_APART: Final = ("attempts", "traceback")
+
+
+def chain_of(error: BaseException) -> list[BaseException]:
+    """An exception, its cause, the cause of that, and so on."""
+    found = [error]
+    while len(found) < _MAX_CHAIN:
+        one = found[-1]
+        cause = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        if cause is None or any(cause is known for known in found):
+            break
+        found.append(cause)
+    return found
+
+
+def message_of(error: BaseException, limit: int = 4 << 10) -> str:
+    """The text of an exception, cut to a length."""
+    try:
+        return str(error)[:limit]
+    except Exception as problem:  # noqa: BLE001 - a user's __str__ may raise anything
+        return f"<its text cannot be had: {type(problem).__name__}>"
+
+
+def tree_of(error: BaseException, depth: int = 0) -> list[Branch]:
+    """The chain of an exception, the root cause first; each has its notes, its attributes and what is inside it."""
+    return [Branch(_title(one), [*_details(one), *_inside(one, depth)]) for one in reversed(chain_of(error))]
+
+
+def _title(error: BaseException) -> str:
+    message = message_of(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _details(error: BaseException) -> list[Branch]:
+    known = {name: value for name, value in vars(error).items() if name not in _SHOWN_APART and name[0] != "_"}
+    notes = map(str, getattr(error, "__notes__", ()))
+    return [Branch(text) for text in (*notes, *(f"{name}: {value}" for name, value in known.items() if value))]
+
+
+def _inside(error: BaseException, depth: int) -> list[Branch]:
+    """The exceptions of a group, and those that have exhausted a restart policy."""
+    inside = error.exceptions if isinstance(error, BaseExceptionGroup) else getattr(error, "attempts", ())
+    return [branch for one in inside if depth < _MAX_DEPTH for branch in tree_of(one, depth + 1)]

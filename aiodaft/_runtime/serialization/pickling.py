@@ -168,7 +168,8 @@ def _code_pickler() -> type:
         def reducer_override(self, obj: Any) -> Any:
             if not isinstance(obj, CodeType):
                 return super().reducer_override(obj)
-            make, args = self.dispatch_table[CodeType](obj)
+            reduced: Any = self.dispatch_table[CodeType](obj)
+            make, args = reduced
             return make, tuple(obj.co_filename if arg == "<dynamic-code>" else arg for arg in args)
 
     return CodePickler

@@ -2,9 +2,11 @@
 
 from aiodaft import exceptions, policies, web
 from aiodaft._protocol.connections.versions import __version__
+from aiodaft._protocol.diagnostics.trace_context import TraceContext
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.supervision.supervision import Backoff, Restart
 from aiodaft._runtime.connections.traffic import Traffic
+from aiodaft._runtime.logs.json_lines import JsonFormatter
 from aiodaft.actor import Actor, local
 from aiodaft.attempt import current_attempt
 from aiodaft.channel import Channel
@@ -55,7 +57,7 @@ from aiodaft.graph import Graph, StepTime, compile
 from aiodaft.group import Group
 from aiodaft.info import ActorInfo, NodeInfo
 from aiodaft.inside import current_group, current_runtime
-from aiodaft.logs import JsonFormatter, Logs
+from aiodaft.logs import Logs
 from aiodaft.memory import Registration, empty, register
 from aiodaft.methods import method
 from aiodaft.overview import Overview
@@ -67,6 +69,7 @@ from aiodaft.runtime import Runtime
 from aiodaft.scope import Scope
 from aiodaft.service import Service, ServiceGroup
 from aiodaft.survivors import Survivors, among_survivors
+from aiodaft.trace_context import current_trace_context, trace_context
 from aiodaft.web import cancel_on_disconnect
 
 __all__ = [
@@ -129,6 +132,7 @@ __all__ = [
     "StepTime",
     "Stream",
     "Survivors",
+    "TraceContext",
     "Traffic",
     "VersionMismatch",
     "__version__",
@@ -143,6 +147,7 @@ __all__ = [
     "current_attempt",
     "current_group",
     "current_runtime",
+    "current_trace_context",
     "deadline",
     "empty",
     "exceptions",
@@ -159,5 +164,6 @@ __all__ = [
     "scatter",
     "start",
     "stop",
+    "trace_context",
     "web",
 ]

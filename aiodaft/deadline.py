@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from aiodaft._runtime.platform.context import current_deadline
+from aiodaft._runtime.platform.context import current_terms, deadline_of, terms_of, trace_of
 from aiodaft.exceptions import DaftError, DeadlineExceeded
 
 __all__ = ["deadline"]
@@ -30,12 +30,13 @@ async def deadline(seconds: float) -> AsyncGenerator[None, None]:
         ValueError: `seconds` is negative, or no number.
     """
     loop = asyncio.get_running_loop()
-    outer = current_deadline.get()
+    terms = current_terms.get()
+    outer = deadline_of(terms)
     if not isinstance(seconds, int | float) or not seconds >= 0:
         raise ValueError(f"a deadline is a number of seconds that is not negative, not {seconds!r}")
     seconds = min(seconds, _FOR_EVER)
     when = loop.time() + seconds
-    token = current_deadline.set(when if outer is None else min(outer, when))
+    token = current_terms.set(terms_of(when if outer is None else min(outer, when), trace_of(terms)))
     scope = asyncio.timeout(seconds)
     try:
         async with scope:
@@ -50,4 +51,4 @@ async def deadline(seconds: float) -> AsyncGenerator[None, None]:
             raise DeadlineExceeded(f"{late}: {call}", executed=call.executed) from error
         raise DeadlineExceeded(late) from error
     finally:
-        current_deadline.reset(token)
+        current_terms.reset(token)

@@ -12,7 +12,9 @@ from cancelled import Subject
 from leaks import is_alive
 
 import aiodaft
-from aiodaft._runtime.platform.context import time_left
+from aiodaft._protocol.diagnostics.trace_context import TraceContext
+from aiodaft._runtime.platform.context import Terms, received_terms, sent_terms
+from aiodaft.exceptions import RemoteProtocolError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -138,10 +140,27 @@ async def test_deadlines_travel_to_nested_calls_and_only_shrink(rt: aiodaft.Runt
 
 
 async def test_what_is_left_of_a_deadline_is_rounded_up_to_microseconds() -> None:
-    assert time_left(None, lambda: 1.0) is None
-    assert time_left(1.5, lambda: 1.0) == 500_000
-    assert time_left(1.0 + 1e-9, lambda: 1.0) == 1
-    assert time_left(1.0, lambda: 2.0) == 0
+    assert sent_terms(Terms(1.5), lambda: 1.0) == 500_000
+    assert sent_terms(Terms(1.0 + 1e-9), lambda: 1.0) == 1
+    assert sent_terms(Terms(1.0), lambda: 2.0) == 0
+
+
+async def test_terms_of_a_call_that_are_none_are_refused() -> None:
+    trace = TraceContext("00-1-2-01")
+    sent = sent_terms(Terms(1.5, trace), lambda: 1.0)
+    assert isinstance(sent, tuple)
+    assert received_terms(sent, lambda: 2.0) == Terms(2.5, trace)
+    wrong: list[tuple[Any, ...]] = [
+        (),
+        (1,),
+        (1.5, "a", "b", "c"),
+        (None, "a", "b"),
+        (None, "a", "b", b"c"),
+        (*sent, "d"),
+    ]
+    for terms in wrong:
+        with pytest.raises(RemoteProtocolError, match="a call came with a trace"):
+            received_terms(terms, lambda: 1.0)
 
 
 async def test_deadlines_do_not_look_at_the_clock_on_the_wall(

@@ -65,12 +65,11 @@ _ALTERNATIVES: list[tuple[int, int, Any]] = [
     (m.TELL, 4, b"payload"),
     *((kind, place, value) for kind, place in ((m.REPLY, 2), (m.GIVEN, 3))
       for value in (None, False, -1, (1 << 64) - 1, 0.5, "", b"")),
-    (m.SEND, 5, 2500),
+    *((kind, place, terms) for kind, place in ((m.SEND, 5), (m.RUN, 4)) for terms in (2500, (None, "00", "", ""))),
     *((kind, place, blobs) for kind, place in ((m.SEND, 7), (m.RESULT, 3), (m.ITEM, 3), (m.VALUE, 4))
       for blobs in (None, b"", ())),
     (m.ERROR, 3, None),
     (m.ERROR, 3, True),
-    (m.RUN, 4, 2500),
 ]  # fmt: skip
 
 # One value of every type that a frame can carry.

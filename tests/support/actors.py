@@ -152,9 +152,9 @@ class Sleeper(Actor):
         """How much of the deadline is left here, or one call further."""
         if other is not None:
             return await other.time_left()
-        from aiodaft._runtime.platform.context import current_deadline
+        from aiodaft._runtime.platform.context import current_terms, deadline_of
 
-        deadline = current_deadline.get()
+        deadline = deadline_of(current_terms.get())
         return float("inf") if deadline is None else deadline - asyncio.get_running_loop().time()
 
     @method(concurrency=1)

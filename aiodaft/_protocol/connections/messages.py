@@ -7,8 +7,8 @@ HELLO      each side, once       oldest and newest wire version that it speaks, 
 CALL       caller -> callee      call id, actor, method, plain positional arguments, or the payload of small arguments
 TELL       caller -> callee      as CALL: nothing is to be returned, and the REPLY says that the call is over
 APPLY      caller -> callee      call id, actor, method, plain positional arguments, *awaited refs* among them
-SEND       caller -> callee      call id, actor, method, mode (WANT_*), microseconds left, *value* (the arguments),
-                                 descriptors of awaited refs, number of earlier attempts
+SEND       caller -> callee      call id, actor, method, mode (WANT_*), *terms*, *value* (the arguments), descriptors of
+                                 awaited refs, number of earlier attempts
 REPLY      callee -> caller      call id, plain value
 RESULT     callee -> caller      call id, *value*
 STORED     callee -> caller      call id, size of the value, which stays at the callee, and what it is, for people
@@ -33,8 +33,8 @@ NOTE       transport -> same     name of the transport, its note, number of desc
 INTRODUCE  node -> any process   process at the other end of the socket that comes along
 BYE        any -> any            reason why the sender ends the connection
 RING       any -> any            stage (RING_*)
-RUN        owner -> participant  graph of the sender, run, its oldest run that is not over, microseconds left, numbers
-                                 of the wanted results, *inputs*
+RUN        owner -> participant  graph of the sender, run, its oldest run that is not over, *terms*, numbers of the
+                                 wanted results, *inputs*
 FLOW       any -> participant    owner of the graph, graph, run, *inputs*: results that the receiver's steps need
 REPORT     participant -> owner  graph of the receiver, run, *inputs*: results that it wants, or that are over
 SKIP       owner -> participant  graph of the sender, run: its results are not wanted any more
@@ -53,6 +53,9 @@ transport) and `refs` (descriptors of the refs that travel inside it).
 
 A *descriptor* is (owner, number, producer, label): the owner of the ref, its number there, the process that makes the
 value and the method that does; or (payload, blobs, refs): the value itself, when it is small and known.
+
+*Terms* are None; or the microseconds left; or a tuple of these, or None, and the traceparent, tracestate and baggage of
+the trace that the call is part of.
 
 An *awaited ref* of APPLY is an index of the positional arguments, which has None there, and a descriptor.
 
@@ -83,6 +86,8 @@ Descriptors: TypeAlias = tuple[Any, ...]
 Value: TypeAlias = tuple[bytes, Any, Descriptors]
 # Index, owner, number, producer, label.
 Awaited: TypeAlias = tuple[int, PeerId, CallId, PeerId, str]
+# See *terms*.
+SentTerms: TypeAlias = int | tuple[Any, ...] | None
 # The same as a value, and the descriptors of awaited refs.
 Arguments: TypeAlias = tuple[bytes, Any, Descriptors, Descriptors]
 
@@ -133,13 +138,14 @@ _STR: Final = (str,)
 _BYTES: Final = (bytes,)
 _TUPLE: Final = (tuple,)
 _PLAIN: Final = (_None, bool, int, float, str, bytes)
+_TERMS: Final = (_None, int, tuple)
 _BLOBS: Final = (_None, bytes, tuple)
 
 # The types that each field may have.
 _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
     HELLO: (_INT, _INT, _STR, _INT),
     CALL: (_INT, _INT, _STR, (tuple, bytes)),
-    SEND: (_INT, _INT, _STR, _INT, (_None, int), _BYTES, _BLOBS, _TUPLE, _TUPLE, _INT),
+    SEND: (_INT, _INT, _STR, _INT, _TERMS, _BYTES, _BLOBS, _TUPLE, _TUPLE, _INT),
     REPLY: (_INT, _PLAIN),
     RESULT: (_INT, _BYTES, _BLOBS, _TUPLE),
     STORED: (_INT, _INT, _STR),
@@ -160,7 +166,7 @@ _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
     JOIN: (_STR, _INT, (bool,)),
     LEAVE: (_STR, _INT, _STR),
     RING: (_INT,),
-    RUN: (_INT, _INT, _INT, (_None, int), _TUPLE, _TUPLE),
+    RUN: (_INT, _INT, _INT, _TERMS, _TUPLE, _TUPLE),
     FLOW: (_STR, _INT, _INT, _TUPLE),
     REPORT: (_INT, _INT, _TUPLE),
     SKIP: (_INT, _INT),
@@ -208,9 +214,9 @@ def hello(local: PeerId, pid: int) -> Message:
 
 
 def send(
-    number: CallId, actor: ActorId, name: str, mode: int, left: int | None, args: Arguments, tries: int
+    number: CallId, actor: ActorId, name: str, mode: int, terms: SentTerms, args: Arguments, tries: int
 ) -> Message:
-    return SEND, number, actor, name, mode, left, *args, tries
+    return SEND, number, actor, name, mode, terms, *args, tries
 
 
 def result(number: CallId, value: Value) -> Message:
@@ -345,9 +351,9 @@ def read_hello(message: Message) -> tuple[int, int, PeerId, int]:
     return message[1:]
 
 
-def read_send(message: Message) -> tuple[CallId, ActorId, str, int, int | None, Arguments, int]:
-    _, number, actor, name, mode, left, payload, blobs, refs, slots, tries = message
-    return number, actor, name, mode, left, (payload, blobs, refs, slots), tries
+def read_send(message: Message) -> tuple[CallId, ActorId, str, int, SentTerms, Arguments, int]:
+    _, number, actor, name, mode, terms, payload, blobs, refs, slots, tries = message
+    return number, actor, name, mode, terms, (payload, blobs, refs, slots), tries
 
 
 def read_apply(message: Message) -> tuple[CallId, ActorId, str, tuple[Any, ...], tuple[Awaited, ...]]:

@@ -21,7 +21,7 @@ from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.transfer import Place
-from aiodaft._runtime.platform.context import current_deadline
+from aiodaft._runtime.platform.context import Terms, current_terms
 from aiodaft._runtime.platform.eager_start import Starter
 from aiodaft._runtime.platform.tasks import run_through
 from aiodaft._runtime.process import Process
@@ -71,6 +71,8 @@ class InboundCall(Life, Paced):
 
     # Defaults live in the class: most calls set only what they need.
     kwargs: Mapping[str, Any] = _NO_KWARGS
+    # They have its deadline, too.
+    terms: Terms | None = None
     # Arguments that are not decoded yet, and the values of the refs among them.
     received: ReceivedValue | None = None
     slots: Sequence[ReceivedValue] = ()
@@ -358,9 +360,9 @@ class HostedActor:
         if self.mailbox.watching:
             self._process.call_soon(self.look_again)
         current_call.set(call)
-        # Also None: the context may have the deadline of the call that made this one.
-        if current_deadline.get() != call.deadline:
-            current_deadline.set(call.deadline)
+        # Also None: the context may have the terms of the call that made this one.
+        if current_terms.get() != call.terms:
+            current_terms.set(call.terms)
 
     def last_begun(self, call: InboundCall) -> None:
         """Note, in its task or thread, that the last step of a segment begins: calls after the segment may start."""

@@ -16,7 +16,7 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.transfer import Delivery, Transfer
-from aiodaft._runtime.platform.context import deadline_of
+from aiodaft._runtime.platform.context import received_terms
 from aiodaft._runtime.serialization.containers import contains_ref
 from aiodaft._runtime.serialization.decoder import is_heavy
 from aiodaft._runtime.serialization.errors import encode_error
@@ -87,7 +87,7 @@ class Inbound:
 
     def send_came(self, connection: Connection, message: Message) -> None:
         """SEND came."""
-        number, actor, name, mode, left, (payload, blobs, refs, slots), attempt = m.read_send(message)
+        number, actor, name, mode, terms, (payload, blobs, refs, slots), attempt = m.read_send(message)
         if mode not in (WANT_REPLY, WANT_STREAM, WANT_NOTHING):
             raise RemoteProtocolError(f"{connection.remote} makes a call of unknown mode {mode}")
         call = self._accept(connection, number, actor, name, mode, ())
@@ -95,8 +95,9 @@ class Inbound:
             self._store.decline(connection, blobs)
             return
         call.attempt = attempt
-        if left is not None:
-            call.deadline = deadline_of(left, self._process.loop.time)
+        if terms is not None:
+            call.terms = came = received_terms(terms, self._process.loop.time)
+            call.deadline = came.deadline
         if mode == WANT_STREAM:
             call.credit = CREDIT_WINDOW
         if refs or slots or isinstance(blobs, tuple) or is_heavy(payload):

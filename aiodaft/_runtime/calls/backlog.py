@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from aiodaft._protocol.ids import CallId
 from aiodaft._runtime.calls.call import Caller, Request, TellState
+from aiodaft._runtime.platform.context import deadline_of
 from aiodaft._runtime.serialization.errors import unsent
 from aiodaft.exceptions import DeadlineExceeded
 
@@ -29,7 +30,7 @@ class Backlog:
             SerializationError: An argument cannot travel.
             Overloaded: Too many calls are waiting.
         """
-        number, state, deadline = request.number, request.state, request.deadline
+        number, state, deadline = request.number, request.state, deadline_of(request.terms)
         self._connection.session.submit(number, state, None, admitted=request.had_turn)
         waits = False
         try:

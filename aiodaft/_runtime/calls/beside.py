@@ -10,7 +10,7 @@ from aiodaft._protocol.ids import ActorId
 from aiodaft._runtime.calls.backlog import Backlog
 from aiodaft._runtime.calls.call import CallState, Request, Target
 from aiodaft._runtime.calls.following import FollowingTarget
-from aiodaft._runtime.platform.context import current_deadline
+from aiodaft._runtime.platform.context import current_terms
 from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref
 
@@ -35,7 +35,7 @@ class TargetBeside(Target):
         number = self.caller.next_number()
         state = CallState(self, spec, number)
         request = Request(self, spec, args, kwargs, number, WANT_REPLY, state)
-        request.deadline = current_deadline.get()
+        request.terms = current_terms.get()
         self._backlog.admit(request)
         return Ref(state)
 

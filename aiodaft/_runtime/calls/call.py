@@ -21,6 +21,7 @@ from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import ABSENT, RefState, UnhandledErrors, release_inputs
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.platform.context import Terms
 from aiodaft._runtime.platform.error_log import log_error, printable
 from aiodaft._runtime.platform.tasks import current_task, logger
 from aiodaft._runtime.process import Process
@@ -384,8 +385,7 @@ class Request:
     """A call to be made."""
 
     # Defaults live in the class: most calls do not set these.
-    # On the loop's clock.
-    deadline: float | None = None
+    terms: Terms | None = None
     # The caller's streams on accelerators, if the arguments could not be encoded at once.
     streams: Sequence[Any] | None = None
     # The encoded arguments, until they are sent.

@@ -20,7 +20,7 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.platform.context import current_deadline, time_left
+from aiodaft._runtime.platform.context import current_terms, sent_terms
 from aiodaft._runtime.serialization.encoder import Names, all_plain
 from aiodaft._runtime.serialization.errors import needed_by, passed_on
 from aiodaft._runtime.serialization.pickling import TooLong
@@ -28,7 +28,7 @@ from aiodaft._runtime.serialization.small import encode_small
 from aiodaft.exceptions import BorrowError, DaftError, Overloaded, ResourceExhausted, RuntimeClosed
 from aiodaft.ref import Ref
 
-# The kinds of calls that have neither deadline nor earlier attempts.
+# The kinds of calls that have neither deadline, trace nor earlier attempts.
 _SHORT: Final = {WANT_REPLY: CALL, WANT_NOTHING: TELL}
 
 
@@ -72,7 +72,7 @@ class Outgoing:
             self._submit_elsewhere(running, request)
             return
         target, state, args = request.target, request.state, request.args
-        request.deadline = deadline = current_deadline.get()
+        request.terms = terms = current_terms.get()
         # A call that has to wait is submitted again, by another task.
         if isinstance(state, CallState) and state.maker is None and (maker := self._caller.current_maker()) is not None:
             state.maker = ref(maker)
@@ -90,7 +90,7 @@ class Outgoing:
                 return
             if not isinstance(state, TellState):
                 state.connection = connection
-            short = deadline is None and not request.attempt and request.mode in _SHORT
+            short = terms is None and not request.attempt and request.mode in _SHORT
             if short and not request.kwargs and all_plain(args):
                 message = (_SHORT[request.mode], request.number, target.actor, request.spec.name, args)
                 if target.actor < FIRST_USER_ACTOR:
@@ -103,15 +103,15 @@ class Outgoing:
             raise Overloaded(f"{request.spec.label} of {target.label} is refused: {error}") from None
 
     def submit_later(self, request: Request) -> None:
-        """Send a call that had to wait, or has to be made again: with the deadline that it had."""
+        """Send a call that had to wait, or has to be made again: under the terms that it had."""
         request.had_turn = True
-        token = current_deadline.set(request.deadline)
+        token = current_terms.set(request.terms)
         try:
             self.submit(request)
         except Exception as error:  # noqa: BLE001 - the caller is not here any more; its ref is where errors go
             request.state.on_error(error)
         finally:
-            current_deadline.reset(token)
+            current_terms.reset(token)
 
     def _must_wait(self, request: Request) -> bool:
         """Whether something that was submitted before a call, to the same actor, waits."""
@@ -259,10 +259,9 @@ class Outgoing:
         return self._send(request, (stored.payload, blobs, inner, slots))
 
     def _send(self, request: Request, args: tuple[Any, ...]) -> Message:
-        deadline = request.deadline
-        left = None if deadline is None else time_left(deadline, self._process.loop.time)
+        terms = None if request.terms is None else sent_terms(request.terms, self._process.loop.time)
         number, actor, name = request.number, request.target.actor, request.spec.name
-        return m.send(number, actor, name, request.mode, left, args, request.attempt)
+        return m.send(number, actor, name, request.mode, terms, args, request.attempt)
 
     def _use_inputs(self, stored: StoredValue, request: Request) -> bool:
         """Hold the refs among the arguments while the call is under way; False if one has failed already."""
@@ -298,7 +297,8 @@ class Outgoing:
             request.state.connection = None
         caller = self._inbound.local
         call = InboundCall(caller, self._process.id, request.number, hosted, spec, request.mode, request.args)
-        call.deadline = request.deadline
+        if request.terms is not None:
+            call.terms, call.deadline = request.terms, request.terms.deadline
         call.attempt = request.attempt
         call.kwargs = request.kwargs
         caller.states[request.number] = request.state

@@ -40,7 +40,7 @@ from aiodaft._runtime.graphs.timing import size_of
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import RefState, state_of
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.platform.context import current_deadline, time_left
+from aiodaft._runtime.platform.context import Terms, current_terms, sent_terms
 from aiodaft._runtime.serialization.encoder import Names, all_plain, is_plain
 from aiodaft._runtime.serialization.errors import copy_error, decode_failure
 from aiodaft._runtime.serialization.pickling import TooLong
@@ -160,7 +160,7 @@ class GraphOwner:
             self._preparing = self._prepare()
         run = self._next or self._make_run()
         self._next = None
-        run.deadline, run.lanes = current_deadline.get(), self._lanes
+        run.terms, run.lanes = current_terms.get(), self._lanes
         try:
             long = run.take_inputs(args)
         except BaseException:
@@ -262,7 +262,7 @@ class GraphOwner:
         for value, state in run.states.items():
             _, _, state.connection = deployment.results[value]
         run.missing = deployment.reports.copy()
-        left = None if run.deadline is None else time_left(run.deadline, context.process.loop.time)
+        terms = None if run.terms is None else sent_terms(run.terms, context.process.loop.time)
         oldest = next(iter(self._runs.all))
         for route, needed, positions in deployment.run_routes:
             # Comprehensions, which take a third of the time of `zip` and `map`.
@@ -272,7 +272,7 @@ class GraphOwner:
                 refs = context.objects.refs
                 items = tuple([item_of(inputs[index], index, refs, route, executed=False) for index in needed])
             numbers = tuple([run.numbers[position] for position in positions])
-            route.send_in_turn((m.RUN, deployment.number, run.number, oldest, left, numbers, items))
+            route.send_in_turn((m.RUN, deployment.number, run.number, oldest, terms, numbers, items))
             if route.lost is not None:
                 context.when_explained(route, partial(self._lost_unsent, run, route.remote))
         run.drop_inputs()
@@ -444,8 +444,8 @@ class ResultState(CallState):
 class OwnerRun(OwnedRun):
     """One run, from its start to the last report."""
 
-    # Defaults in the class: most runs set only some. The deadline is on the loop's clock.
-    deadline: float | None = None
+    # Defaults in the class: most runs set only some.
+    terms: Terms | None = None
     # Set when the run is sent.
     deployment: Deployment | None = None
     # As an entry of `Order`: the actors, and the graph itself, because its runs keep their order.

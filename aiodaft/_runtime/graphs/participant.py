@@ -35,7 +35,7 @@ from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, NeedsFetch, fetch, item_of, value_of
 from aiodaft._runtime.graphs.strands import BoundStep, BoundStrand
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.platform.context import deadline_of
+from aiodaft._runtime.platform.context import received_terms
 from aiodaft._runtime.platform.wakeup import Wakeup
 from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error, copy_error, failed_beside
@@ -151,7 +151,7 @@ class ParticipantRun(Share[Flowing]):
         self._prepared = ()
 
     def begin(
-        self, left: int | None, numbers: tuple[CallId, ...], items: tuple[m.GraphItem, ...], route: Route
+        self, sent: m.SentTerms, numbers: tuple[CallId, ...], items: tuple[m.GraphItem, ...], route: Route
     ) -> None:
         """Start the strands: RUN came."""
         self.numbers = numbers
@@ -159,10 +159,10 @@ class ParticipantRun(Share[Flowing]):
         if items:
             self.values_came(items, route)
         calls, self._prepared = self._prepared, ()
-        if left is not None:
-            deadline = deadline_of(left, self.participant.context.process.loop.time)
+        if sent is not None:
+            terms = received_terms(sent, self.participant.context.process.loop.time)
             for call in calls:
-                call.deadline = deadline
+                call.terms, call.deadline = terms, terms.deadline
         # Set before the first call can end.
         self.calls = calls
         if any(self.missing):

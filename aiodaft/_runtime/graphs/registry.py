@@ -82,12 +82,12 @@ class Graphs:
             participant.finish(lambda: self.participants.pop((owner, number), None))
 
     def _run_came(self, route: Route, message: m.Message) -> None:
-        _, graph, number, oldest, left, numbers, items = message
+        _, graph, number, oldest, terms, numbers, items = message
         participant = self.participants[route.remote, graph]
         if participant.pins:
             # All runs before `oldest` are over.
             participant.pins = {run: refs for run, refs in participant.pins.items() if run >= oldest}
-        participant.run(number).begin(left, numbers, items, route)
+        participant.run(number).begin(terms, numbers, items, route)
 
     def _flow_came(self, route: Route, message: m.Message) -> None:
         _, owner, graph, number, items = message

@@ -16,9 +16,10 @@ from aiodaft._protocol.diagnostics.merging import Member, Merged, Merging, membe
 from aiodaft._protocol.diagnostics.printing import Screen
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.logs.entries import Entry, Life, Line, Source, log_record
+from aiodaft._runtime.logs.json_lines import JsonFormatter
 from aiodaft._runtime.logs.log_files import LogFiles, json_of
 from aiodaft._runtime.platform.error_log import log_error
-from aiodaft.logs import JsonFormatter, Logs
+from aiodaft.logs import Logs
 
 logger = logging.getLogger("aiodaft")
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any, Final, TextIO
 
 from aiodaft._runtime.logs.entries import Line, Source, log_record
-from aiodaft.logs import JsonFormatter, json_line, json_time
+from aiodaft._runtime.logs.json_lines import JsonFormatter, json_line, json_time
 
 # Files that are kept open. Others are opened for a line.
 _MAX_OPEN: Final = 64

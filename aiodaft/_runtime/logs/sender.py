@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from aiodaft._protocol.diagnostics.log_frames import frames_of
 from aiodaft._protocol.diagnostics.printing import cut
+from aiodaft._runtime.logs.json_lines import STANDARD
 from aiodaft._runtime.logs.levels import Levels, set_levels
 
 logger = logging.getLogger("aiodaft")
@@ -24,7 +25,6 @@ _SENT: Final = (
     "name", "levelno", "levelname", "pathname", "filename", "module", "lineno", "funcName", "created", "msecs",
     "thread", "threadName", "process", "stack_info",
 )  # fmt: skip
-_STANDARD: Final = {*logging.makeLogRecord({}).__dict__, "message", "asctime", "taskName"}
 _MAX_TEXT: Final = 16 << 10
 _MAX_EXTRAS: Final = 32
 _formatter: Final = logging.Formatter()
@@ -81,7 +81,7 @@ def _prints(handler: logging.Handler) -> bool:
 
 def _plain(record: logging.LogRecord, who: Mapping[str, Any]) -> dict[str, Any]:
     """A record as plain data."""
-    extras = [(name, value) for name, value in record.__dict__.items() if name not in _STANDARD]
+    extras = [(name, value) for name, value in record.__dict__.items() if name not in STANDARD]
     sent = {
         name: _text(value) if isinstance(value, str) else value
         for name, value in extras[:_MAX_EXTRAS]

@@ -22,6 +22,7 @@ from aiodaft._runtime.connections.identity import Identity
 from aiodaft._runtime.connections.network import TcpNetwork
 from aiodaft._runtime.diagnostics.breakpoints import debug_at
 from aiodaft._runtime.diagnostics.native_dump import offer_dump
+from aiodaft._runtime.logs.json_lines import trace_ids
 from aiodaft._runtime.logs.sender import send_records
 from aiodaft._runtime.node.environment import WorkerSettings
 from aiodaft._runtime.node.heartbeat import Heartbeat
@@ -192,11 +193,11 @@ def _reseed() -> None:
 
 
 def _who() -> dict[str, Any]:
-    """What a log record tells of the code that runs: the actor, its method and its rank."""
+    """What a log record tells of the code that runs: the actor, its method, its rank, and the trace."""
     hosted, call = acting(), current_call.get()
     if hosted is None:
         return {}
-    who: dict[str, Any] = {"actor": hosted.name}
+    who: dict[str, Any] = {"actor": hosted.name, **trace_ids()}
     if call is not None and call.hosted is hosted:
         who["method"] = call.label
     standing = hosted._process.part(Enlisted).find(hosted.id)

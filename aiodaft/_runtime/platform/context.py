@@ -1,23 +1,68 @@
-"""The deadline of the code that runs, and how it travels."""
+"""The terms under which code makes calls, and how they travel along: a deadline, and the trace they are part of."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Final
+from typing import Any, Final, NamedTuple
+
+from aiodaft._protocol.connections.messages import SentTerms
+from aiodaft._protocol.diagnostics.trace_context import TraceContext
+from aiodaft.exceptions import RemoteProtocolError
 
 # Per second.
 _MICROSECONDS: Final = 1e6
-# The deadline of the surrounding call or `aiodaft.deadline()` block, on the loop's clock.
-current_deadline: ContextVar[float | None] = ContextVar("aiodaft_current_deadline", default=None)
 
 
-def time_left(deadline: float | None, clock: Callable[[], float]) -> int | None:
-    """The microseconds left, for the wire; rounded up, so that a deadline passes first where it was set."""
-    return None if deadline is None else max(0, math.ceil((deadline - clock()) * _MICROSECONDS))
+class Terms(NamedTuple):
+    """What calls take along.
+
+    Attributes:
+        deadline: On the loop's clock.
+        trace: The trace that they are part of.
+    """
+
+    deadline: float | None = None
+    trace: TraceContext | None = None
 
 
-def deadline_of(left: int, clock: Callable[[], float]) -> float:
-    """The deadline on this clock, from the microseconds left that a message carried."""
-    return clock() + left / _MICROSECONDS
+# Those of the surrounding call, or block. None, if there are none, costs a call nothing.
+current_terms: ContextVar[Terms | None] = ContextVar("aiodaft_current_terms", default=None)
+
+
+def terms_of(deadline: float | None, trace: TraceContext | None) -> Terms | None:
+    """Terms; None if there are none."""
+    return None if deadline is None and trace is None else Terms(deadline, trace)
+
+
+def deadline_of(terms: Terms | None) -> float | None:
+    """The deadline among these terms."""
+    return None if terms is None else terms.deadline
+
+
+def trace_of(terms: Terms | None) -> TraceContext | None:
+    """The trace among these terms."""
+    return None if terms is None else terms.trace
+
+
+def sent_terms(terms: Terms, clock: Callable[[], float]) -> SentTerms:
+    """What a message carries. The time is rounded up, so that a deadline passes first where it was set."""
+    deadline, trace = terms
+    left = None if deadline is None else max(0, math.ceil((deadline - clock()) * _MICROSECONDS))
+    return left if trace is None else (left, *trace)
+
+
+def received_terms(sent: int | tuple[Any, ...], clock: Callable[[], float]) -> Terms:
+    """The terms that a message carried, on this clock.
+
+    Raises:
+        RemoteProtocolError: They are none.
+    """
+    if not isinstance(sent, tuple):
+        return Terms(clock() + sent / _MICROSECONDS)
+    match sent:
+        case (int() | None as left, str() as traceparent, str() as tracestate, str() as baggage):
+            deadline = None if left is None else clock() + left / _MICROSECONDS
+            return Terms(deadline, TraceContext(traceparent, tracestate, baggage))
+    raise RemoteProtocolError("a call came with a trace that is none")

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from typing import Any, Final, TypeVar
 
-from aiodaft._runtime.platform.context import current_deadline
+from aiodaft._runtime.platform.context import current_terms
 from aiodaft._runtime.platform.error_log import log_error
 
 logger = logging.getLogger("aiodaft")
@@ -48,10 +48,10 @@ class TaskOwner:
     def start(self, coro: Coroutine[Any, Any, T], /, *, name: str) -> asyncio.Task[T]:
         """Start a task for a caller that takes its result or error; it ends at the latest with its owner.
 
-        The caller's deadline does not apply to the task, which also works for others, or cleans up.
+        The caller's deadline and trace are not those of the task, which also works for others, or cleans up.
         """
         context = copy_context()
-        context.run(current_deadline.set, None)
+        context.run(current_terms.set, None)
         task = asyncio.get_running_loop().create_task(coro, name=f"{self._name}: {name}", context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -129,16 +129,19 @@ class Trace:
 
     async def _begin(self, process: WorkerProcess) -> None:
         beginning = self._owner.agent_of(process.id).begin_trace(self._owner.process.id, self._number, self._limit)
-        has_actors = True
+        has_actors: bool | None = True
         try:
             has_actors = await answer_to(beginning, self._patience)
         except TimeoutError:
             pass
         except DaftError:
             has_actors = False
-        if has_actors:
+        name = " and ".join(process.actors) or process.id
+        if has_actors is None:
+            self.left_out[name] = "it records the trace of another process"
+        elif has_actors:
             # Another one has ended, or is about to end: nothing of it is missed.
-            self._known[process.id] = " and ".join(process.actors) or process.id
+            self._known[process.id] = name
 
     async def _ask_clock(self, member: Member) -> None:
         """Learn how far the clock of a node is ahead."""

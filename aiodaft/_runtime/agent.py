@@ -258,13 +258,13 @@ class Agent(Actor):
     # Traces.
 
     @method
-    async def begin_trace(self, collector: str, number: int, limit: int) -> bool:
+    async def begin_trace(self, collector: str, number: int, limit: int) -> bool | None:
         """Record for a process; before the first actor is made here if that process, or one that it told, makes it.
 
         Returns:
-            Whether there are actors here whose calls are recorded.
+            Whether there are actors here whose calls are recorded; None if this process records for another one.
         """
-        return self._tracing.begin(PeerId(collector), number, limit) and self._has_actors()
+        return self._has_actors() if self._tracing.begin(PeerId(collector), number, limit) else None
 
     @method(ordered=False)
     async def end_trace(self, collector: str, number: int) -> ProcessTrace | None:

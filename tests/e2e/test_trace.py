@@ -171,6 +171,20 @@ async def test_a_process_that_does_not_answer_is_left_out_after_the_patience(
     assert TraceFile(path).of("call") == [f"{x}: Stage.twice"]
 
 
+async def test_a_process_that_records_a_trace_of_its_own_is_left_out(
+    module_rt: aiodaft.Runtime, path: Path, tmp_path: Path
+) -> None:
+    stage = await module_rt.spawn(Stage)
+    (name,) = await names_of(module_rt, stage)
+    own = stage.trace_own(str(tmp_path / "own.json"))
+    await stage.has_begun()
+    async with module_rt.trace(path) as trace:
+        await stage.has_begun()
+    own.cancel()
+    await own.ready()
+    assert trace.left_out == {name: "it records the trace of another process"}
+
+
 async def test_events_beyond_the_limit_are_counted(module_rt: aiodaft.Runtime, path: Path) -> None:
     stage = await module_rt.spawn(Stage)
     (name,) = await names_of(module_rt, stage)

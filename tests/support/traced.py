@@ -41,6 +41,12 @@ class Stage(Actor):
         await self.begun.wait()
 
     @method
+    async def trace_own(self, path: str) -> None:
+        """Record a trace, and never end."""
+        async with aiodaft.current_runtime().trace(path):
+            await self.wait()
+
+    @method
     async def ask(self, other: Stage, value: bytes) -> bytes:
         return await other.longer(value)
 

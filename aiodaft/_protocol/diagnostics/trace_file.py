@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any, Final, TypeAlias
 
 from aiodaft._protocol.diagnostics.amount import amount
@@ -218,23 +219,39 @@ def _category(actor: int, key: Key) -> str:
 def _lay_out(merged: _Merge) -> dict[tuple[int, int], str]:
     """Give each slice a track on which it lies beside or inside of the others. Returns the names of the tracks."""
     names: dict[tuple[int, int], str] = {}
-    # Of each process and actor: until when each of its tracks is taken.
-    taken: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    tracks: dict[tuple[int, str], _Tracks] = {}
     counts: dict[int, int] = {}
     for one in sorted(merged.slices, key=lambda one: (one.began, -one.ended)):
         outer = _outer(merged, one)
         if outer is not None:
             one.tid = outer.tid
             continue
-        tracks = taken.setdefault((one.process, one.track), [])
-        place = next((place for place, (_, until) in enumerate(tracks) if until <= one.began), len(tracks))
-        if place == len(tracks):
+        own = tracks.setdefault((one.process, one.track), _Tracks())
+        place = own.take(one.began, one.ended)
+        if place == len(own.tids):
             tid = counts[one.process] = counts.get(one.process, 0) + 1
             names[one.process, tid] = one.track if not place else f"{one.track} ({place + 1})"
-            tracks.append((tid, one.ended))
-        one.tid = tracks[place][0]
-        tracks[place] = one.tid, one.ended
+            own.tids.append(tid)
+        one.tid = own.tids[place]
     return names
+
+
+class _Tracks:
+    """The tracks of an actor: as many as it has calls at a time."""
+
+    def __init__(self) -> None:
+        self.tids: list[int] = []
+        self._free: list[int] = []
+        # Until when others are taken.
+        self._taken: list[tuple[float, int]] = []
+
+    def take(self, began: float, ended: float) -> int:
+        """The place of the first track that is free, or of a new one. Calls come in the order of their beginnings."""
+        while self._taken and self._taken[0][0] <= began:
+            heappush(self._free, heappop(self._taken)[1])
+        place = heappop(self._free) if self._free else len(self.tids)
+        heappush(self._taken, (ended, place))
+        return place
 
 
 def _outer(merged: _Merge, one: Slice) -> Slice | None:

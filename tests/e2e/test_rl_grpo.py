@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from rl_grpo import Learning, main, options_of, set_up
+from rl_grpo import CHUNKS, MODES, Learning, options_of, set_up
 from rl_policy import Weights, log_probabilities, make_policy, of_tokens, weights_of
 from rl_trainer import Trainer
 from rl_workers import Generator, Reference
-from run_example import EXAMPLES, run_example
+from run_example import run_example
 
 import aiodaft
 
@@ -103,13 +103,73 @@ async def test_a_sample_that_crashes_or_hangs_its_sandbox_is_dropped_and_no_othe
     assert sum(restarts) == 4
 
 
-@pytest.mark.timeout(60)
-async def test_generators_run_ahead_of_the_trainers(capsys: pytest.CaptureFixture[str]) -> None:
-    await main(options_of(["--mode", "async", "--algo", "ppo", "--steps", "4"]))
-    output = capsys.readouterr().out
+class Rehearsal(Learning):
+    """The order in which batches are made of chunks, which are ready when a test says so."""
+
+    def __init__(self) -> None:
+        self.version, self.curve = 0, list[float]()
+        self.begun = list[asyncio.Future[Any]]()
+        self.learned = asyncio.Queue[list[int]]()
+
+    async def experience(self, chunk: int) -> Any:
+        self.begun.append(asyncio.get_running_loop().create_future())
+        return await self.begun[chunk]
+
+    async def learn(self, batch: list[Any]) -> None:
+        self.version += 1
+        self.curve.append(0.0)
+        self.learned.put_nowait(batch)
+
+
+async def until_begun(learning: Rehearsal, count: int) -> None:
+    while len(learning.begun) < count:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "ready", "learned"),
+    [
+        # No chunk begins before all of the batch are learned from.
+        ("sync", [[0, 1, 2, 3, 4, 5, 6, 7]], [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        # Chunks are as old as they may be after one batch: those of the beginning are in the second one.
+        (
+            "onestep",
+            [[2, 3, 4, 5, 6, 7, 8, 9], [16, 17, 18, 19, 20, 21, 22, 23], [0, 1, 10, 11, 12, 13, 14, 15]],
+            [[2, 3, 4, 5, 6, 7, 8, 9], [0, 1, 10, 11, 12, 13, 14, 15]],
+        ),
+        # Two slow chunks hold up none of the first two batches.
+        (
+            "async",
+            [[2, 3, 4, 5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17]],
+            [[2, 3, 4, 5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17]],
+        ),
+    ],
+)
+async def test_a_batch_has_the_chunks_that_are_ready_and_all_that_would_be_too_old_for_the_next_one(
+    mode: str, ready: list[list[int]], learned: list[list[int]]
+) -> None:
+    batches, staleness = MODES[mode]
+    learning = Rehearsal()
+    async with asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(learning.run(batches, staleness, steps=9))
+        for turn, chunks in enumerate(ready):
+            # As many are under way as the mode says, and no more.
+            await until_begun(learning, CHUNKS * (batches + min(turn, 1)))
+            assert len(learning.begun) == CHUNKS * (batches + min(turn, 1))
+            for chunk in chunks:
+                learning.begun[chunk].set_result(chunk)
+        assert [await learning.learned.get() for _ in learned] == learned
+        run.cancel()
+
+
+@pytest.mark.timeout(120)
+def test_the_whole_program_learns_asynchronously_and_draws_it(tmp_path: Path) -> None:
+    picture = tmp_path / "run.svg"
+    output = run_example("rl_grpo.py", "--mode", "async", "--algo", "ppo", "--steps", "4", "--plot", str(picture))
     assert "ppo, async, split: mean reward" in output
     assert "after 4 steps" in output
     assert "the controller: 0 payload bytes" in output
+    assert all(f"{worker}-1" in picture.read_text() for worker in ("Trainer", "Generator", "Sandbox", "Reference"))
 
 
 async def test_a_model_of_transformers_answers_and_learns_as_the_other_one_does() -> None:
@@ -130,14 +190,6 @@ def test_without_transformers_the_model_says_what_to_install(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=r"--model GPT2LMHeadModel needs transformers: pip install"):
         make_policy("GPT2LMHeadModel", seed=0)
-
-
-def test_the_picture_of_a_run_is_drawn(tmp_path: Path) -> None:
-    picture = tmp_path / "run.svg"
-    # In a process of its own: matplotlib keeps the files of its fonts open.
-    drawing = f"from rl_plot import draw; draw({str(picture)!r}, [0.1, 0.2], {{'Trainer-1': [(7.0, 7.5)]}}, 6.5)"
-    subprocess.run([sys.executable, "-c", drawing], cwd=EXAMPLES, check=True)
-    assert picture.read_text().startswith("<?xml")
 
 
 @pytest.mark.soak

@@ -184,6 +184,8 @@ async def test_a_model_of_transformers_answers_and_learns_as_the_other_one_does(
     gradient = trainer.gradient([(rollouts, rewards, expected)], len(rewards))
     assert trainer.step(gradient) == await generator.load(trainer.weights(), version=1)
     assert trainer.loss(rollouts, torch.tensor(rewards), expected) < before
+    # By default, this class would have more heads of keys than of queries.
+    assert log_probabilities(make_policy("Qwen2ForCausalLM", seed=0), rollouts.tokens).isfinite().all()
 
 
 def test_without_transformers_the_model_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,16 @@ async def test_gradients_are_combined_while_backward_runs(tmp_path: Path) -> Non
         assert any(one["ts"] + one["dur"] < learn["ts"] + learn["dur"] for one in begun)
 
 
+@pytest.mark.timeout(120)
+def test_the_whole_program_trains_and_records_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    output = run_example("data_parallel.py", "--ranks", "2", "--steps", "2", "--trace", str(path))
+    assert "no loss differs by more than" in output
+    assert "the controller: 0 payload bytes" in output
+    # The two steps of both ranks.
+    assert len([one for one in TraceFile(path).of("call") if one.endswith("Replica.learn")]) == 4
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("variant", ["ddp", "zero1", "zero3"])

@@ -55,7 +55,8 @@ class Trace:
         self._began = 0.0
         # How far the clocks of nodes are ahead, by name.
         self._offsets: dict[str, float] = {}
-        # The processes that record, by the names of their actors.
+        # The processes that were asked to record, and those that do, by the names of their actors.
+        self._asked: set[PeerId] = set()
         self._known: dict[PeerId, str] = {}
 
     @property
@@ -77,6 +78,7 @@ class Trace:
             await asyncio.gather(*map(self._begin, await self._processes()))
         except BaseException:
             self._tracing.end()
+            self._end_others()
             raise
         self._began = owner.process.env.monotonic()
         return self
@@ -88,8 +90,10 @@ class Trace:
         try:
             with shield_from_anyio():
                 parts = await self._collect()
+        except BaseException:
+            self._end_others()
+            raise
         finally:
-            # Also if that was cancelled.
             own = self._tracing.end()
         if own is not None:
             parts.insert(0, own)
@@ -128,6 +132,7 @@ class Trace:
         return [process for process in others if process.id in mine and process.id != self._owner.process.id]
 
     async def _begin(self, process: WorkerProcess) -> None:
+        self._asked.add(process.id)
         beginning = self._owner.agent_of(process.id).begin_trace(self._owner.process.id, self._number, self._limit)
         has_actors: bool | None = True
         try:
@@ -187,6 +192,12 @@ class Trace:
         except DaftError:
             pass
         return None
+
+    def _end_others(self) -> None:
+        """Have the others end what will not be fetched, without waiting for them."""
+        with suppress(DaftError):
+            for process in self._asked | self._tracing.told.keys():
+                self._owner.agent_of(process).end_trace.tell(self._owner.process.id, self._number)
 
     def _warn(self, parts: Sequence[ProcessTrace]) -> None:
         """Tell what the file does not have."""

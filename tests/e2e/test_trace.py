@@ -238,6 +238,26 @@ async def test_a_block_that_is_cancelled_leaves_what_was_recorded(module_rt: aio
     assert [entry.name for entry in path.parent.iterdir()] == ["run.json"]
 
 
+async def test_nothing_is_recorded_after_a_trace_that_was_cancelled_when_it_began(
+    module_rt: aiodaft.Runtime, path: Path
+) -> None:
+    a, stopped = [await module_rt.spawn(Stage) for _ in range(2)]
+    os.kill((await module_rt.info(stopped)).pid, signal.SIGSTOP)
+
+    async def begin() -> None:
+        async with module_rt.trace(path, patience=60):
+            raise AssertionError("it has not waited for the one that was stopped")
+
+    task = asyncio.get_running_loop().create_task(begin())
+    while not await a.records():
+        pass
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not await a.records()
+    await module_rt.kill(stopped)
+
+
 async def test_what_cannot_be_traced_is_refused_at_once(module_rt: aiodaft.Runtime, path: Path) -> None:
     with pytest.raises(ValueError, match="positive"):
         module_rt.trace(path, limit=0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiodaft
 from aiodaft import Actor, method
+from aiodaft._runtime.process import current_process
 
 
 class Stage(Actor):
@@ -39,6 +40,10 @@ class Stage(Actor):
     async def has_begun(self) -> None:
         """Wait until `wait` has begun."""
         await self.begun.wait()
+
+    @method
+    async def records(self) -> bool:
+        return current_process().recorder is not None
 
     @method
     async def trace_own(self, path: str) -> None:

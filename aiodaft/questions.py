@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.diagnostics.attach import Answers
+from aiodaft._runtime.logs.recent import Recent, Said
 from aiodaft._runtime.owning import Owner
 from aiodaft.survey import look_over
 from aiodaft.tracing import Trace
@@ -26,6 +27,7 @@ def answers(owner: Owner) -> Answers:
     """The answers of one runtime, by the names of the questions."""
     return {
         "overview": partial(overviews, owner),
+        "logs": partial(_logs, owner),
         "stack": partial(_stack, owner),
         "trace": partial(_trace, owner),
         "kill": partial(_kill, owner),
@@ -42,6 +44,33 @@ async def overviews(owner: Owner, *, interval: float | None = None) -> AsyncGene
             return
         earlier = now
         await asyncio.sleep(interval)
+
+
+async def _logs(owner: Owner, *, actor: str | None, last: int, follow: bool) -> AsyncGenerator[Any, None]:
+    """The last lines and records of one actor or all, then new ones.
+
+    Each is a JSON object as text. A number says how many are left out.
+    """
+    process, news, recent = owner.process, asyncio.Event(), owner.process.part(Recent)
+
+    def of_actor(said: Iterable[Said]) -> list[str]:
+        return [one.as_json() for one in said if actor is None or one.is_of(actor)]
+
+    kept, follower = recent.follow(lambda: process.call_soon(news.set))
+    try:
+        texts = of_actor(kept)
+        for text in texts[max(0, len(texts) - last) :]:
+            yield text
+        while follow:
+            await news.wait()
+            news.clear()
+            said, dropped = follower.take()
+            for text in of_actor(said):
+                yield text
+            if dropped:
+                yield dropped
+    finally:
+        recent.leave(follower)
 
 
 async def _stack(owner: Owner, *, as_json: bool) -> AsyncGenerator[Any, None]:

@@ -23,6 +23,7 @@ from aiodaft._runtime.diagnostics.attach import Answers, Visits
 from aiodaft._runtime.diagnostics.native_dump import offer_dump, withdraw_dump
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.levels import LevelWatch
+from aiodaft._runtime.logs.recent import Recent
 from aiodaft._runtime.logs.relay import ConsoleThread
 from aiodaft._runtime.node.local_node import LocalNode, Machine
 from aiodaft._runtime.node.surroundings import NodeOptions
@@ -134,6 +135,7 @@ class Controller(Owner):
         self._own(peer, root)
         visits = Visits(process, self.answers)
         process.provide(Visits, visits)
+        process.provide(Recent, console.recent)
         if cluster is None:
             self.nodes.add(Member("", process.id, "", options.labels))
             site = self.site = LocalNode(peer, self.nodes, self.contact, self._machine, options.node, console)

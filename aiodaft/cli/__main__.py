@@ -17,6 +17,7 @@ _MODULES: Final = {
     "ps": ".running.ps",
     "top": ".running.top",
     "memory": ".running.memory",
+    "logs": ".running.logs",
     "stack": ".running.stack",
     "trace": ".running.trace",
     "debug": ".running.debug",

@@ -94,6 +94,8 @@ def test_commands_and_options_are_completed() -> None:
     assert completed("do") == ["doctor", "down"]
     assert completed("drain --g") == ["--grace"]
     assert completed("completion z") == ["zsh"]
+    # No program is asked that there is not.
+    assert completed("kill --pid none M") == []
 
 
 def test_the_installed_command_answers_a_shell() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
@@ -17,7 +19,7 @@ from leaks import descendants, open_files
 from aiodaft._runtime.platform.meeting_place import VISIT, address
 
 PROGRAM = """
-import asyncio, os, aiodaft
+import asyncio, itertools, logging, os, aiodaft
 
 class Model(aiodaft.Actor):
     @aiodaft.method
@@ -26,7 +28,15 @@ class Model(aiodaft.Actor):
 
     @aiodaft.method
     async def make(self, size: int) -> bytes:
+        print("made", size, flush=True)
+        logging.getLogger("app").warning("large: %d", size)
         return bytes(size)
+
+    @aiodaft.method
+    async def count(self) -> None:
+        for number in itertools.count():
+            print("count", number, flush=True)
+            await asyncio.sleep(0.01)
 
 async def main():
     async with aiodaft.Runtime(preload=(), unhandled="log") as rt:
@@ -34,7 +44,7 @@ async def main():
         await rt.name(second, "second")
         large = second.make(8 << 20)
         await large.ready()
-        waiting = first.wait()
+        waiting, counting = first.wait(), first.count()
         print(os.getpid(), flush=True)
         await waiting
 
@@ -57,12 +67,13 @@ os.setuid(65534)
 with socket.socket(socket.AF_UNIX) as listener:
     listener.bind("\\0" + sys.argv[1])
     listener.listen(1)
-    print("listening", flush=True)
+    print(os.getpid(), flush=True)
     connection, _ = listener.accept()
     with connection:
         print(connection.recv(1000), flush=True)
 """
 
+pytestmark = pytest.mark.timeout(90)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of another user")
 
 
@@ -72,11 +83,18 @@ def running(*arguments: str, code: str = PROGRAM) -> Generator[subprocess.Popen[
     command = [sys.executable, "-c", code, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
-            assert process.stdout.readline()
+            wait_ready(process)
             yield process
         finally:
             process.kill()
+
+
+def wait_ready(process: subprocess.Popen[str]) -> int:
+    """Wait until a program says its pid, among what its actors print."""
+    assert process.stdout is not None
+    while not (line := process.stdout.readline()).strip().isdecimal():
+        assert line
+    return int(line)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +105,16 @@ def program() -> Iterator[subprocess.Popen[str]]:
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "aiodaft.cli", *arguments]
+
+
+@contextmanager
+def started(*arguments: str) -> Generator[subprocess.Popen[bytes]]:
+    """A command that goes on by itself, for the time of the block."""
+    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -146,7 +174,7 @@ def test_top_shows_what_the_overview_has(program: subprocess.Popen[str]) -> None
         "in/s",
     ]
     assert controller.split()[:3] == ["the", "controller", str(program.pid)]
-    assert first.split()[:4] == ["Model-1", "busy", "Model.wait", "0"]
+    assert first.split()[:4] == ["Model-1", "busy", "Model.wait", "+1"]
     assert second.split()[:4] == ["Model-2", "second", "idle", "0"]
     document = json.loads(ran("top", "--json", "--interval", "0.2", "--pid", str(program.pid)).stdout)
     assert {actor["name"] for actor in document["actors"]} == {"Model-1", "Model-2"}
@@ -162,14 +190,30 @@ def test_memory_shows_who_stores_and_who_holds_what(program: subprocess.Popen[st
     assert [(value["label"], value["nbytes"] >= 8 << 20) for value in document["stored"]] == [("Model.make", True)]
 
 
+def test_logs_shows_what_actors_print_and_log(program: subprocess.Popen[str]) -> None:
+    pid = ("--pid", str(program.pid))
+    printed, logged = sorted(ran("logs", "second", *pid).stdout.splitlines(), key=lambda line: "WARNING" in line)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d \(Model-2 pid=\d+\) made 8388608", printed)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d \(Model-2 pid=\d+\) WARNING app: large: 8388608", logged)
+    (document,) = [one for one in json.loads(ran("logs", "Model-2", "--json", *pid).stdout) if "level" in one]
+    assert (document["level"], document["method"], document["actor"]) == ("WARNING", "Model.make", "Model-2")
+    assert json.loads(ran("logs", "nobody", "--json", *pid).stdout) == []
+    with started("logs", "-f", "-n", "0", "--json", *pid) as following:
+        assert following.stdout is not None
+        one, two = (json.loads(following.stdout.readline()) for _ in range(2))
+        following.send_signal(signal.SIGINT)
+        assert following.wait(20) == 0
+    first, second = (int(line["message"].removeprefix("count ")) for line in (one, two))
+    assert second == first + 1
+
+
 def test_top_draws_on_a_terminal_until_the_program_ends() -> None:
     primary, secondary = pty.openpty()
     with running() as program:
         arguments = command("top", "--interval", "0.1", "--pid", str(program.pid))
-        drawing = subprocess.Popen(arguments, stdout=secondary, stderr=subprocess.PIPE, text=True, close_fds=True)
-        os.close(secondary)
         drawn = b""
-        with drawing:
+        with subprocess.Popen(arguments, stdout=secondary, stderr=subprocess.PIPE, text=True) as drawing:
+            os.close(secondary)
             # Drawn more than once on the other screen of the terminal.
             while drawn.count(b"Model-2") < 3:
                 drawn += os.read(primary, 4096)
@@ -226,19 +270,17 @@ def test_a_command_that_is_killed_leaves_nothing_in_the_program(program: subproc
     before, path = sockets_of(program.pid), str(tmp_path / "run.json")
     pid = ("--pid", str(program.pid))
     with (
-        subprocess.Popen(command("top", "--interval", "0.1", *pid), stdout=subprocess.PIPE) as watching,
-        subprocess.Popen(command("trace", "--seconds", "60", "-o", path, *pid), stdout=subprocess.PIPE) as killed,
+        started("top", "--interval", "0.1", *pid) as watching,
+        started("logs", "--follow", *pid) as following,
+        started("trace", "--seconds", "60", "-o", path, *pid) as recording,
     ):
-        assert watching.stdout is not None
         # In a pipe, look after look.
-        while not watching.stdout.readline().startswith(b"Model-1"):
-            pass
-        assert killed.stdout is not None
-        assert killed.stdout.readline().startswith(b"recording")
+        for process, line in ((watching, b"Model-1"), (following, b""), (recording, b"recording")):
+            assert process.stdout is not None
+            while not process.stdout.readline().startswith(line):
+                pass
         while "cannot be recorded: another trace is" not in ran("trace", "--seconds", "0", "-o", path, *pid).stderr:
             pass
-        killed.kill()
-        watching.kill()
     # Its trace ends, so that there can be another one.
     while ran("trace", "--seconds", "0", "-o", path, *pid).returncode:
         pass
@@ -278,8 +320,7 @@ def test_a_program_that_is_attached_to_a_node_of_this_machine_is_found(tmp_path:
     arguments = [sys.executable, "-m", "aiodaft.cli", "run", "--name", "here", str(tmp_path / "script.py")]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as engine:
         try:
-            assert engine.stdout is not None
-            pid = int(engine.stdout.readline())
+            pid = wait_ready(engine)
             (document,) = json.loads(ran("stack", "--json", "--pid", str(pid)).stdout)
             assert document["runtime"].endswith("@here")
             assert sorted(one["actors"] for one in document["processes"])[-2:] == [["Model-1"], ["Model-2"]]

@@ -10,6 +10,7 @@ import click
 from aiodaft.cli.output import Failed, Output, json_option
 from aiodaft.program import run
 
+from .names import complete_actor
 from .programs import one_program, pid_option
 from .view import natural
 
@@ -18,7 +19,7 @@ _LISTED: Final = 20
 
 
 @click.command()
-@click.argument("actor")
+@click.argument("actor", shell_complete=complete_actor)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @pid_option
 @json_option

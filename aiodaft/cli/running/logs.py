@@ -1,0 +1,70 @@
+"""`aiodaft logs`: what the actors of a running program print and log."""
+
+from __future__ import annotations
+
+import json
+from contextlib import aclosing
+from datetime import datetime
+from typing import Any
+
+import click
+
+from aiodaft.cli.output import json_option, print_json
+from aiodaft.program import run
+
+from .names import complete_actor
+from .programs import Program, ProgramEnded, one_program, pid_option
+
+
+@click.command()
+@click.argument("actor", required=False, shell_complete=complete_actor)
+@click.option("-f", "--follow", is_flag=True, help="Go on with what comes, until Ctrl-C or the end of the program.")
+@click.option("-n", "--lines", "last", type=click.IntRange(0), default=100, show_default=True, help="The last lines.")
+@pid_option
+@json_option
+def logs(actor: str | None, follow: bool, last: int, pid: str | None, as_json: bool) -> int:
+    """Show what actors print and log.
+
+    ACTOR: its name, or that of its group; by default all actors. With --follow, --json prints an object in each line.
+    """
+    try:
+        run(_show(pid, actor, last, follow=follow, as_json=as_json))
+    except ProgramEnded as error:
+        if not follow:
+            raise
+        click.echo(f"aiodaft: {error.message}", err=True)
+    except KeyboardInterrupt:
+        if not follow:
+            raise
+    return 0
+
+
+async def _show(pid: str | None, actor: str | None, last: int, *, follow: bool, as_json: bool) -> None:
+    found: list[Any] = []
+    async with one_program(pid) as program:
+        name = None if actor is None else await _name_in_errors(program, actor)
+        async with aclosing(program.ask("logs", actor=name, last=last, follow=follow)) as items:
+            async for item in items:
+                if isinstance(item, int):
+                    click.echo(f"aiodaft: {item} lines were left out: they are read too slowly", err=True)
+                elif not as_json:
+                    click.echo(_text_of(json.loads(item)))
+                elif follow:
+                    click.echo(item)
+                else:
+                    found.append(json.loads(item))
+    if as_json and not follow:
+        print_json(found)
+
+
+async def _name_in_errors(program: Program, name: str) -> str:
+    """What an actor with a name is called in errors, as its output is; an actor that is gone has no other name."""
+    actors = (await program.answer("overview"))["actors"]
+    return next((actor["name"] for actor in actors if name in actor["names"]), name)
+
+
+def _text_of(said: dict[str, Any]) -> str:
+    at = datetime.fromisoformat(said["time"]).astimezone()
+    level = f"{said['level']} {said['logger']}: " if "level" in said else ""
+    text = f"{at:%H:%M:%S} ({said['actor']} pid={said['pid']}) {level}{said['message']}"
+    return "\n".join(filter(None, [text, said.get("error")]))

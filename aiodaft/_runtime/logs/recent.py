@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from aiodaft._protocol.diagnostics.merging import member_of
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.logs.entries import Line, Source, log_record
+from aiodaft._runtime.logs.json_lines import JsonFormatter
 from aiodaft._runtime.logs.log_files import json_of
-from aiodaft.logs import JsonFormatter
 
 # Entries that are kept of a process, and of all; and those that wait for a follower.
 _MAX_OF_PROCESS: Final = 100

@@ -144,7 +144,7 @@ async def test_an_interrupted_cell_cancels_its_call_and_leaves_the_runtime_usabl
     """
     seconds: list[float] = []
     for _ in range(3):
-        interrupted = await notebook.run(textwrap.dedent(cell), interrupt_at="under way")
+        interrupted = await notebook.run(textwrap.dedent(cell), when="under way", then=notebook.interrupt)
         assert (interrupted.error or "").startswith("CancelledError")
         seconds.append(interrupted.seconds)
     # Of a machine that is busy with other things, the best.
@@ -155,7 +155,9 @@ async def test_an_interrupted_cell_cancels_its_call_and_leaves_the_runtime_usabl
 
 async def test_a_cell_that_computes_is_interrupted_and_the_actors_live_on(notebook: Notebook) -> None:
     await notebook.value("from actors import Echo\nrt = await aiodaft.start()\necho = await rt.spawn(Echo)")
-    computing = await notebook.run("print('computing', flush=True)\nwhile True: pass", interrupt_at="computing")
+    computing = await notebook.run(
+        "print('computing', flush=True)\nwhile True: pass", when="computing", then=notebook.interrupt
+    )
     assert computing.error == "KeyboardInterrupt: "
     assert await notebook.value("await echo.echo('alive')") == "alive"
 
@@ -170,7 +172,7 @@ async def test_a_spawn_that_is_interrupted_leaves_no_actor(notebook: Notebook) -
             async def __aexit__(self, *exc_info): ...
         await rt.spawn(Slow)
     """
-    interrupted = await notebook.run(textwrap.dedent(cell), interrupt_at="entering")
+    interrupted = await notebook.run(textwrap.dedent(cell), when="entering", then=notebook.interrupt)
     assert (interrupted.error or "").startswith("CancelledError")
     assert await notebook.value("[name for node in await rt.nodes() for name in range(node.actors)]") == []
 

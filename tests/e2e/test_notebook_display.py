@@ -1,14 +1,19 @@
-"""What a live notebook shows: completion, documentation, and objects as HTML."""
+"""What a live notebook shows: completion, documentation, objects as HTML, and bars that move."""
 
 from __future__ import annotations
 
+import os
+import re
+import textwrap
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 pytest.importorskip("ipykernel")
 pytest.importorskip("jupyter_client")
+pytest.importorskip("tqdm")
 
 from notebook import Notebook, open_notebook
 
@@ -16,6 +21,8 @@ from notebook import Notebook, open_notebook
 pytestmark = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio"])
 
 CLASS = """
+from tqdm.asyncio import tqdm
+
 class Shelf(aiodaft.Actor):
     '''Has books.'''
 
@@ -31,8 +38,25 @@ class Shelf(aiodaft.Actor):
     async def titles(self):
         yield "Refs"
 
+    @aiodaft.method
+    def read(self, gate):
+        with tqdm(total=2, desc="reading", mininterval=0) as bar:
+            bar.update()
+            open(gate).close()
+            bar.update()
+        return "read"
+
+    @aiodaft.method(concurrency=1)
+    async def copy(self, gate):
+        if gate:
+            await asyncio.to_thread(open, gate)
+        return "copied"
+
     def unreachable(self) -> None: ...
 """
+
+
+METHODS = ["copy", "get", "read", "titles"]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -46,7 +70,7 @@ async def notebook() -> AsyncIterator[Notebook]:
 
 
 async def test_tab_offers_the_methods_of_handles_and_the_names_of_arguments(notebook: Notebook) -> None:
-    assert await notebook.complete("shelf.") == ["get", "titles"]
+    assert await notebook.complete("shelf.") == METHODS
     assert await notebook.complete("shelf.ge") == ["get"]
     assert "edition=" in await notebook.complete("shelf.get(ed")
     assert await notebook.complete("shelf.get.") == ["tell"]
@@ -88,3 +112,21 @@ async def test_objects_are_shown_as_html_and_a_failed_cell_as_text_alone(noteboo
     shown = await notebook.run("await ref")
     assert (shown.error or "").startswith("ActorDied")
     assert "<li>" not in shown.traceback
+
+
+async def test_bars_of_actors_and_over_maps_move_while_the_cell_runs(notebook: Notebook, fifo: Path) -> None:
+    async def release() -> None:
+        os.close(os.open(fifo, os.O_WRONLY))
+
+    shown = await notebook.run(f"await shelf.read({str(fifo)!r})", when="1/2", then=release)
+    assert (shown.result, shown.error) == ("'read'", None)
+    assert re.search(r"\(Shelf-1 pid=\d+\) reading: 100%.* 2/2 .*\n$", shown.printed)
+    cell = f"""
+        async with rt.group(2, Shelf) as group:
+            copied = tqdm(group.map(Shelf.copy, ["", {str(fifo)!r}, ""]), total=3, mininterval=0)
+            done = [one async for one in copied]
+        done
+    """
+    shown = await notebook.run(textwrap.dedent(cell), when="1/3", then=release)
+    assert (shown.result, shown.error) == ("['copied', 'copied', 'copied']", None)
+    assert "100%" in shown.printed

@@ -68,9 +68,11 @@ class Terminal:
     def __init__(self) -> None:
         self.screen = Screen()
         self.text = ""
+        self.now = 0.0
 
     def show(self, writer: str, line: str, *, complete: bool = False, is_bar: bool = False, stream: int = 2) -> None:
-        shown = self.screen.show((writer, stream), stream, f"({writer}) {line}", complete=complete, is_bar=is_bar)
+        text = f"({writer}) {line}"
+        shown = self.screen.show((writer, stream), stream, text, self.now, complete=complete, is_bar=is_bar)
         self.text += "".join(text for _, text in shown)
 
     @property
@@ -102,15 +104,18 @@ def test_a_bar_moves_and_leaves_nothing_of_longer_states() -> None:
 
 
 @pytest.mark.parametrize("stream", [1, 2])
-def test_lines_of_others_end_an_incomplete_one_which_then_is_shown_anew(stream: int) -> None:
+def test_lines_of_others_go_above_a_bar_and_end_an_incomplete_line_which_then_is_shown_anew(stream: int) -> None:
     terminal = Terminal()
     terminal.show("a", "10%", is_bar=True)
     terminal.show("b", "hello", complete=True, stream=stream)
+    assert terminal.lines == ["(b) hello", "(a) 10%"]
     terminal.show("a", "20%", is_bar=True)
+    assert terminal.lines == ["(b) hello", "(a) 20%"]
     terminal.show("b", "typing", stream=stream)
+    assert terminal.lines == ["(b) hello", "(b) typing"]
     terminal.show("a", "30%", complete=True)
     terminal.show("b", "typing more", complete=True, stream=stream)
-    assert terminal.lines == ["(a) 10%", "(b) hello", "(a) 20%", "(b) typing", "(a) 30%", "(b) typing more", ""]
+    assert terminal.lines == ["(b) hello", "(b) typing", "(a) 30%", "(b) typing more", ""]
 
 
 def test_bars_take_turns_and_all_of_them_are_complete_in_the_end() -> None:
@@ -119,15 +124,27 @@ def test_bars_take_turns_and_all_of_them_are_complete_in_the_end() -> None:
         for writer in ("a", "b", "c"):
             terminal.show(writer, f"{percent}%", is_bar=True)
     assert terminal.lines == ["(a) 90%"]
+    # Each has the place for a second.
+    terminal.now = 1.0
+    terminal.show("b", "91%", is_bar=True)
+    terminal.show("c", "91%", is_bar=True)
+    assert terminal.lines == ["(b) 91%"]
+    terminal.now = 2.0
+    terminal.show("c", "92%", is_bar=True)
+    terminal.show("b", "92%", is_bar=True)
+    assert terminal.lines == ["(c) 92%"]
     terminal.show("b", "100%", complete=True)
-    terminal.show("c", "95%", is_bar=True)
-    terminal.show("a", "95%", is_bar=True)
+    assert terminal.lines == ["(b) 100%", "(c) 92%"]
     terminal.show("c", "100%", complete=True)
     terminal.show("a", "100%", complete=True)
-    assert terminal.lines == ["(a) 90%", "(b) 100%", "(c) 100%", "(a) 100%", ""]
+    assert terminal.lines == ["(b) 100%", "(c) 100%", "(a) 100%", ""]
 
 
-def test_the_newline_goes_to_the_stream_of_the_line_that_it_ends() -> None:
+def test_each_text_goes_to_the_stream_of_its_line() -> None:
     screen = Screen()
-    assert screen.show("a", 2, "bar", complete=False, is_bar=True) == [(2, "bar")]
-    assert screen.show("b", 1, "line", complete=True) == [(2, "\n"), (1, "line\n")]
+    assert screen.show("a", 2, "bar", 0.0, complete=False, is_bar=True) == [(2, "bar")]
+    assert screen.show("b", 1, "line", 0.0, complete=True) == [(2, "\r   \r"), (1, "line\n"), (2, "bar")]
+    assert screen.leave() == [(2, "\r   \r")]
+    assert screen.show("a", 2, "part", 0.0, complete=False) == [(2, "part")]
+    assert screen.show("b", 1, "line", 0.0, complete=True) == [(2, "\n"), (1, "line\n")]
+    assert screen.leave() == []

@@ -8,7 +8,7 @@ import re
 import tempfile
 import textwrap
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -38,7 +38,7 @@ class Output:
     error: str | None = None
     # As a terminal shows it, without colours.
     traceback: str = ""
-    # From the interrupt, if there was one, to the error.
+    # From what was done when it had printed something, to the error.
     seconds: float = 0.0
 
 
@@ -51,10 +51,14 @@ class Notebook:
         # By whichever cell, and by what goes on between cells.
         self.printed = ""
 
-    async def run(self, cell: str, *, interrupt_at: str | None = None) -> Output:
-        """Run a cell to its end; interrupt it once it has printed that."""
+    async def interrupt(self) -> None:
+        """Interrupt the cell that runs."""
+        await self.manager.interrupt_kernel()
+
+    async def run(self, cell: str, *, when: str = "", then: Callable[[], Awaitable[object]] | None = None) -> Output:
+        """Run a cell to its end; do something once it has printed that."""
         message_id = self._client.execute(cell)
-        output, interrupted = Output(), time.monotonic()
+        output, done_at = Output(), time.monotonic()
         while True:
             message = await self._client.get_iopub_msg()
             content: dict[str, Any] = message["content"]
@@ -65,14 +69,13 @@ class Notebook:
             match message["msg_type"]:
                 case "stream":
                     output.printed += content["text"]
-                    if interrupt_at is not None and interrupt_at in output.printed:
-                        interrupt_at = None
-                        interrupted = time.monotonic()
-                        await self.manager.interrupt_kernel()
+                    if then is not None and when in output.printed:
+                        do, then, done_at = then, None, time.monotonic()
+                        await do()
                 case "execute_result":
                     output.result, output.html = content["data"]["text/plain"], content["data"].get("text/html")
                 case "error":
-                    output.seconds = time.monotonic() - interrupted
+                    output.seconds = time.monotonic() - done_at
                     output.error = f"{content['ename']}: {content['evalue']}"
                     output.traceback = _COLOUR.sub("", "\n".join(content["traceback"]))
                 case "status" if content["execution_state"] == "idle":

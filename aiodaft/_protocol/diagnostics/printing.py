@@ -6,6 +6,8 @@ import codecs
 from collections.abc import Hashable
 from typing import Final
 
+# Seconds for which a bar keeps its place although others move.
+_TURN: Final = 1.0
 # A longer line is cut.
 MAX_LINE: Final = 4 << 10
 
@@ -64,28 +66,31 @@ def cut(text: str, limit: int) -> str:
 class Screen:
     """Decides what to write so that a line of one writer never stands inside a line of another one.
 
-    At most one line is incomplete at a time. Another writer ends it by a newline; only a bar waits for a bar, because
-    two bars that end each other's lines would fill the screen. The bar that waits is shown when its line is complete.
+    At most one line is incomplete at a time, the last one. If it is a bar, complete lines of others go above it, and
+    other bars take its place, each for a while: two bars that end each other's lines would fill the screen. If it is
+    none, another writer ends it by a newline. A bar that waits for its turn is shown when its line is complete.
     """
 
     def __init__(self) -> None:
-        # The writer of the incomplete line, its stream, how the line looks, and whether it is a bar.
+        # The writer of the incomplete line, its stream, how the line looks, whether it is a bar, and since when.
         self._writer: Hashable = None
         self._stream = 0
         self._shown = ""
         self._is_bar = False
+        self._since = 0.0
 
     def show(
-        self, writer: Hashable, stream: int, line: str, *, complete: bool, is_bar: bool = False
+        self, writer: Hashable, stream: int, line: str, now: float, *, complete: bool, is_bar: bool = False
     ) -> list[tuple[int, str]]:
         """The texts to write, each with its stream, when the current line of a writer looks like this."""
         written: list[tuple[int, str]] = []
         if writer != self._writer:
-            if self._writer is not None:
-                if is_bar and self._is_bar and not complete:
-                    return []
-                written.append((self._stream, "\n"))
-            self._writer, self._stream, self._shown = writer, stream, ""
+            if self._writer is not None and self._is_bar and complete:
+                return [*self._clear(), (stream, f"{line}\n"), (self._stream, self._shown)]
+            if self._writer is not None and self._is_bar and is_bar and now < self._since + _TURN:
+                return []
+            written = self.leave()
+            self._writer, self._stream, self._shown, self._since = writer, stream, "", now
         change = line.removeprefix(self._shown)
         if len(change) == len(line) and self._shown:
             # Spaces hide the rest of a longer line.
@@ -99,8 +104,12 @@ class Screen:
         return written
 
     def leave(self) -> list[tuple[int, str]]:
-        """The text that ends an incomplete line, because something else is written to the terminal."""
+        """The texts that end an incomplete line, because something else is written to the terminal."""
         if self._writer is None:
             return []
         self._writer = None
-        return [(self._stream, "\n")]
+        return self._clear() if self._is_bar else [(self._stream, "\n")]
+
+    def _clear(self) -> list[tuple[int, str]]:
+        """The text that takes a bar away."""
+        return [(self._stream, f"\r{' ' * len(self._shown)}\r")]

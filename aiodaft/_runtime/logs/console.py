@@ -15,6 +15,7 @@ from typing import Final
 from aiodaft._protocol.diagnostics.merging import Member, Merged, Merging, member_of, ranks_text
 from aiodaft._protocol.diagnostics.printing import Screen
 from aiodaft._protocol.ids import PeerId
+from aiodaft._runtime.logs import own_bars
 from aiodaft._runtime.logs.entries import Entry, Life, Line, Source, log_record
 from aiodaft._runtime.logs.json_lines import JsonFormatter
 from aiodaft._runtime.logs.log_files import LogFiles, json_of
@@ -140,8 +141,13 @@ class Console:
             self._texts.append((line.stream, json_of(source, line, ranks) + "\n"))
             return
         text, stream = f"({title}) {line.text}", line.stream
-        writer = source.process, stream
-        self._texts += self._screen.show(writer, stream, text, complete=line.complete, is_bar=line.is_bar)
+        if line.complete or not own_bars.are_shown():
+            self._write_line((source.process, stream), stream, text, complete=line.complete, is_bar=line.is_bar)
+
+    def _write_line(
+        self, writer: Hashable, stream: int, text: str, *, complete: bool = True, is_bar: bool = False
+    ) -> None:
+        self._texts += self._screen.show(writer, stream, text, time.monotonic(), complete=complete, is_bar=is_bar)
 
     def _log(self, record: logging.LogRecord, source: Source, title: str) -> None:
         """Give a record to the handlers of this process, as if it had been logged here."""
@@ -159,8 +165,7 @@ class Console:
             self._texts.append((2, _json.format(record) + "\n"))
         else:
             for text in _text.format(record).split("\n"):
-                writer = source.process, "records"
-                self._texts += self._screen.show(writer, 2, f"({title}) {text}", complete=True)
+                self._write_line((source.process, "records"), 2, f"({title}) {text}")
 
     def _print(self) -> None:
         # Without an output of its own, the program goes on.
@@ -169,5 +174,6 @@ class Console:
             for stream, parts in groupby(texts, itemgetter(0)):
                 target, text = (sys.stdout if stream == 1 else sys.stderr), "".join(text for _, text in parts)
                 encoding = target.encoding or "utf-8"
-                target.write(text.encode(encoding, "backslashreplace").decode(encoding))
-                target.flush()
+                with own_bars.aside(target):
+                    target.write(text.encode(encoding, "backslashreplace").decode(encoding))
+                    target.flush()

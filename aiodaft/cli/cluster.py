@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Final, TypeVar
@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 # Seconds that a node has for an answer.
 PATIENCE: Final = 3.0
+# Seconds for which a user waits for a completion at the most.
+_PATIENCE_OF_SHELL: Final = 1.0
 
 
 def address_of(given: str | None) -> str | None:
@@ -52,6 +54,27 @@ async def attached(address: str | None, key_file: str | None) -> AsyncGenerator[
         raise Failed(str(error)) from error
 
 
+def _complete(
+    which: Callable[[Runtime], Awaitable[Iterable[str]]],
+) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """Have a shell complete names of the cluster of $AIODAFT_ADDRESS, if that answers soon."""
+
+    async def found() -> Iterable[str]:
+        async with asyncio.timeout(_PATIENCE_OF_SHELL), attached(None, None) as rt:
+            return await which(rt)
+
+    def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+        with suppress(Failed, TimeoutError):
+            return [name for name in run(found()) if name.startswith(incomplete)]
+        return []
+
+    return complete
+
+
+async def _nodes(rt: Runtime) -> list[str]:
+    return [node.name for node in await rt.nodes()]
+
+
 def _with_cluster(address: str | None, key_file: str | None, do: Callable[[Runtime], Awaitable[None]]) -> None:
     """Do something with a runtime that is attached to a cluster."""
 
@@ -63,7 +86,7 @@ def _with_cluster(address: str | None, key_file: str | None, do: Callable[[Runti
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", shell_complete=_complete(Runtime.names))
 @address_argument
 @key_file_option
 def stop(name: str, address: str | None, key_file: str | None) -> None:
@@ -83,7 +106,7 @@ def stop(name: str, address: str | None, key_file: str | None) -> None:
 
 
 @click.command()
-@click.argument("node")
+@click.argument("node", shell_complete=_complete(_nodes))
 @address_argument
 @key_file_option
 @click.option(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import lone_controller
 import pytest
+from click.shell_completion import BashComplete
 from clusters import Cluster, RunningNode, attached, cluster_of, two_nodes
 from etcd_cluster import BINARY, EtcdCluster
 from leaks import ended
@@ -26,6 +27,7 @@ from traced import TraceFile
 from travellers import Traveller
 
 import aiodaft
+from aiodaft.cli.__main__ import main
 
 # Short, for tests in which one ends.
 LEASE = ("--lease", "2")
@@ -211,6 +213,23 @@ async def test_ps_has_a_document_with_the_actors_on_each_node(rt: aiodaft.Runtim
     (process,) = second["processes"]
     assert (process["pid"], process["actors"]) == (await actor.pid(), [(await rt.info(actor)).name])
     assert (process["names"], second["total"]["cpus"]) == (["shown"], 8)
+
+
+async def test_a_shell_completes_the_names_of_a_cluster(
+    rt: aiodaft.Runtime, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rt.name(await rt.on(node="n2").spawn(Traveller), "completed")
+    monkeypatch.setenv("AIODAFT_ADDRESS", cluster.address)
+    monkeypatch.setenv("AIODAFT_KEY_FILE", str(cluster.key_file))
+    shell = BashComplete(main, {}, "aiodaft", "_AIODAFT_COMPLETE")
+
+    def completed(command: str, begun: str) -> list[str]:
+        return [item.value for item in shell.get_completions([command], begun)]
+
+    assert await asyncio.to_thread(completed, "stop", "com") == ["completed"]
+    assert await asyncio.to_thread(completed, "drain", "n") == ["n1", "n2"]
+    monkeypatch.delenv("AIODAFT_ADDRESS")
+    assert await asyncio.to_thread(completed, "drain", "n") == []
 
 
 async def test_the_end_of_a_node_fails_what_was_on_it_and_nothing_else(tmp_path: Path) -> None:

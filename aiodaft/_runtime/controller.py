@@ -20,12 +20,14 @@ from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.ids import COORDINATOR, PeerId
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.attach import Answers, Visits
+from aiodaft._runtime.diagnostics.loop_watch import LoopWatch
 from aiodaft._runtime.diagnostics.native_dump import offer_dump, withdraw_dump
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.levels import LevelWatch
 from aiodaft._runtime.logs.recent import Recent
 from aiodaft._runtime.logs.relay import ConsoleThread
 from aiodaft._runtime.node.local_node import LocalNode, Machine
+from aiodaft._runtime.node.postmortem import is_of_a_user
 from aiodaft._runtime.node.surroundings import NodeOptions
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.peer import Peer
@@ -153,7 +155,7 @@ class Controller(Owner):
         opened(process, peer.stay_behind)
         if self._is_real:
             offer_dump()
-            self._levels = LevelWatch(process.loop, self._spread_levels)
+            self._watch = LoopWatch(process, self._has_calls, LevelWatch(self._spread_levels).look)
         self._stage = Stage.OPEN
         self._left_open = weakref.finalize(root, _warn_left_open)
 
@@ -168,7 +170,9 @@ class Controller(Owner):
             self._left_open.detach()
             if self._is_real:
                 withdraw_dump()
-                self._levels.close()
+                if stage is Stage.ENDED:
+                    # A forked child has no such thread.
+                    self._watch.close()
             closed(self.process)
         return was_open
 
@@ -246,6 +250,13 @@ class Controller(Owner):
             coro.close()
             raise RuntimeClosed(self._why_closed)
         return self.process.tasks.start(coro, name=name)
+
+    def _has_calls(self) -> bool:
+        """Whether the program waits for actors. Any thread."""
+        connections, graphs = self.connections.items(), self.peer.graphs.own.values()
+        calls = (call for _, connection in connections for call in connection.session.under_way())
+        runs = (graph.in_flight_with(remote) for remote, _ in connections for graph in graphs)
+        return any(map(is_of_a_user, calls)) or any(runs)
 
     def _spread_levels(self, levels: dict[str, int]) -> None:
         for node in self.nodes.agents():

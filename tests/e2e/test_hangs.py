@@ -170,6 +170,21 @@ async def test_a_task_that_blocks_the_loop_is_found_by_its_line(
     assert await stuck.echo("free again") == "free again"
 
 
+async def test_code_of_the_program_that_blocks_its_loop_is_found_by_its_line(
+    rt: aiodaft.Runtime, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck, gate = await rt.spawn(Stuck), tmp_path / "gate"
+    ref = stuck.block_loop(str(gate))
+    blocked = "the event loop of this program has not turned"
+    while blocked not in caplog.text:
+        threading.Event().wait(0.01)
+    warning = next(record.getMessage() for record in caplog.records if blocked in record.getMessage())
+    assert "test_hangs.py:" in warning
+    assert "in test_code_of_the_program_that_blocks_its_loop_is_found_by_its_line" in warning
+    gate.touch()
+    assert await ref == "free again"
+
+
 async def test_a_controller_that_is_blocked_accuses_no_process(
     rt: aiodaft.Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,6 +196,8 @@ async def test_a_controller_that_is_blocked_accuses_no_process(
     assert seen is not None
     assert await echo.echo("still here") == "still here"
     assert "not answered" not in caplog.text
+    # No call was under way.
+    assert "has not turned" not in caplog.text
 
 
 async def test_a_process_that_is_given_up_ends_though_the_fork_server_is_stopped() -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Final, TypeAlias
-
-# Seconds between two looks: `logging` tells nobody of changes.
-_PERIOD: Final = 1.0
+from typing import TypeAlias
 
 # By the names of the loggers; "" is the root logger.
 Levels: TypeAlias = Mapping[str, int]
@@ -35,26 +31,19 @@ def set_levels(levels: Levels) -> None:
 
 
 class LevelWatch:
-    """Notices that the program has changed levels.
+    """Notices that the program has changed levels, which `logging` tells nobody.
 
     Args:
-        loop: The loop of this process.
         on_change: Called with what has changed.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_change: Callable[[dict[str, int]], object]) -> None:
-        self._loop = loop
+    def __init__(self, on_change: Callable[[dict[str, int]], object]) -> None:
         self._on_change = on_change
         self._known = levels_here()
-        self._timer = loop.call_later(_PERIOD, self._look)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Look whether it has."""
         now = levels_here()
         if now != self._known:
             changed, self._known = changes(self._known, now), now
             self._on_change(changed)
-        self._timer = self._loop.call_later(_PERIOD, self._look)
-
-    def close(self) -> None:
-        """End; needs no running loop."""
-        self._timer.cancel()

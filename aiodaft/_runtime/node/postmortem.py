@@ -18,11 +18,12 @@ from aiodaft.exceptions import ActorDied, OutcomeUnknown, PeerLost
 def activity(worker: Worker, connection: Connection) -> Activity:
     """The oldest call from this process to the worker, or else the one that its last heartbeat names."""
     last = worker.heartbeat.last()
-    called = next((state.label for state in connection.session.under_way() if _is_of_a_user(state)), last.last_method)
+    called = next((state.label for state in connection.session.under_way() if is_of_a_user(state)), last.last_method)
     return Activity(called, last.last_method_for if called and called == last.last_method else None)
 
 
-def _is_of_a_user(state: PendingCall) -> bool:
+def is_of_a_user(state: PendingCall) -> bool:
+    """Whether the program, not the runtime, has made a call."""
     # The call that makes an actor goes to the agent, and is labelled with the class alone.
     return not isinstance(state, CallState) or state.target.actor >= FIRST_USER_ACTOR or "." not in state.label
 

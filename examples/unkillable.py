@@ -141,7 +141,7 @@ async def main(ranks: int, steps: int, kills: int, seed: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=4, choices=range(2, 17), metavar="2..16")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)

@@ -207,3 +207,14 @@ def test_the_mean_reward_reaches_the_target_within_150_steps(mode: str, algorith
     reward, steps = output.partition("mean reward ")[2].split(" steps")[0].split(" after ")
     assert float(reward) >= 0.9
     assert int(steps) <= 150
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_trainers_wait_less_when_slow_chunks_do_not_hold_them_up() -> None:
+    options = ("--steps", "40", "--tail", "0.2")
+    outputs = [run_example("rl_grpo.py", "--mode", mode, *options) for mode in ("sync", "async")]
+    synchronous, asynchronous = [
+        int(output.partition("a trainer is busy for ")[2].partition("%")[0]) for output in outputs
+    ]
+    assert asynchronous > synchronous

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, TypeAlias
 
-from aiodaft._protocol.diagnostics.failures import message_of
+from aiodaft.causes import message_of
 from aiodaft.info import ActorInfo
 from aiodaft.overview import ActorRate, Failure, FlowRate, Overview, ProcessInfo, ProcessRate, Rates
 

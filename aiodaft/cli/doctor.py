@@ -93,9 +93,10 @@ async def _try(name: str, trip: Callable[[], Awaitable[float]], output: Output, 
     except Exception as error:  # noqa: BLE001 - every error is a finding
         trouble = f"{type(error).__name__}: {error}"
     else:
-        output.line(f"{f'transport {name}':16} works{note}: 1 MiB there and back in {seconds * 1e3:.1f} ms")
+        works = click.style("works", "green")
+        output.line(f"{f'transport {name}':16} {works}{note}: 1 MiB there and back in {seconds * 1e3:.1f} ms")
         return {"works": True, "seconds": seconds}
-    output.line(f"{f'transport {name}':16} does not work: {trouble}")
+    output.line(f"{f'transport {name}':16} {click.style('does not work', 'red')}: {trouble}")
     return {"works": False, "why": trouble}
 
 

@@ -19,7 +19,7 @@ class Failed(click.ClickException):
     exit_code = FAILED
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"aiodaft: {self.format_message()}", file=file, err=True)
+        click.echo(f"{click.style('aiodaft:', 'red')} {self.format_message()}", file=file, err=True)
 
 
 class Output:

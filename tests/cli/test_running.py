@@ -217,6 +217,9 @@ def test_top_draws_on_a_terminal_until_the_program_ends() -> None:
             # Drawn more than once on the other screen of the terminal.
             while drawn.count(b"Model-2") < 3:
                 drawn += os.read(primary, 4096)
+            program.send_signal(signal.SIGSTOP)
+            while b"(no answer for 2 s)" not in drawn:
+                drawn += os.read(primary, 4096)
             program.kill()
             with suppress(OSError):
                 while data := os.read(primary, 4096):

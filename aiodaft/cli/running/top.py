@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Final
+from typing import Any, Final
 
 import click
 from rich.live import Live
 
+from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.cli.options import seconds
 from aiodaft.cli.output import json_option, print_json
 from aiodaft.program import run
@@ -16,6 +19,8 @@ from .looks import Looked, Where, looking, screen, where_options
 from .programs import ProgramEnded
 from .view import top_view
 
+# Seconds for which a look may be late.
+_PATIENCE: Final = 2.0
 # Lines where there is no terminal.
 _HEIGHT: Final = 10_000
 
@@ -53,15 +58,37 @@ async def _watch(where: Where, interval: float, *, once: bool, as_json: bool) ->
             else:
                 screen().print(top_view(looked.title, look, _HEIGHT))
             return
-        await _draw(looked)
+        await _draw(looked, interval)
 
 
-async def _draw(looked: Looked) -> None:
+async def _draw(looked: Looked, interval: float) -> None:
     console = screen()
     if not console.is_terminal:
         async for look in looked.overviews:
             console.print(top_view(looked.title, look, _HEIGHT))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        async for look in looked.overviews:
-            live.update(top_view(looked.title, look, console.height), refresh=True)
+        async for look, late in _with_delays(looked.overviews, interval + _PATIENCE):
+            title = f"(no answer for {late:.0f} s) {looked.title}" if late else looked.title
+            live.update(top_view(title, look, console.height), refresh=True)
+
+
+async def _with_delays(
+    looks: AsyncGenerator[dict[str, Any], None], patience: float
+) -> AsyncGenerator[tuple[dict[str, Any], float], None]:
+    """Looks as they come, and the last one again while the next one is late, with the seconds that it has taken."""
+
+    async def next_look() -> dict[str, Any]:
+        return await anext(looks)
+
+    loop, tasks, last = asyncio.get_running_loop(), TaskOwner("aiodaft top"), None
+    try:
+        while True:
+            coming, asked = tasks.start(next_look(), name="look"), loop.time()
+            while not (await asyncio.wait([coming], timeout=patience))[0]:
+                if last is not None:
+                    yield last, loop.time() - asked
+            last = coming.result()
+            yield last, 0.0
+    finally:
+        await tasks.aclose()

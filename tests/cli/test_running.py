@@ -14,9 +14,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 from leaks import descendants, open_files
 
 from aiodaft._runtime.platform.meeting_place import VISIT, address
+from aiodaft.cli.__main__ import main
 
 PROGRAM = """
 import asyncio, itertools, logging, os, aiodaft
@@ -36,7 +38,8 @@ class Model(aiodaft.Actor):
     async def count(self) -> None:
         for number in itertools.count():
             print("count", number, flush=True)
-            await asyncio.sleep(0.01)
+            # The test does not read it all: the pipe must have room.
+            await asyncio.sleep(0.1)
 
 async def main():
     async with aiodaft.Runtime(preload=(), unhandled="log") as rt:
@@ -117,8 +120,9 @@ def started(*arguments: str) -> Generator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=25, check=False)
+def ran(*arguments: str, typed: str | None = None) -> Result:
+    """A command that has ended; in this process, which is as good and quick to start."""
+    return CliRunner().invoke(main, arguments, input=typed, env={"AIODAFT_ADDRESS": None})
 
 
 def fork_server_of(program: subprocess.Popen[str]) -> int:
@@ -133,7 +137,7 @@ def sockets_of(pid: int) -> int:
 
 def test_the_document_of_stack_has_every_process(program: subprocess.Popen[str]) -> None:
     ended = ran("stack", "--json", "--pid", str(program.pid))
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.exit_code, ended.stderr) == (0, "")
     ((document),) = json.loads(ended.stdout)
     assert document["pid"] == program.pid
     actors = [process["actors"] for process in document["processes"]]
@@ -144,7 +148,7 @@ def test_the_document_of_stack_has_every_process(program: subprocess.Popen[str])
 
 def test_ps_shows_the_actors_of_a_program(program: subprocess.Popen[str]) -> None:
     ended = ran("ps", "--pid", str(program.pid))
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.exit_code, ended.stderr) == (0, "")
     title, first, second = ended.stdout.splitlines()
     assert title.startswith(f"pid {program.pid}: ")
     assert first.endswith(": Model-1")
@@ -236,17 +240,13 @@ def test_an_actor_is_killed_after_a_question() -> None:
     with running() as program:
         pid = ("--pid", str(program.pid))
         unknown = ran("kill", "Model", "--yes", *pid)
-        assert (unknown.returncode, unknown.stdout) == (1, "")
+        assert (unknown.exit_code, unknown.stdout) == (1, "")
         assert unknown.stderr == "aiodaft: there is no actor 'Model'; there are: Model-1, Model-2 second\n"
-        unanswered = subprocess.run(
-            command("kill", "second", *pid), input="", capture_output=True, text=True, timeout=25
-        )
-        assert unanswered.returncode == 1
+        unanswered = ran("kill", "second", *pid)
+        assert unanswered.exit_code == 1
         assert "kill Model-2 (pid " in unanswered.stderr
-        answered = subprocess.run(
-            command("kill", "second", *pid), input="y\n", capture_output=True, text=True, timeout=25
-        )
-        assert answered.returncode == 0
+        answered = ran("kill", "second", *pid, typed="y\n")
+        assert answered.exit_code == 0
         assert answered.stdout.startswith("killed Model-2 (pid ")
         assert json.loads(ran("kill", "Model-1", "--yes", "--json", *pid).stdout)["killed"] == ["Model-1"]
         # A call was under way.
@@ -258,14 +258,14 @@ def test_an_actor_is_killed_after_a_question() -> None:
 def test_a_trace_is_recorded_of_a_program_that_runs(program: subprocess.Popen[str], tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     ended = ran("trace", "--seconds", "0.1", "-o", str(path), "--json", "--pid", str(program.pid))
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.exit_code, ended.stderr) == (0, "")
     assert json.loads(ended.stdout) == {"path": str(path), "left_out": {}, "dropped": {}}
     assert json.loads(path.read_text())["traceEvents"]
 
 
 def test_a_question_that_fails_says_why(program: subprocess.Popen[str], tmp_path: Path) -> None:
     ended = ran("trace", "-o", str(tmp_path / "none" / "run.json"), "--pid", str(program.pid), "--json")
-    assert (ended.returncode, ended.stdout) == (1, "")
+    assert (ended.exit_code, ended.stdout) == (1, "")
     assert f"aiodaft: the program (pid {program.pid}) has no answer: [Errno 2]" in ended.stderr
 
 
@@ -285,7 +285,7 @@ def test_a_command_that_is_killed_leaves_nothing_in_the_program(program: subproc
         while "cannot be recorded: another trace is" not in ran("trace", "--seconds", "0", "-o", path, *pid).stderr:
             pass
     # Its trace ends, so that there can be another one.
-    while ran("trace", "--seconds", "0", "-o", path, *pid).returncode:
+    while ran("trace", "--seconds", "0", "-o", path, *pid).exit_code:
         pass
     assert sockets_of(program.pid) == before
 
@@ -296,7 +296,7 @@ def test_the_stacks_of_a_program_with_a_blocked_loop_are_shown() -> None:
         pid = ("--pid", str(program.pid))
         ended = ran("stack", *pid)
         assert "in main\n" in ended.stdout
-        assert (ended.returncode, ended.stderr) == (
+        assert (ended.exit_code, ended.stderr) == (
             1,
             f"aiodaft: the program (pid {program.pid}) does not answer: its event loop is blocked\n",
         )
@@ -305,14 +305,14 @@ def test_the_stacks_of_a_program_with_a_blocked_loop_are_shown() -> None:
 def test_a_process_that_is_no_program_is_named() -> None:
     for pid in (str(os.getpid()), "controller-none"):
         ended = ran("trace", "--pid", pid)
-        assert (ended.returncode, ended.stdout) == (1, "")
+        assert (ended.exit_code, ended.stdout) == (1, "")
         assert f"aiodaft: there is no aiodaft program with actors in process {pid}" in ended.stderr
 
 
 def test_several_programs_are_listed(program: subprocess.Popen[str]) -> None:
     with running() as other:
         ended = ran("trace")
-    assert (ended.returncode, ended.stdout) == (1, "")
+    assert (ended.exit_code, ended.stdout) == (1, "")
     assert "there are several programs, say which one:" in ended.stderr
     for one in (program, other):
         assert f"  --pid {one.pid}  " in ended.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -57,7 +57,8 @@ async def _show_programs(pid: str | None, output: Output) -> None:
 async def _look_at(program: Program) -> dict[str, Any]:
     document = _document(program.pid) | {"runtime": program.id}
     try:
-        return document | {"processes": list(_processes(await program.answer("overview")))}
+        look = await program.answer("overview")
+        return document | {"processes": list(_processes(look, _owned_by(program.id, look["processes"])))}
     except Failed as error:
         return document | {"problem": error.message}
 
@@ -69,7 +70,13 @@ def _document(pid: int) -> dict[str, Any]:
 async def _show_cluster(where: Where, output: Output) -> None:
     async with attached(where.cluster, where.key_file) as rt:
         look = (await rt.overview(patience=PATIENCE)).as_dict()
-        shown = [{**node, "processes": list(_processes(look, node["name"]))} for node in look["nodes"]]
+        shown = [
+            {
+                **node,
+                "processes": list(_processes(look, [one for one in look["processes"] if one["node"] == node["name"]])),
+            }
+            for node in look["nodes"]
+        ]
         output.document = {"nodes": shown}
         for node in shown:
             output.line("\n    ".join([_node_line(node), *_said_of(node)]))
@@ -78,10 +85,18 @@ async def _show_cluster(where: Where, output: Output) -> None:
             raise Failed("the coordinator does not answer: names may be missing")
 
 
-def _processes(look: Plain, node: str | None = None) -> Iterator[dict[str, Any]]:
-    """The processes with actors, of a node or of all of them."""
-    for process in sorted(look["processes"], key=lambda process: natural(process["title"])):
-        if process["role"] == "worker" and node in {None, process["node"]}:
+def _owned_by(runtime: str, processes: Sequence[Plain]) -> list[Plain]:
+    """The processes of what a runtime owns, and of what that owns: others of its cluster are of other programs."""
+    mine = {runtime}
+    while more := {one["id"] for one in processes if one["owner"] in mine} - mine:
+        mine |= more
+    return [one for one in processes if one["id"] in mine]
+
+
+def _processes(look: Plain, processes: Iterable[Plain]) -> Iterator[dict[str, Any]]:
+    """What is shown of some processes of an overview that have actors."""
+    for process in sorted(processes, key=lambda process: natural(process["title"])):
+        if process["role"] == "worker":
             names = [name for actor in look["actors"] if actor["process"] == process["id"] for name in actor["names"]]
             owner = "the cluster" if is_node(PeerId(process["owner"])) else process["owner"]
             yield {"pid": process["pid"], "actors": process["actors"], "names": names, "owner": owner}

@@ -109,6 +109,9 @@ async def see_through(future: asyncio.Future[T], hasten: Callable[[], object] = 
                     hasten()
                 cancelled = error
     if cancelled is not None:
+        if not future.cancelled():
+            # Its error is not said to be unseen: who waited for it was told to stop waiting.
+            future.exception()
         raise cancelled
     return future.result()
 

@@ -65,7 +65,10 @@ async def _wake_at_signals() -> None:
             while before == -1:
                 await asyncio.get_running_loop().sock_recv(reading, 4096)
         finally:
-            signal.set_wakeup_fd(before)
+            now = signal.set_wakeup_fd(before)
+            if now != writing.fileno():
+                # The loop has begun to handle signals meanwhile.
+                signal.set_wakeup_fd(now)
 
 
 def _listed(options: dict[str, Any]) -> str:

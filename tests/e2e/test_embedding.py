@@ -62,6 +62,23 @@ async def test_starting_again_gives_the_runtime_that_is_open(stopped: None) -> N
     assert await echo.echo("goes on") == "goes on"
 
 
+async def test_signals_that_the_program_handles_come_while_a_runtime_is_started_and_after(stopped: None) -> None:
+    loop, came = asyncio.get_running_loop(), asyncio.Event()
+    await aiodaft.start(preload=())
+    await asyncio.sleep(0)
+    loop.add_signal_handler(signal.SIGUSR1, came.set)
+    try:
+        for end in (aiodaft.start, aiodaft.stop):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            await came.wait()
+            came.clear()
+            await end()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await came.wait()
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR1)
+
+
 async def test_starting_again_with_other_options_is_refused_and_ends_nothing(stopped: None) -> None:
     first = await aiodaft.start(preload=())
     echo = await first.spawn(Echo)

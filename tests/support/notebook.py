@@ -38,8 +38,8 @@ class Output:
     error: str | None = None
     # As a terminal shows it, without colours.
     traceback: str = ""
-    # From what was done when it had printed something, to the error.
-    seconds: float = 0.0
+    # When something was done because it had printed something; on the clock that all processes share.
+    acted_at: float = 0.0
 
 
 class Notebook:
@@ -58,7 +58,7 @@ class Notebook:
     async def run(self, cell: str, *, when: str = "", then: Callable[[], Awaitable[object]] | None = None) -> Output:
         """Run a cell to its end; do something once it has printed that."""
         message_id = self._client.execute(cell)
-        output, done_at = Output(), time.monotonic()
+        output = Output()
         while True:
             message = await self._client.get_iopub_msg()
             content: dict[str, Any] = message["content"]
@@ -70,12 +70,11 @@ class Notebook:
                 case "stream":
                     output.printed += content["text"]
                     if then is not None and when in output.printed:
-                        do, then, done_at = then, None, time.monotonic()
-                        await do()
+                        act, then, output.acted_at = then, None, time.monotonic()
+                        await act()
                 case "execute_result":
                     output.result, output.html = content["data"]["text/plain"], content["data"].get("text/html")
                 case "error":
-                    output.seconds = time.monotonic() - done_at
                     output.error = f"{content['ename']}: {content['evalue']}"
                     output.traceback = _COLOUR.sub("", "\n".join(content["traceback"]))
                 case "status" if content["execution_state"] == "idle":

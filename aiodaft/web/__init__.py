@@ -2,5 +2,6 @@
 
 from aiodaft.web.disconnect import ClientDisconnected, cancel_on_disconnect
 from aiodaft.web.ingress import Ingress
+from aiodaft.web.probes import Probes
 
-__all__ = ["ClientDisconnected", "Ingress", "cancel_on_disconnect"]
+__all__ = ["ClientDisconnected", "Ingress", "Probes", "cancel_on_disconnect"]

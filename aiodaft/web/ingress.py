@@ -14,6 +14,7 @@ from aiodaft.web.admission import Admission
 from aiodaft.web.asgi import App, Receive, Send, answer
 from aiodaft.web.exchange import Exchange
 from aiodaft.web.lifespan import Lifespan
+from aiodaft.web.probes import Answer, Probes, RunningProbes
 
 __all__ = ["Ingress"]
 
@@ -40,6 +41,7 @@ class Ingress:
         runtime: Makes the runtime. Default: `Runtime(unhandled="log")`, since a failed request must not end a server.
         limit: HTTP requests under way at the same time, streams until their end. Default: any number.
         queue: How many more requests wait for their turn, in order.
+        probes: Paths for those that look after the app.
 
     Raises:
         ValueError: `limit` is less than 1, or `queue` is negative.
@@ -53,12 +55,15 @@ class Ingress:
         runtime: Callable[[], Runtime] = _for_a_server,
         limit: int | None = None,
         queue: int = 0,
+        probes: Probes = Probes(),  # noqa: B008 - it is frozen
     ) -> None:
         self._app = app
         self._actors = actors
         self._open_runtime = runtime
         self._admission = None if limit is None else Admission(limit, queue)
+        self._probes = probes
         self._state: Mapping[str, object] = {}
+        self._paths: Mapping[str, Answer] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one connection of the server, as ASGI says."""
@@ -71,20 +76,22 @@ class Ingress:
         if "state" not in scope:
             # The server does not pass on the state of the lifespan.
             scope["state"] = dict(self._state)
-        if scope["type"] == "http":
-            await self._serve(scope, receive, send)
-        else:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
+        elif probe := self._paths.get(scope["path"].removeprefix(scope.get("root_path", ""))):
+            await probe(scope, send)
+        else:
+            await self._serve(scope, receive, send)
 
     @asynccontextmanager
     async def _open(self, actors: Actors, scope: Any) -> AsyncGenerator[None, None]:
-        async with self._open_runtime() as rt, actors(rt) as state:
-            self._state = state
+        async with self._open_runtime() as rt, actors(rt) as state, RunningProbes(self._probes, rt) as paths:
+            self._state, self._paths = state, paths
             scope.setdefault("state", {}).update(state)
             try:
                 yield
             finally:
-                self._state = {}
+                self._state = self._paths = {}
 
     async def _serve(self, scope: Any, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()

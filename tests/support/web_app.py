@@ -155,5 +155,8 @@ async def pid(request: Request) -> int:
 
 app.mount("/limited", web.Ingress(limited, limit=2, queue=3))
 app.add_middleware(
-    web.Ingress, actors=actors, runtime=lambda: aiodaft.Runtime(unhandled="log", preload=(), stop_grace=1)
+    web.Ingress,
+    actors=actors,
+    probes=web.Probes(patience=0.3),
+    runtime=lambda: aiodaft.Runtime(unhandled="log", preload=(), stop_grace=1),
 )

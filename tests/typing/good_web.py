@@ -65,7 +65,7 @@ starlette_app = Starlette(
     middleware=[Middleware(web.Ingress, actors=actors, runtime=lambda: Runtime(unhandled="log", gpus=2))],
 )
 
-litestar_app = web.Ingress(Litestar([in_litestar]), actors=actors)
+litestar_app = web.Ingress(Litestar([in_litestar]), actors=actors, probes=web.Probes(health=None, patience=0.5))
 Litestar([in_litestar], middleware=[DefineMiddleware(web.Ingress, limit=2)])
 
 

@@ -100,6 +100,22 @@ async def test_a_full_queue_of_an_actor_is_answered_by_503(client: httpx.AsyncCl
     assert Counter(answer.result().status_code for answer in asked) == {200: 2, 503: 3}
 
 
+async def test_probes_tell_which_actors_do_not_answer(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/healthz")).text == "up\n"
+    model = (await client.get("/pid")).json()
+    os.kill(model, signal.SIGSTOP)
+    try:
+        answers = await asyncio.gather(*(client.get("/readyz") for _ in range(3)))
+    finally:
+        os.kill(model, signal.SIGCONT)
+    assert {(answer.status_code, answer.text) for answer in answers} == {(503, "Model-1 is silent\n")}
+    while (answer := await client.get("/readyz")).status_code != 200:
+        assert answer.text == "Model-1 is silent\n"
+    assert answer.text == "ready\n"
+    # Below an ingress without actors, and below the app, the paths are those of the app.
+    assert (await client.get("/limited/healthz")).status_code == 404
+
+
 async def test_sigterm_ends_the_app_and_then_its_actors_and_nothing_was_logged_as_an_error(server: Server) -> None:
     async with server.client() as client:
         model = (await client.get("/pid")).json()

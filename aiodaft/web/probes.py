@@ -1,0 +1,67 @@
+"""What an app tells those that look after it: whether it is up, and whether its actors answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aiodaft._runtime.platform.tasks import TaskOwner
+from aiodaft.runtime import Runtime
+from aiodaft.web.asgi import Send, answer
+
+_NOT_READY: Final = {"silent", "restarting", "dead"}
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """Paths that an `Ingress` with actors answers by itself, whatever its limit; None leaves a path to the app.
+
+    Attributes:
+        health: Answers 200 as long as the event loop turns.
+        ready: Answers 200 if all actors of the runtime answer, else 503, with the names of the others.
+        patience: Seconds that actors get to answer.
+    """
+
+    health: str | None = "/healthz"
+    ready: str | None = "/readyz"
+    patience: float = 1.0
+
+
+Answer = Callable[[Any, Send], Awaitable[None]]
+
+
+class RunningProbes(AbstractAsyncContextManager[Mapping[str, Answer]]):
+    """The probes of one runtime: a block with what answers which path."""
+
+    def __init__(self, probes: Probes, rt: Runtime) -> None:
+        self._rt = rt
+        self._probes = probes
+        self._tasks = TaskOwner("aiodaft web")
+        # Requests that come at the same time share a look.
+        self._look: asyncio.Task[list[str]] | None = None
+
+    async def __aenter__(self) -> Mapping[str, Answer]:
+        answers = {self._probes.health: self._answer_health, self._probes.ready: self._answer_ready}
+        return {path: answering for path, answering in answers.items() if path is not None}
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._tasks.aclose()
+
+    async def _answer_health(self, scope: Any, send: Send) -> None:
+        await answer(send, 200, "up\n")
+
+    async def _answer_ready(self, scope: Any, send: Send) -> None:
+        if self._look is None or self._look.done():
+            self._look = self._tasks.start_ahead(self._look_at_actors(), name="look at all actors")
+        not_ready = await asyncio.shield(self._look)
+        if not_ready:
+            await answer(send, 503, "".join(f"{line}\n" for line in not_ready))
+        else:
+            await answer(send, 200, "ready\n")
+
+    async def _look_at_actors(self) -> list[str]:
+        actors = (await self._rt.overview(patience=self._probes.patience)).actors
+        return [f"{actor.name} is {actor.state}" for actor in actors if actor.state in _NOT_READY]

@@ -6,13 +6,17 @@ import asyncio
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from aiodaft.dashboard.frames import Plain, frame_of
+from aiodaft._runtime.logs.recent import Recent
+from aiodaft.dashboard.frames import frame_of
+from aiodaft.dashboard.graph import Plain
+from aiodaft.dashboard.lines import line_of
 from aiodaft.exceptions import RuntimeClosed
 from aiodaft.overview import Overview
 from aiodaft.runtime import Runtime
 
 # Seconds that processes get to answer.
 _PATIENCE: Final = 1.0
+_MAX_LINES: Final = 300
 # Looks that may be missing between two of which the second tells what has happened since the first.
 _MISSING: Final = 5
 
@@ -52,6 +56,15 @@ class Feed:
     def close(self) -> None:
         """End the waits of all pages."""
         self._closed.set()
+
+    def lines(self, after: int) -> tuple[int, list[Plain]]:
+        """What actors have printed and logged since a line with this number, and the number of the last one.
+
+        -1 is before all. At most the last 300; none in the runtime of an actor, whose program has them.
+        """
+        recent = self._rt._controller.process.find(Recent)
+        found = [] if recent is None else recent.after(after, _MAX_LINES)
+        return (found[-1][0] if found else after), [line_of(said) for _, said in found]
 
     async def newer(self, number: int) -> Look:
         """A look that is newer than the one with this number, and not older than a period.

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 from aiodaft.causes import message_of
+from aiodaft.dashboard.graph import URGENCY, Plain, graph_of
 from aiodaft.info import ActorInfo
-from aiodaft.overview import ActorRate, Failure, FlowRate, Overview, ProcessInfo, ProcessRate, Rates
-
-# JSON objects.
-Plain: TypeAlias = dict[str, Any]
+from aiodaft.overview import ActorRate, Failure, Overview, ProcessInfo, ProcessRate, Rates
 
 # What one page can show; the numbers of all are beside it.
 MAX_ACTORS: Final = 1000
-MAX_FLOWS: Final = 300
+MAX_PROCESSES: Final = 1000
 MAX_FAILURES: Final = 50
 _MAX_ERROR: Final = 500
 
 _NO_RATES: Final = Rates(0.0, {}, {}, {})
 _STILL: Final = ActorRate(0.0, 0.0)
 _IDLE: Final = ProcessRate(0.0, 0.0, 0.0)
-_SILENT: Final = FlowRate(0.0, 0.0, 0.0)
-# What wants attention comes first.
-_URGENCY: Final = {"dead": 0, "restarting": 1, "silent": 2, "busy": 3, "idle": 4}
 
 
 def frame_of(now: Overview, earlier: Overview | None) -> Plain:
     """One frame. Without an earlier overview, all rates are 0."""
     rates = _NO_RATES if earlier is None else now.rates(earlier)
-    actors = sorted(now.actors, key=lambda actor: _URGENCY[actor.state])[:MAX_ACTORS]
+    actors = sorted(now.actors, key=lambda actor: URGENCY.index(actor.state))[:MAX_ACTORS]
     return {
         "taken": now.taken,
         "seconds": rates.seconds,
@@ -38,9 +33,9 @@ def frame_of(now: Overview, earlier: Overview | None) -> Plain:
             {"name": node.name, "state": node.state, "total": dict(node.total), "free": dict(node.free)}
             for node in now.nodes
         ],
-        "processes": [_process(one, rates.processes.get(one.id, _IDLE)) for one in now.processes],
+        "processes": [_process(one, rates.processes.get(one.id, _IDLE)) for one in _processes(now)],
         "actors": [_actor(one, rates.actors.get(one.name, _STILL)) for one in actors],
-        "flows": _flows(now, rates)[:MAX_FLOWS],
+        "graph": graph_of(now, rates),
         "stored": [
             {
                 "label": one.label,
@@ -56,9 +51,15 @@ def frame_of(now: Overview, earlier: Overview | None) -> Plain:
     }
 
 
+def _processes(now: Overview) -> list[ProcessInfo]:
+    """The processes; of too many, those that do not answer, and the first ones."""
+    return sorted(now.processes, key=lambda process: process.answered)[:MAX_PROCESSES]
+
+
 def _totals(now: Overview, rates: Rates) -> Plain:
     return {
         "actors": len(now.actors),
+        "processes": len(now.processes),
         "busy": sum(actor.state == "busy" for actor in now.actors),
         "unwell": sum(actor.state in {"dead", "restarting", "silent"} for actor in now.actors),
         "queued": sum(actor.queued for actor in now.actors),
@@ -118,23 +119,6 @@ def _actor(actor: ActorInfo, rate: ActorRate) -> Plain:
         "restarts": actor.restarts,
         "error": None if error is None else f"{type(error).__name__}: {message_of(error, _MAX_ERROR)}",
     }
-
-
-def _flows(now: Overview, rates: Rates) -> list[Plain]:
-    """What programs send, the most bytes first; not what the runtime sends for itself."""
-    found: list[Plain] = []
-    for flow in now.flows:
-        if flow.calls or flow.payload_bytes:
-            rate = rates.flows.get((flow.source, flow.target), _SILENT)
-            found.append({
-                "source": flow.source,
-                "target": flow.target,
-                "calls": rate.calls,
-                "bytes": rate.bytes,
-                "allCalls": flow.calls,
-                "allBytes": flow.bytes,
-            })
-    return sorted(found, key=lambda one: (one["bytes"], one["allBytes"]), reverse=True)
 
 
 def _failure(failure: Failure) -> Plain:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -38,8 +39,7 @@ def make_site(feed: Feed) -> Starlette:
     """See `app`."""
 
     async def events(request: Request) -> StreamingResponse:  # noqa: RUF029 - Starlette runs others in threads
-        seen = request.headers.get("last-event-id", "0")
-        looks = _looks(feed, int(seen) if seen.isdecimal() else 0)
+        looks = _looks(feed, _Place.read(request.headers.get("last-event-id", "")))
         return StreamingResponse(looks, media_type="text/event-stream")
 
     return Starlette(
@@ -51,17 +51,38 @@ def make_site(feed: Feed) -> Starlette:
     )
 
 
-async def _looks(feed: Feed, number: int) -> AsyncGenerator[str]:
+class _Place(NamedTuple):
+    """How far a page has come: the runtime, the number of the last look, and that of the last line of a log."""
+
+    runtime: str = ""
+    look: int = 0
+    line: int = -1
+
+    @classmethod
+    def read(cls, text: str) -> _Place:
+        """What a page says; the beginning if that makes no sense."""
+        found = re.fullmatch(r"(\S+) (\d{1,15}) (-?\d{1,15})", text)
+        return cls() if found is None else cls(found[1], int(found[2]), int(found[3]))
+
+
+async def _looks(feed: Feed, place: _Place) -> AsyncGenerator[str]:
     """Looks, as server-sent events."""
     until = asyncio.get_running_loop().time() + _STREAM
     yield "retry: 100\n\n"
     while asyncio.get_running_loop().time() < until:
         try:
-            number, frame = await feed.newer(number)
+            number, frame = await feed.newer(place.look)
         except RuntimeClosed:
             yield "event: closed\ndata: {}\n\n"
             return
-        yield f"id: {number}\ndata: {json.dumps(frame, separators=(',', ':'))}\n\n"
+        # The numbers of another runtime, which was here before, say nothing.
+        last, lines = feed.lines(place.line if place.runtime == frame["runtime"] else -1)
+        place = _Place(frame["runtime"], number, last)
+        yield f"id: {' '.join(map(str, place))}\ndata: {_json({**frame, 'lines': lines})}\n\n"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 class _Guarded:

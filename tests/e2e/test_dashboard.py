@@ -93,13 +93,36 @@ async def test_it_ends_at_once_with_pages_open_and_raises_what_the_block_raises(
 
 
 async def test_a_stream_goes_on_where_the_last_one_ended(log_only: aiodaft.Runtime) -> None:
-    async with dashboard.serve(log_only, period=0.2) as address:
+    source = await log_only.spawn(Source)
+    await source.say("the first word")
+    async with dashboard.serve(log_only, period=0.1) as address:
         async with looking(address) as frames:
             first = await anext(frames)
-        async with looking(address, **{"last-event-id": "1"}) as frames:
-            assert (await anext(frames))["taken"] > first["taken"]
-        async with looking(address, **{"last-event-id": "nonsense"}) as frames:
-            await anext(frames)
+            said = await until_said(frames, first, "the first word")
+        (printed,) = [line for line in said if line["text"] == "the first word"]
+        (logged,) = [line for line in said if line["text"] == "logged: the first word"]
+        name = (await log_only.info(source)).name
+        assert (printed["actor"], printed["level"], logged["actor"], logged["level"]) == (name, "", name, "WARNING")
+
+        await source.say("the second word")
+        here = first["runtime"]
+        async with looking(address, **{"last-event-id": f"{here} 1 {len(said) - 1}"}) as frames:
+            second = await anext(frames)
+            assert second["taken"] > first["taken"]
+            said = await until_said(frames, second, "the second word")
+        assert "the first word" not in {line["text"] for line in said}
+        # Pages of another program, which was here before, begin again.
+        for place in ("controller-other 1 1", "nonsense"):
+            async with looking(address, **{"last-event-id": place}) as frames:
+                assert "the first word" in {line["text"] for line in (await anext(frames))["lines"]}
+
+
+async def until_said(frames: AsyncIterator[dict[str, Any]], frame: dict[str, Any], text: str) -> list[dict[str, Any]]:
+    """All lines from a frame on, when two of them have this text."""
+    said = list(frame["lines"])
+    while sum(text in line["text"] for line in said) < 2:
+        said += (await anext(frames))["lines"]
+    return said
 
 
 async def test_it_is_part_of_an_app_of_the_user(log_only: aiodaft.Runtime) -> None:

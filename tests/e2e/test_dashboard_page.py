@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from chromium import BINARY, Page
+from dashboard_program import HOSTILE
 
 PROGRAM = Path(__file__).parents[1] / "support" / "dashboard_program.py"
 
@@ -53,10 +54,9 @@ def filter_actors(page: Page, wanted: str) -> None:
 
 
 def test_the_page_shows_what_the_program_does(page: Page, program: tuple[subprocess.Popen[str], str]) -> None:
-    page.wait("document.querySelectorAll('#actors tbody tr').length === 4")
     # What wants attention is first.
-    states = [row.split()[0] for row in page.texts("#actors tbody tr")]
-    assert states[0] == "silent"
+    page.wait("document.querySelector('#actors tbody tr .state')?.dataset.state === 'silent'")
+    assert len(page.texts("#actors tbody tr")) == 4
     assert "silent for" in " ".join(page.texts("#processes tbody tr"))
     assert any("as the-source" in row for row in page.texts("#actors tbody tr"))
     page.wait("document.querySelectorAll('#flow .edge:not(.idle)').length >= 3")
@@ -72,6 +72,8 @@ def test_the_page_shows_what_the_program_does(page: Page, program: tuple[subproc
     # Texts of the program are texts.
     assert any(one.startswith("ValueError: <img src=x onerror=") for one in failures)
     assert page.run("window.hacked === undefined && !document.querySelector('main img, main script')")
+
+    assert any(HOSTILE in line for line in page.texts("#logs .line"))
 
     filter_actors(page, "middle")
     assert [row.split()[1] for row in page.texts("#actors tbody tr")] == ["Middle-1"]

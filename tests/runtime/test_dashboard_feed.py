@@ -49,7 +49,7 @@ def test_a_frame_has_what_happened_since_the_last_one() -> None:
     assert (frame["totals"]["calls"], frame["totals"]["bytes"], frame["totals"]["cpu"]) == (10, 1500, 0.125)
     assert (frame["actors"][0]["calls"], frame["actors"][0]["state"], frame["seconds"]) == (10, "idle", 2)
     # What is no call, and no large value, the runtime has sent for itself.
-    assert [(flow["source"], flow["bytes"]) for flow in frame["flows"]] == [(HERE, 1000)]
+    assert [(edge["source"], edge["bytes"]) for edge in frame["graph"]["edges"]] == [(HERE, 1000)]
     assert frame_of(overview(12.0, done=30), None)["totals"]["calls"] == 0
 
 

@@ -18,10 +18,13 @@ HOSTILE = "<img src=x onerror='window.hacked = 1'><script>window.hacked = 1</scr
 
 async def main() -> None:
     async with aiodaft.Runtime(unhandled="log", preload=()) as rt, dashboard.serve(rt, period=0.1) as address:
+        # Before actors print.
+        print(address, flush=True)
         hostile = await rt.spawn(type(HOSTILE, (Source,), {}))
         source = await rt.on(name="the-source").spawn(Source)
         middle = await rt.spawn(Middle, source)
         stopped = await rt.spawn(Source)
+        await source.say(HOSTILE)
         large = source.make(4 << 20)
         await hostile.take(large)
         for actor in (hostile, source):
@@ -31,7 +34,6 @@ async def main() -> None:
             await middle.wrap("bad")
         pid = (await rt.info(stopped)).pid
         os.kill(pid, signal.SIGSTOP)
-        print(address, flush=True)
 
         async def work() -> None:
             while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from typing import Any
@@ -20,6 +21,11 @@ class Source(Actor):
     @method
     async def fail(self, text: str) -> None:
         raise ValueError(text)
+
+    @method
+    async def say(self, text: str) -> None:
+        print(text)
+        logging.getLogger("overseen").warning("logged: %s", text)
 
     @method
     async def die(self) -> None:

@@ -96,6 +96,17 @@ class Recent:
             for follower in self._followers:
                 follower.add(said)
 
+    def after(self, number: int, most: int) -> list[tuple[int, Said]]:
+        """The last entries that came after the one with a number, with their numbers; -1 is before all."""
+        found: list[tuple[int, Said]] = []
+        with self._lock:
+            for kept in reversed(self._kept.values()):
+                if kept[-1][0] <= number:
+                    # Neither have the others written since.
+                    break
+                found += [entry for entry in kept if entry[0] > number]
+        return sorted(found, key=itemgetter(0))[-most:]
+
     def follow(self, on_news: Callable[[], object]) -> tuple[list[Said], Follower]:
         """What is kept, in the order in which it came, and what gets all that comes, until `leave`.
 

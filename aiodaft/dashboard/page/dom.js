@@ -46,9 +46,10 @@ export function keyed(parent, items, keyOf, make, update) {
     if (next.has(key)) continue;
     const element = known.get(key) ?? make(item);
     next.set(key, element);
-    update(element, item);
     if (element === place) place = place.nextSibling;
     else parent.insertBefore(element, place);
+    // Now that it has a size.
+    update(element, item);
   }
   for (const [key, element] of known) {
     if (!next.has(key)) element.remove();

@@ -4,68 +4,21 @@ import { empty, keyed, set, svg, text } from "./dom.js";
 import { bytes, bytesRate, count, rate } from "./format.js";
 
 const BOX = { width: 164, height: 46 };
-// The least room between boxes: along the lines, and across them.
-const GAP = { along: 64, across: 24 };
+// The least room between boxes: for lines to the right, for lines down, and across the lines.
+const GAP = { right: 104, down: 62, across: 24 };
 const MARGIN = 14;
 // How far the lines there and back are from the middle.
 const APART = 6;
-// More boxes are joined by group; of what is left, the busiest are shown.
-const MANY = 14;
-const MOST = 40;
 // Edges that get a label.
 const LABELS = 20;
 // Where on its line a label may be.
 const SPOTS = [0.5, 0.35, 0.65, 0.25, 0.75];
-const MEMBER = /^(.+)\[\d+\]$/;
 
 const byName = new Intl.Collator("en", { numeric: true }).compare;
 
-/** What is shown as one box: processes, joined by group if there are many, and the edges between them. */
-export function boxesOf(processes, actors, flows) {
-  const used = new Set(flows.flatMap((flow) => [flow.source, flow.target]));
-  const shown = processes.filter((one) => one.role === "worker" || used.has(one.id));
-  const byProcess = Map.groupBy(actors, (actor) => actor.process);
-  const boxes = new Map();
-  const boxOf = new Map();
-  for (const process of shown) {
-    const own = byProcess.get(process.id) ?? [];
-    const group = shown.length > MANY && own.length === 1 ? own[0].name.match(MEMBER)?.[1] : null;
-    const key = group ? `group ${group}` : process.id;
-    const box = boxes.get(key) ?? { key, title: group ?? titleOf(process, own), root: process.role === "controller",
-      processes: 0, calls: 0, queued: 0, states: new Set(), traffic: 0 };
-    box.processes += 1;
-    for (const actor of own) {
-      box.calls += actor.calls;
-      box.queued += actor.queued;
-      box.states.add(actor.state);
-    }
-    if (!process.answered) box.states.add("silent");
-    box.traffic += process.sent + process.received;
-    boxes.set(key, box);
-    boxOf.set(process.id, key);
-  }
-  const kept = [...boxes.values()].sort((a, b) => b.root - a.root || b.traffic - a.traffic || byName(a.title, b.title)).slice(0, MOST);
-  const keys = new Set(kept.map((box) => box.key));
-  const edges = new Map();
-  for (const flow of flows) {
-    const [source, target] = [boxOf.get(flow.source), boxOf.get(flow.target)];
-    if (source === target || !keys.has(source) || !keys.has(target)) continue;
-    const key = `${source} ${target}`;
-    const edge = edges.get(key) ?? { key, source, target, calls: 0, bytes: 0, allCalls: 0, allBytes: 0 };
-    for (const name of ["calls", "bytes", "allCalls", "allBytes"]) edge[name] += flow[name];
-    edges.set(key, edge);
-  }
-  return { boxes: kept, edges: [...edges.values()], hidden: boxes.size - kept.length };
-}
-
-function titleOf(process, actors) {
-  if (actors.length > 1) return `${actors[0].name} +${actors.length - 1}`;
-  return actors[0]?.name ?? (process.role === "controller" ? "controller" : process.title);
-}
-
 /** The columns: what sends is left of what receives, as far as that is possible; the program is first. */
 export function columnsOf(boxes, edges) {
-  const roots = new Set(boxes.filter((box) => box.root).map((box) => box.key));
+  const roots = new Set(boxes.filter((box) => box.program).map((box) => box.key));
   const called = new Set(edges.filter((edge) => edge.allCalls).map((edge) => edge.key));
   const next = new Map(boxes.map((box) => [box.key, []]));
   for (const { source, target, key } of edges) {
@@ -120,7 +73,7 @@ function circlesOf(next) {
 
 /** Where the boxes are: from left to right, or from top to bottom where there is little room. */
 export function layout(columns, width) {
-  const upright = width < columns.length * (BOX.width + GAP.along) - GAP.along + 2 * MARGIN;
+  const upright = width < columns.length * (BOX.width + GAP.right) - GAP.right + 2 * MARGIN;
   const places = new Map();
   if (upright) {
     const perRow = Math.max(1, Math.floor((width - 2 * MARGIN + GAP.across) / (BOX.width + GAP.across)));
@@ -133,12 +86,12 @@ export function layout(columns, width) {
           places.set(box.key, { x: (width - used) / 2 + index * (BOX.width + GAP.across), y }));
         y += BOX.height + GAP.across;
       }
-      y += GAP.along - GAP.across;
+      y += GAP.down - GAP.across;
     }
-    return { places, height: y - GAP.along + MARGIN, upright };
+    return { places, height: y - GAP.down + MARGIN, upright };
   }
   // Long columns are broken into several, if there is room for these.
-  const room = Math.floor((width - 2 * MARGIN + GAP.along) / (BOX.width + GAP.along));
+  const room = Math.floor((width - 2 * MARGIN + GAP.right) / (BOX.width + GAP.right));
   let deepest = Math.max(...columns.map((column) => column.length));
   while (deepest > 6 && columns.reduce((sum, column) => sum + Math.ceil(column.length / (deepest - 1)), 0) <= room) deepest -= 1;
   const slices = columns.flatMap((column) => {
@@ -185,7 +138,6 @@ function fit(element, title, ending = "") {
   const wide = element.getComputedTextLength();
   if (wide > room) element.textContent = `${title.slice(0, Math.floor((title.length + ending.length) * room / wide) - ending.length - 1)}…${ending}`;
 }
-const STATES = ["dead", "restarting", "silent", "busy", "idle"];
 
 /** The graph in its panel. */
 export class Flow {
@@ -205,9 +157,10 @@ export class Flow {
   }
 
   show(frame) {
-    this.graph = boxesOf(frame.processes, frame.actors, frame.flows);
+    this.graph = frame.graph;
     const smooth = new Map();
     for (const edge of this.graph.edges) {
+      edge.key = `${edge.source} ${edge.target}`;
       const before = this.smooth.get(edge.key) ?? edge.bytes;
       edge.bytes = edge.bytes + before < 1 ? 0 : (edge.bytes + before) / 2;
       smooth.set(edge.key, edge.bytes);
@@ -220,7 +173,7 @@ export class Flow {
     const width = this.parent.clientWidth;
     if (!this.graph || !width) return;
     const { boxes, edges, hidden } = this.graph;
-    const alone = boxes.every((box) => box.root);
+    const alone = boxes.every((box) => box.program);
     empty(this.parent, alone, "No actors yet", "Each process gets a box here, with lines for what it sends.");
     this.drawing.style.display = alone ? "none" : "";
     if (alone) return;
@@ -279,13 +232,13 @@ export class Flow {
       (element, box) => {
         const { x, y } = places.get(box.key);
         const [title, , , name, what] = element.children;
-        const state = STATES.find((one) => box.states.has(one)) ?? (box.root ? "root" : "idle");
+        const state = box.program ? "program" : box.state;
         set(element, { transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})`, "data-state": state });
         const several = box.processes > 1 ? ` ×${box.processes}` : "";
         text(title, box.title + several);
         fit(name, box.title, several);
         const queued = box.queued ? ` · ${count(box.queued)} queued` : "";
-        fit(what, box.root ? "your program" : `${["busy", "idle"].includes(state) ? `${rate(box.calls)} calls/s` : state}${queued}`);
+        fit(what, box.program ? "your program" : `${["busy", "idle"].includes(state) ? `${rate(box.calls)} calls/s` : state}${queued}`);
       });
   }
 }

@@ -4,6 +4,7 @@ import { Chart } from "./chart.js";
 import { set, text } from "./dom.js";
 import { Flow } from "./flow.js";
 import { bytesRate, rate } from "./format.js";
+import { Logs } from "./logs.js";
 import { Actors, Processes, showFailures, showMemory, showTiles } from "./panels.js";
 
 // Seconds without a look after which the page says so.
@@ -15,6 +16,7 @@ const calls = new Chart(at("calls"), [{ name: "calls/s", color: "--series-1" }, 
 const transfers = new Chart(at("transfers"), [{ name: "large values", color: "--series-2" }, { name: "messages", color: "--series-3" }], bytesRate, 1000);
 const flow = new Flow(at("flow"));
 const actors = new Actors(at("actors"), at("actors-filter"), at("actors-count"));
+const logs = new Logs(at("logs"), at("logs-filter"), at("logs-count"));
 const processes = new Processes(at("processes"), at("nodes"));
 
 let stream = null;
@@ -37,6 +39,7 @@ function show(frame) {
   processes.show(frame);
   showMemory(at("memory"), frame);
   showFailures(at("failures"), frame);
+  logs.show(frame);
 }
 
 function tell() {
@@ -53,8 +56,11 @@ function listen() {
   stream = new EventSource("events");
   stream.onmessage = (event) => {
     heard = performance.now();
-    newest = JSON.parse(event.data);
-    show(newest);
+    const frame = JSON.parse(event.data);
+    // The program was started again: nothing of the last one is to be left.
+    if (newest !== null && frame.runtime !== newest.runtime) location.reload();
+    newest = frame;
+    show(frame);
     tell();
   };
   stream.addEventListener("closed", () => {

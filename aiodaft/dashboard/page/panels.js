@@ -5,7 +5,7 @@ import { empty, h, keyed, set, text } from "./dom.js";
 import { ago, bytes, bytesRate, clock, count, rate, span } from "./format.js";
 
 // Rows of a table: more take long to draw.
-const ROWS = 200;
+const ROWS = 100;
 
 const byName = new Intl.Collator("en", { numeric: true }).compare;
 
@@ -55,11 +55,12 @@ class Table {
 
   sort(index) {
     this.sorted = { index, down: this.sorted?.index === index ? !this.sorted.down : this.columns[index].align === "right" };
-    this.show(this.rows, this.keyOf);
+    this.show(this.rows, this.keyOf, this.total);
   }
 
-  show(rows, keyOf) {
-    Object.assign(this, { rows, keyOf });
+  /** Show rows; `total` counts those that did not come, too. */
+  show(rows, keyOf, total) {
+    Object.assign(this, { rows, keyOf, total });
     const { sorted, columns } = this;
     this.heads.forEach((head, index) =>
       set(head, { "aria-sort": sorted?.index === index ? (sorted.down ? "descending" : "ascending") : null }));
@@ -72,7 +73,7 @@ class Table {
     keyed(this.body, shown.slice(0, ROWS), keyOf,
       () => h("tr", {}, columns.map((column) => h("td", { class: column.align }))),
       (row, item) => columns.forEach((column, index) => column.cell(row.children[index], item, row)));
-    text(this.more, shown.length > ROWS ? `${count(shown.length - ROWS)} more` : "");
+    text(this.more, total > ROWS ? `${count(total - ROWS)} more` : "");
     this.table.hidden = !rows.length;
   }
 }
@@ -152,7 +153,7 @@ export class Actors {
       .toSorted((a, b) => isWell(a) - isWell(b) || byName(a.name, b.name))
       .map((actor) => ({ ...actor, frame: this.frame.taken }));
     text(this.total, wanted ? `${count(shown.length)} of ${count(totals.actors)}` : count(totals.actors));
-    this.table.show(shown, (actor) => `${actor.process} ${actor.name}`);
+    this.table.show(shown, (actor) => `${actor.process} ${actor.name}`, wanted ? shown.length : totals.actors);
     empty(this.parent, !shown.length, wanted ? "No such actor" : "No actors yet", wanted ? "Clear the filter to see all." : "They appear as soon as the program spawns some.");
   }
 }
@@ -183,7 +184,7 @@ export class Processes {
 
   show(frame) {
     const order = (a, b) => ROLES.indexOf(a.role) - ROLES.indexOf(b.role) || byName(a.title, b.title);
-    this.table.show(frame.processes.toSorted(order), (process) => process.id);
+    this.table.show(frame.processes.toSorted(order), (process) => process.id, frame.totals.processes);
     const free = (node) => Object.entries(node.total).filter(([, total]) => total)
       .map(([name, total]) => `${count(node.free[name] ?? 0)} of ${count(total)} ${WORDS[name] ?? name} free`).join(", ");
     const [first, ...others] = frame.nodes;

@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from aiodaft._protocol.coordination.records import Member, NamedActor
 from aiodaft._protocol.diagnostics.failures import Failure, by_cause
-from aiodaft._protocol.ids import PeerId, is_node, is_worker, node_of
+from aiodaft._protocol.ids import PeerId, is_node, is_worker
 from aiodaft._protocol.node.liveness import LastHeartbeat
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.diagnostics.process_stack import answer_to
@@ -48,7 +48,7 @@ async def look_over(owner: Owner, patience: float) -> Overview:
     survey = _Survey(owner, patience)
     taken, clock = time.time(), owner.process.env.monotonic()
     names, nodes = await asyncio.gather(survey.names(), survey.nodes())
-    seen = sorted(survey.seen.values(), key=lambda one: (_ROLES.index(_role(one.process.id)), one.process.id))
+    seen = sorted(survey.seen, key=lambda one: _order(one, owner.nodes.name_of(one.process.id)))
     views = [one.view for one in seen if one.view is not None]
     stored = chain.from_iterable(view.stored for view in views)
     failures = chain.from_iterable(_dated(view, taken) for view in views)
@@ -66,12 +66,20 @@ async def look_over(owner: Owner, patience: float) -> Overview:
 
 
 class _Survey:
-    """The questions of one look, and the answers of the processes."""
+    """The questions of one look, and the answers."""
 
     def __init__(self, owner: Owner, patience: float) -> None:
         self._owner = owner
         self._until = owner.process.env.monotonic() + patience
-        self.seen: dict[PeerId, Seen] = {}
+        own = owner.process.part(Viewer).look()
+        # What processes have told, None if they have not answered in time; and what nodes know of theirs.
+        self._views: dict[PeerId, ProcessView | None] = {own.id: own}
+        self._known: dict[PeerId, WorkerProcess] = {}
+
+    @property
+    def seen(self) -> list[Seen]:
+        """The processes, without those that have ended."""
+        return [Seen(self._known.get(peer) or _unknown(peer, view), view) for peer, view in self._views.items()]
 
     @property
     def _left(self) -> float:
@@ -84,51 +92,55 @@ class _Survey:
         return ()
 
     async def nodes(self) -> tuple[NodeInfo, ...]:
-        """The nodes, by name; looks at their processes as well."""
-        own = self._owner.process.part(Viewer).look()
-        self.seen[own.id] = Seen(_without_node(own), own)
+        """The nodes, by name; looks at all processes as well."""
         members = self._owner.nodes.members()
-        infos, _ = await asyncio.gather(
-            asyncio.gather(*(look_at_node(self._owner, member, self._left) for member in members)),
-            asyncio.gather(*map(self._look_at_processes_of, members)),
-        )
-        return tuple(info for info in infos if info is not None)
+        # The workers to which this process is connected may answer also if their nodes do not.
+        near = [peer for peer, there in self._owner.connections.items() if there.is_up and is_worker(peer)]
+        asked = {self._owner.process.id}
+        async with asyncio.TaskGroup() as group:
+            infos = [group.create_task(look_at_node(self._owner, member, self._left)) for member in members]
+            for peer in (*near, *(member.peer for member in members)):
+                self._ask(group, asked, peer)
+            for member in members:
+                group.create_task(self._ask_workers_of(group, asked, member))
+        return tuple(info for task in infos if (info := task.result()) is not None)
 
-    async def _look_at_processes_of(self, member: Member) -> None:
-        try:
-            told = await answer_to(self._owner.nodes.named(member.name).processes(), self._left)
-        except (DaftError, TimeoutError):
-            # The processes there that this one calls may answer all the same.
-            peers = [peer for peer, there in self._owner.connections.items() if there.is_up and is_worker(peer)]
-            told = tuple(_unknown(peer) for peer in peers if node_of(peer) == member.name)
-        await asyncio.gather(*map(self._look_at, (_unknown(member.peer), *told)))
+    async def _ask_workers_of(self, group: asyncio.TaskGroup, asked: set[PeerId], member: Member) -> None:
+        with suppress(DaftError, TimeoutError):
+            for process in await answer_to(self._owner.nodes.named(member.name).processes(), self._left):
+                self._known[process.id] = process
+                self._ask(group, asked, process.id)
 
-    async def _look_at(self, process: WorkerProcess) -> None:
-        if process.id == self._owner.process.id:
-            return
-        try:
-            view = await answer_to(self._owner.agent_of(process.id).look(), self._left)
-        except TimeoutError:
-            self.seen[process.id] = Seen(process, None)
-        except DaftError:
-            # It has ended.
-            return
-        else:
-            self.seen[process.id] = Seen(process if process.pid else _without_node(view), view)
+    def _ask(self, group: asyncio.TaskGroup, asked: set[PeerId], peer: PeerId) -> None:
+        """Ask a process, once."""
+        if peer not in asked:
+            asked.add(peer)
+            group.create_task(self._look_at(peer))
 
-
-def _unknown(peer: PeerId) -> WorkerProcess:
-    """A process of which no node has told anything."""
-    return WorkerProcess(peer, 0, PeerId(""), (), (), LastHeartbeat())
+    async def _look_at(self, peer: PeerId) -> None:
+        # One that has ended is left out.
+        with suppress(DaftError):
+            try:
+                self._views[peer] = await answer_to(self._owner.agent_of(peer).look(), self._left)
+            except TimeoutError:
+                self._views[peer] = None
 
 
-def _without_node(view: ProcessView) -> WorkerProcess:
-    """The same, from what it says itself."""
-    return _unknown(view.id)._replace(pid=view.pid, owner=view.owner)
+def _unknown(peer: PeerId, view: ProcessView | None) -> WorkerProcess:
+    """A process of which no node has told anything, with what it says itself."""
+    pid, owner = (0, PeerId("")) if view is None else (view.pid, view.owner)
+    return WorkerProcess(peer, pid, owner, (), (), LastHeartbeat())
 
 
 def _role(peer: PeerId) -> Role:
     return "worker" if is_worker(peer) else "node" if is_node(peer) else "controller"
+
+
+def _order(seen: Seen, node: str) -> tuple[object, ...]:
+    """Processes are in the order of their roles, nodes and actors."""
+    process, view = seen
+    actors = process.actors if view is None else tuple(actor.name for actor in view.actors)
+    return _ROLES.index(_role(process.id)), node, actors, process.id
 
 
 def _dated(view: ProcessView, taken: float) -> Iterator[Failure]:

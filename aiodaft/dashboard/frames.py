@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from aiodaft.causes import message_of
-from aiodaft.dashboard.graph import URGENCY, Plain, graph_of
+from aiodaft.dashboard.graph import Plain, graph_of
 from aiodaft.info import ActorInfo
 from aiodaft.overview import ActorRate, Failure, Overview, ProcessInfo, ProcessRate, Rates
 
@@ -14,6 +14,7 @@ MAX_ACTORS: Final = 1000
 MAX_PROCESSES: Final = 1000
 MAX_FAILURES: Final = 50
 _MAX_ERROR: Final = 500
+_WELL: Final = ("busy", "idle")
 
 _NO_RATES: Final = Rates(0.0, {}, {}, {})
 _STILL: Final = ActorRate(0.0, 0.0)
@@ -23,7 +24,8 @@ _IDLE: Final = ProcessRate(0.0, 0.0, 0.0)
 def frame_of(now: Overview, earlier: Overview | None) -> Plain:
     """One frame. Without an earlier overview, all rates are 0."""
     rates = _NO_RATES if earlier is None else now.rates(earlier)
-    actors = sorted(now.actors, key=lambda actor: URGENCY.index(actor.state))[:MAX_ACTORS]
+    # Of too many, those that want attention, and the first ones.
+    actors = sorted(now.actors, key=lambda actor: actor.state in _WELL)[:MAX_ACTORS]
     return {
         "taken": now.taken,
         "seconds": rates.seconds,
@@ -61,7 +63,7 @@ def _totals(now: Overview, rates: Rates) -> Plain:
         "actors": len(now.actors),
         "processes": len(now.processes),
         "busy": sum(actor.state == "busy" for actor in now.actors),
-        "unwell": sum(actor.state in {"dead", "restarting", "silent"} for actor in now.actors),
+        "unwell": sum(actor.state not in _WELL for actor in now.actors),
         "queued": sum(actor.queued for actor in now.actors),
         "calls": rates.calls,
         "failed": sum(rate.failed for rate in rates.actors.values()),

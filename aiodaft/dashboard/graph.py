@@ -17,7 +17,7 @@ Plain: TypeAlias = dict[str, Any]
 _MANY: Final = 14
 _MOST: Final = 40
 # What wants attention comes first.
-URGENCY: Final = ("dead", "restarting", "silent", "busy", "idle")
+_URGENCY: Final = ("dead", "restarting", "silent", "busy", "idle")
 
 _SILENT: Final = FlowRate(0.0, 0.0, 0.0)
 
@@ -43,7 +43,7 @@ class _Box:
             "processes": self.processes,
             "calls": self.calls,
             "queued": self.queued,
-            "state": min(self.states, key=URGENCY.index, default="idle"),
+            "state": min(self.states, key=_URGENCY.index, default="idle"),
         }
 
 

@@ -102,6 +102,33 @@ async def test_a_trace_has_the_programs_actors_on_all_nodes_and_no_others(
     assert trace.left_out == {}
 
 
+async def test_an_overview_shows_all_nodes_and_what_goes_between_them(rt: aiodaft.Runtime, cluster: Cluster) -> None:
+    first, second = await rt.on(node="n1").spawn(Traveller), await rt.on(node="n2", name="second").spawn(Traveller)
+    assert await second.ask(first, 4) == 5
+    infos = [await rt.info(actor) for actor in (first, second)]
+    overview = await rt.overview()
+    assert [(node.name, node.state) for node in overview.nodes] == [("n1", "ready"), ("n2", "ready")]
+    assert [(process.role, process.node) for process in overview.processes if process.role != "worker"] == [
+        ("controller", infos[0].node), ("node", "n1"), ("node", "n2"),
+    ]  # fmt: skip
+    actors = {actor.name: actor for actor in overview.actors if actor.name in {info.name for info in infos}}
+    assert [(actors[info.name].pid, actors[info.name].node) for info in infos] == [(one.pid, one.node) for one in infos]
+    assert actors[infos[1].name].names == ("second",)
+    (between,) = [flow for flow in overview.flows if (flow.source, flow.target) == (infos[1].process, infos[0].process)]
+    assert between.calls == 1
+
+    stopped = node_of("n2", cluster).process
+    stopped.send_signal(signal.SIGSTOP)
+    try:
+        overview = await rt.overview(patience=0.5)
+    finally:
+        stopped.send_signal(signal.SIGCONT)
+    assert [node.state for node in overview.nodes] == ["ready", "silent"]
+    assert [(process.role, process.node) for process in overview.silent] == [("node", "n2")]
+    # Its processes answer all the same.
+    assert {info.name for info in infos} <= {actor.name for actor in overview.actors if actor.state == "idle"}
+
+
 async def test_graphs_streams_channels_and_groups_reach_over_nodes(rt: aiodaft.Runtime) -> None:
     first, second = await rt.on(node="n1").spawn(Traveller), await rt.on(node="n2").spawn(Traveller)
     async with aiodaft.compile(lambda x: second.increment(first.increment(second.increment(x)))) as graph:

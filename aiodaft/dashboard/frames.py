@@ -23,6 +23,7 @@ _IDLE: Final = ProcessRate(0.0, 0.0, 0.0)
 
 def frame_of(now: Overview, earlier: Overview | None) -> Plain:
     """One frame. Without an earlier overview, all rates are 0."""
+    titles = {process.id: process.title for process in now.processes}
     rates = _NO_RATES if earlier is None else now.rates(earlier)
     # Of too many, those that want attention, and the first ones.
     actors = sorted(now.actors, key=lambda actor: actor.state in _WELL)[:MAX_ACTORS]
@@ -41,8 +42,8 @@ def frame_of(now: Overview, earlier: Overview | None) -> Plain:
         "stored": [
             {
                 "label": one.label,
-                "process": now.title(one.process),
-                "owner": now.title(one.owner),
+                "process": titles.get(one.process, one.process),
+                "owner": titles.get(one.owner, one.owner),
                 "bytes": one.nbytes,
                 "device": one.on_device,
                 "readers": one.readers,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 _MARK: Final = b"\x1e"
 # PIPE_BUF on Linux, and the room for the header.
@@ -85,4 +85,4 @@ class Sieve:
             record = json.loads(b"".join(parts))
         except ValueError:
             return None
-        return record if isinstance(record, dict) else None
+        return cast("Record", record) if isinstance(record, dict) else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast
@@ -20,6 +20,7 @@ from aiodaft._protocol.coordination.records import check_prefix
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.controller import Controller, ControllerOptions
+from aiodaft._runtime.diagnostics.telemetry import packed_setup
 from aiodaft._runtime.node.local_node import Machine
 from aiodaft._runtime.node.pid_namespace import prefix_of
 from aiodaft._runtime.node.shipped_code import ShippedCode
@@ -98,6 +99,8 @@ class Runtime(Scope):
             then plain data, arrays, tensors, refs, handles, and dataclasses, named tuples, enums and exceptions of
             classes that every process can import. A process has runtimes of one codec at a time.
         logs: What becomes of the output and the log records of actors, or just a folder for a file per actor.
+        telemetry: Makes calls spans of OpenTelemetry: a function that sets up a tracer provider, or where it is, such
+            as "package.module:function". It is called here and in each process of actors, unless that has one.
         env: Clock, randomness and ids, for simulations.
 
     Raises:
@@ -128,6 +131,7 @@ class Runtime(Scope):
         unhandled: Literal["raise", "log"] = "raise",
         codec: Literal["pickle", "msgpack"] = "pickle",
         logs: Logs | str | os.PathLike[str] | None = None,
+        telemetry: Callable[[], object] | str | None = None,
         env: Env | None = None,
     ) -> None:
         _check_options(max_pending, stop_grace, cancel_grace, unhandled)
@@ -151,6 +155,7 @@ class Runtime(Scope):
                 codec,
                 stop_grace,
                 astuple(patience or Patience()),
+                telemetry=packed_setup(telemetry, codec),
             ),
             node=NodeOptions(
                 sys.platform == "linux" if fork is None else fork,

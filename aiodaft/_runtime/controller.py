@@ -22,6 +22,7 @@ from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.attach import Answers, Visits
 from aiodaft._runtime.diagnostics.loop_watch import LoopWatch
 from aiodaft._runtime.diagnostics.native_dump import offer_dump, withdraw_dump
+from aiodaft._runtime.diagnostics.telemetry import begin_telemetry
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.levels import LevelWatch
 from aiodaft._runtime.logs.recent import Recent
@@ -150,6 +151,8 @@ class Controller(Owner):
             self.site = Attachment(peer, self.nodes, self.contact, cluster, ConsoleThread(process, console))
             self.site.on_back = self._node_back
             self.directory.on_shown = self.site.console.show
+        if options.process.telemetry:
+            begin_telemetry(options.process.telemetry, peer.caller, peer.host, peer.inbound, peer.graphs)
         peer.objects.on_unheld = root.fail
         peer.on_forked = self._stay_behind
         opened(process, peer.stay_behind)

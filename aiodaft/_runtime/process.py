@@ -52,6 +52,7 @@ class ProcessOptions(NamedTuple):
         stop_grace: Seconds that calls under way get when their actor is stopped.
         patience: The limits of the `Patience` with its actors.
         program: The controller on another machine that shows what this process prints and logs; "": its node does.
+        telemetry: What sets up OpenTelemetry in a process; b"" for none. See `begin_telemetry`.
     """
 
     id: PeerId
@@ -68,6 +69,7 @@ class ProcessOptions(NamedTuple):
     stop_grace: float = 5.0
     patience: Sequence[float | None] = astuple(Patience())
     program: PeerId = PeerId("")
+    telemetry: bytes = b""
 
 
 class Process:
@@ -75,7 +77,7 @@ class Process:
 
     # Why the process is closed; None while it is open.
     closed: str | None = None
-    # While a trace is recorded.
+    # While a trace is recorded, or telemetry is on.
     recorder: Recorder | None = None
 
     def __init__(self, options: ProcessOptions, key: Key, env: Env) -> None:

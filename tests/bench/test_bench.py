@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from clusters import cluster_of
 
-from aiodaft.bench import collectives, dispatch, refs, reshard, scale, tracing, workflows
+from aiodaft.bench import collectives, dispatch, refs, reshard, scale, telemetry, tracing, workflows
 from aiodaft.bench.compare import comparison
 from aiodaft.bench.floors import Copy, open_echo, run_python
 from aiodaft.bench.results import Bench, Result, as_json, in_turns, table
@@ -43,6 +43,14 @@ async def test_calls_after_and_in_a_trace_are_compared_with_those_of_a_runtime_w
     await tracing.run(bench)
     assert [result.budget for result in bench.results] == ["<= 1.1", "<= 1.1", ">= 0.9", "", "", ""]
     assert all(result.value > 0 and result.floor_name == "never traced" for result in bench.results)
+
+
+@pytest.mark.timeout(120)
+async def test_calls_in_a_trace_context_and_with_spans_are_compared_with_those_without() -> None:
+    bench = Bench(1)
+    await telemetry.run(bench)
+    assert [result.budget for result in bench.results] == ["<= 1.1", "<= 1.1", ">= 0.9", *[""] * 6]
+    assert all(result.value > 0 for result in bench.results)
 
 
 @pytest.mark.timeout(60)

@@ -79,6 +79,11 @@ class Consumption(Generic[ItemT]):
         self._taken = 0
 
     @property
+    def error(self) -> BaseException | None:
+        """The producer's error, until the consumer has it."""
+        return self._error
+
+    @property
     def is_over(self) -> bool:
         """Whether the producer ended."""
         return self.phase in OVER

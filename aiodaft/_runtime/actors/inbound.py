@@ -31,7 +31,7 @@ class Inbound:
         self._actors = host.actors
         self._process = host.process
         self._store = host.store
-        self._arguments = Arguments(host, transfer)
+        self.arguments = Arguments(host, transfer)
         self._transfer = transfer
         self._refs = refs
         self.local = LocalResponder()
@@ -67,9 +67,9 @@ class Inbound:
         number, actor, name, args, awaited = m.read_apply(message)
         call = self._accept(connection, number, actor, name, WANT_REPLY, args)
         if call is None:
-            self._arguments.refuse(awaited)
+            self.arguments.refuse(awaited)
         else:
-            self._arguments.expect(call, awaited, self._responders[connection.remote].recall)
+            self.arguments.expect(call, awaited, self._responders[connection.remote].recall)
             call.hosted.deliver(call)
 
     def forward_came(self, connection: Connection, message: Message) -> None:
@@ -105,7 +105,7 @@ class Inbound:
             call.hosted.deliver(call)
             # Arguments are fetched from now on, while the actor works on earlier calls.
             args = Delivery(self._store, connection, payload, blobs, refs)
-            self._arguments.fetch(call, args, slots)
+            self.arguments.fetch(call, args, slots)
         else:
             call.received = ReceivedValue(payload, blobs, [], [], connection.definitions.heard)
             call.hosted.deliver(call)
@@ -150,7 +150,7 @@ class Inbound:
         if _contains_ref((call.args, call.kwargs)):
             call.stage = FETCHING
             hosted.deliver(call)
-            self._arguments.resolve(call)
+            self.arguments.resolve(call)
         else:
             hosted.deliver(call)
 

@@ -61,9 +61,11 @@ class Sender(CallSink, Protocol):
 class Caller:
     """The parts of a process that its handles use to make calls."""
 
-    # `Outgoing` sets both. `outgoing` takes the calls of handles; while a graph is captured, it is the recorder.
+    # `Outgoing` sets these. `outgoing` takes the calls of handles; while a graph is captured, it is the recorder, else
+    # `direct`, which telemetry replaces.
     sender: Sender
     outgoing: CallSink
+    direct: CallSink
 
     def __init__(
         self, process: Process, connections: Connections, objects: Objects, actors: Mapping[ActorId, HostedActor]

@@ -50,7 +50,7 @@ class Outgoing:
         self._store = caller.objects.store
         self._refs = caller.objects.refs
         self._inbound = inbound
-        caller.sender = caller.outgoing = self
+        caller.sender = caller.outgoing = caller.direct = self
         # Runs that cannot be sent yet, and the calls and runs that were submitted after them to the same actors.
         self.order: Order[Submitted] = Order()
         # Those calls.

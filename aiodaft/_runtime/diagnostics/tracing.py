@@ -47,6 +47,8 @@ class Tracing:
         self._names: dict[int, str] = {}
         self._strands: WeakKeyDictionary[BoundStrand, BoundStrand] = WeakKeyDictionary()
         self.now = host.process.env.monotonic
+        # While a trace is recorded.
+        self._recorder: Recorder | None = None
         # The process that collects the trace, and the number of the trace there.
         self.session: tuple[PeerId, int] | None = None
         # The processes that this one has told to record, and their first actors.
@@ -62,7 +64,7 @@ class Tracing:
             return False
         self.session, self._limit = (collector, number), limit
         self.told, self.handed_over = {}, []
-        self._process.recorder = Recorder(self.now, limit)
+        self._recorder = self._process.recorder = Recorder(self.now, limit, self._process.recorder)
         for part in self._parts():
             watch(part)
         self._names = {hosted.id: hosted.name for hosted in self._host.actors.values()}
@@ -70,14 +72,15 @@ class Tracing:
 
     def end(self) -> ProcessTrace | None:
         """End the trace; returns what was recorded. Idempotent."""
-        recorder = self._process.recorder
+        recorder = self._recorder
         if recorder is None:
             return None
         for call in self._host.calls():
             self.over(call, self.now(), UNFINISHED)
         for part in self._parts():
             part.__class__ = _PLAIN.get(type(part), type(part))
-        self.session = self._process.recorder = None
+        self.session = self._recorder = None
+        self._process.recorder = recorder.before
         process = self._process
         return ProcessTrace(
             process.id, process.pid, process.options.node, self._names, recorder.events, recorder.dropped
@@ -101,8 +104,8 @@ class Tracing:
 
     def add(self, event: Event) -> None:
         """Keep an event. A call may end after the trace."""
-        if self._process.recorder is not None:
-            self._process.recorder.add(event)
+        if self._recorder is not None:
+            self._recorder.add(event)
 
     def over(self, call: InboundCall, ended: float, outcome: str) -> None:
         """A call has ended, or will never begin."""

@@ -153,7 +153,7 @@ def place_beside(target: Target) -> Place:
         return target
     caller = target.caller
     # While a graph is captured, its recorder takes all calls.
-    if isinstance(target, FollowingTarget) and target.is_down and caller.outgoing is caller.sender:
+    if isinstance(target, FollowingTarget) and target.is_down and caller.outgoing is caller.direct:
         return TargetBeside(target, COLLECTIVES)
     return target.remote
 

@@ -248,19 +248,17 @@ class NodeAgent(NodeContact):
         cpus, gpus = self._resources.share_of(tenant)
         process = self._process
         here = process.options
-        of_runtime = conditions.options or here
-        options = here._replace(
+        # The rest is what the user chose for the whole runtime.
+        options = (conditions.options or here)._replace(
             id=process.env.new_peer_id("worker", node_of(here.id)),
-            owner=here.id if conditions.outlives else tenant.owner,
-            transport=of_runtime.transport,
-            direct=of_runtime.direct,
-            grace=of_runtime.grace,
-            max_pending=of_runtime.max_pending,
-            codec=of_runtime.codec,
-            stop_grace=of_runtime.stop_grace,
-            patience=of_runtime.patience,
-            program=here.program if conditions.outlives else of_runtime.program,
+            node=here.node,
+            cluster=here.cluster,
+            owner=tenant.owner,
+            agent=here.agent,
+            coordinator=here.coordinator,
         )
+        if conditions.outlives:
+            options = options._replace(owner=here.id, program=here.program)
         far = self._connections.far
         if far is not None or is_worker(tenant.owner):
             # The variables of a worker are for it alone, such as those with its share of the machine.

@@ -22,6 +22,7 @@ from aiodaft._runtime.connections.identity import Identity
 from aiodaft._runtime.connections.network import TcpNetwork
 from aiodaft._runtime.diagnostics.breakpoints import debug_at
 from aiodaft._runtime.diagnostics.native_dump import offer_dump
+from aiodaft._runtime.diagnostics.telemetry import begin_telemetry, end_telemetry
 from aiodaft._runtime.logs.json_lines import trace_ids
 from aiodaft._runtime.logs.sender import send_records
 from aiodaft._runtime.node.environment import WorkerSettings
@@ -68,6 +69,8 @@ class WorkerMain:
         peer.objects.on_unheld = self._report_unheld
         peer.caller.current_maker = current_call.get
         self._peer = peer
+        if settings.options.telemetry:
+            _begin_telemetry(peer)
         opened(peer.process, peer.stay_behind)
         # Loaded now, because later there may be no descriptors left to load it with.
         peer.store.transport_named(settings.options.transport)
@@ -77,7 +80,8 @@ class WorkerMain:
         # The end of the process ends what is left.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_EXIT_GRACE):
-                await peer.aclose("the worker ended")
+                sending = (asyncio.to_thread(end_telemetry),) if settings.options.telemetry else ()
+                await asyncio.gather(peer.aclose("the worker ended"), *sending)
         return self._status
 
     def _start_heartbeat(self, peer: Peer) -> None:
@@ -190,6 +194,13 @@ def _reseed() -> None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         numpy.random.seed()
+
+
+def _begin_telemetry(peer: Peer) -> None:
+    try:
+        begin_telemetry(peer.process.options.telemetry, peer.caller, peer.host, peer.inbound, peer.graphs)
+    except Exception as error:  # noqa: BLE001 - actors work without it
+        log_error("this process of actors has no telemetry: it could not be set up", error)
 
 
 def _who() -> dict[str, Any]:

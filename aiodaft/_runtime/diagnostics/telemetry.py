@@ -1,0 +1,84 @@
+"""Switches OpenTelemetry on in a process; where it is off, no code of it is loaded, and none runs."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from aiodaft._runtime.actors.hosted_actor import Host
+from aiodaft._runtime.actors.inbound import Inbound
+from aiodaft._runtime.calls.call import Caller
+from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.process import MSGPACK
+
+if TYPE_CHECKING:
+    pass
+
+# Sets up a tracer provider in a process: a function, or where it is, such as "package.module:function".
+Setup = Callable[[], object] | str
+
+# In front of a name; a pickle begins otherwise.
+_NAMED: Final = b":"
+
+
+def packed_setup(setup: Setup | None, codec: str) -> bytes:
+    """A setup as bytes, for other processes; none for None.
+
+    Raises:
+        TypeError: It is no function and no name.
+        ValueError: It is a function, and processes do not unpickle.
+    """
+    if setup is None:
+        return b""
+    if isinstance(setup, str):
+        module, _, name = setup.partition(":")
+        if not (module and name):
+            raise ValueError(f'telemetry={setup!r}: "package.module:function" is needed')
+        return _NAMED + setup.encode()
+    if not callable(setup):
+        raise TypeError(f"telemetry={setup!r:.80}: a function that sets up OpenTelemetry is needed, or where it is")
+    if codec == MSGPACK:
+        raise ValueError('with codec="msgpack" no code is sent: telemetry is "package.module:function" then')
+    import cloudpickle  # noqa: PLC0415 - slow to load
+
+    return bytes(cloudpickle.dumps(setup))
+
+
+def begin_telemetry(packed: bytes, caller: Caller, host: Host, inbound: Inbound, graphs: Graphs) -> None:
+    """Set up OpenTelemetry in this process, unless it has a tracer provider, and make spans from now on.
+
+    Raises:
+        ImportError: OpenTelemetry is not installed here.
+        Exception: What the setup raises.
+    """
+    try:
+        from aiodaft._runtime.diagnostics.spans import Spans, has_provider  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise ImportError("telemetry needs OpenTelemetry: pip install 'aiodaft[otel]'") from error
+    if not has_provider():
+        _unpacked(packed)()
+    spans = Spans(caller, host, inbound, graphs)
+    spans.begin()
+    host.process.provide(Spans, spans)
+
+
+def _unpacked(packed: bytes) -> Callable[[], object]:
+    setup: Any
+    if not packed.startswith(_NAMED):
+        setup = pickle.loads(packed)
+    else:
+        module, _, name = packed.removeprefix(_NAMED).decode().partition(":")
+        setup = import_module(module)
+        for part in name.split("."):
+            setup = getattr(setup, part)
+    found: Callable[[], object] = setup
+    return found
+
+
+def end_telemetry() -> None:
+    """Send the spans that are not sent yet. Blocks."""
+    from aiodaft._runtime.diagnostics.spans import shut_down  # noqa: PLC0415 - optional
+
+    shut_down()

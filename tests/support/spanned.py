@@ -1,0 +1,46 @@
+"""Actors whose calls are spans."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncGenerator
+
+import aiodaft
+from aiodaft import Actor, method
+
+
+class Worker(Actor):
+    @method
+    def double(self, x: bytes) -> bytes:
+        return x + x
+
+    @method
+    async def ask(self, other: Worker, x: bytes) -> int:
+        return len(await other.double(x))
+
+    @method
+    async def fail(self) -> None:
+        raise ValueError("it must fail")
+
+    @method
+    async def count(self, to: int) -> AsyncGenerator[int]:
+        for number in range(to):
+            yield number
+
+    @method
+    async def ids(self) -> tuple[str, str, str]:
+        """What code of the actor, and a library in it, know of the trace."""
+        from opentelemetry import baggage, trace
+
+        here, known = aiodaft.current_trace_context(), trace.get_current_span().get_span_context()
+        assert here is not None
+        assert (here.trace_id, here.span_id) == (f"{known.trace_id:032x}", f"{known.span_id:016x}")
+        return here.trace_id, here.span_id, str(baggage.get_baggage("user"))
+
+    @method
+    async def rank(self) -> int:
+        return aiodaft.current_group().rank
+
+    @method
+    async def loaded(self) -> bool:
+        return any(name.startswith("opentelemetry") for name in sys.modules)

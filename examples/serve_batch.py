@@ -35,12 +35,14 @@ class Load(NamedTuple):
         places: The sequences that it can have at a time.
         forgotten: Beginnings of prompts whose keys and values it does not have any more.
         process: Where it runs: host and process id.
+        layers: Those of its model.
     """
 
     work: int
     places: int
     forgotten: Iterable[bytes] = ()
     process: object = None
+    layers: int = 0
 
 
 class Batch:
@@ -61,9 +63,9 @@ class Batch:
         """Whether routers should be told of a load that differs much from the last one."""
         return abs(self.work - self.told) + PAGE * len(self.pages.forgotten) >= NEWS
 
-    def load(self, process: object = None) -> Load:
+    def load(self) -> Load:
         self.told, forgotten, self.pages.forgotten = self.work, self.pages.forgotten, []
-        return Load(self.told, self.places, forgotten, process)
+        return Load(self.told, self.places, forgotten)
 
     def add(self, sequence: Sequence) -> None:
         if sequence.end > self.pages.count * PAGE:

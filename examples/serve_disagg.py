@@ -22,7 +22,8 @@ from serve_batch import Sizes
 from serve_drive import drive
 from serve_engine import Engine
 from serve_http import api
-from serve_model import Weights, train
+from serve_model import CONTEXT, Weights, train
+from serve_pages import PAGE
 from serve_policies import Turns
 from serve_router import Router
 
@@ -73,12 +74,18 @@ async def main(options: SimpleNamespace) -> None:
         await drive(app, options.model, weights)
 
 
+def positive(number: str) -> int:
+    if (found := int(number)) < 1:
+        raise ValueError
+    return found
+
+
 def options_of(arguments: list[str] | None = None) -> SimpleNamespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", action="store_true", help="serve on 127.0.0.1 until Ctrl-C")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--prefill", type=int, default=2, help="engines that prefill; 0: the others do both")
-    parser.add_argument("--decode", type=int, default=2, help="engines that decode")
+    parser.add_argument("--decode", type=positive, default=2, help="engines that decode")
     parser.add_argument("--together", action="store_true", help="each engine that decodes with one that prefills")
     parser.add_argument("--by-layer", action="store_true", help="move keys and values layer by layer")
     parser.add_argument("--prefill-policy", choices=POLICIES, default="prefix_locality")
@@ -86,13 +93,16 @@ def options_of(arguments: list[str] | None = None) -> SimpleNamespace:
     parser.add_argument(
         "--quantum", type=float, default=math.inf, help="tokens of a tenant's turn; see docs/serving.md"
     )
-    parser.add_argument("--queue", type=int, default=64, help="prompts that may wait; more are answered with 503")
-    parser.add_argument("--pages", type=int, default=Sizes().pages, help="of an engine's memory, 16 tokens each")
-    parser.add_argument("--places", type=int, default=Sizes().places, help="sequences of an engine at a time")
-    parser.add_argument("--chunk", type=int, default=Sizes().chunk, help="tokens of a prompt in one step")
+    parser.add_argument("--queue", type=positive, default=64, help="prompts that may wait; more are answered with 503")
+    parser.add_argument("--pages", type=positive, default=Sizes().pages, help="of an engine's memory, 16 tokens each")
+    parser.add_argument("--places", type=positive, default=Sizes().places, help="sequences of an engine at a time")
+    parser.add_argument("--chunk", type=positive, default=Sizes().chunk, help="tokens of a prompt in one step")
     parser.add_argument("--model", default="bytes", help="or a class of transformers, such as LlamaForCausalLM")
     parser.add_argument("--steps", type=int, default=300, help="of training")
-    return parser.parse_args(arguments, SimpleNamespace())
+    options = parser.parse_args(arguments, SimpleNamespace())
+    if options.pages * PAGE < CONTEXT:
+        parser.error(f"--pages {options.pages} is too few: a sequence has up to {CONTEXT} tokens, {PAGE} in a page")
+    return options
 
 
 if __name__ == "__main__":

@@ -11,22 +11,11 @@ from typing import NamedTuple, Self
 import torch
 from serve_batch import Batch, Load, Sizes
 from serve_model import Weights, make_model
-from serve_paged import PagedModel
+from serve_paged import PagedModel, Prefilled
 from serve_pages import Sequence
 from torch import Tensor
 
 import aiodaft
-
-
-class Prefilled(NamedTuple):
-    """The token after a prompt, and the keys and values of the prompt (L, 2, H, T, D)."""
-
-    token: int
-    kv: Tensor
-
-
-# The same layer by layer (2, H, T, D), the token last.
-Layers = aiodaft.Channel[Tensor | int]
 
 
 class Counts(NamedTuple):
@@ -54,6 +43,7 @@ class Engine(aiodaft.Actor, restart=aiodaft.Restart(intensity=10, backoff=aiodaf
     def __init__(self, model: str, weights: Weights | None, sizes: Sizes) -> None:
         self.model, self.batch, self.steps = PagedModel(make_model(model, weights), sizes.pages), Batch(sizes), 0
         self.changed = asyncio.Event()
+        self.layers: dict[str | None, dict[int, asyncio.Future[Tensor]]] = {}  # that nobody has asked for yet
 
     async def __aenter__(self) -> Self:
         self.loop = asyncio.get_running_loop()
@@ -69,50 +59,60 @@ class Engine(aiodaft.Actor, restart=aiodaft.Restart(intensity=10, backoff=aiodaf
         if not stepping.cancelled():  # a step has failed: what is here goes on elsewhere
             sys.exit(f"an engine ends: {stepping.exception()!r}")
 
-    # What the router calls: not in order, because a call may wait for keys and values, or for a place.
-
-    @aiodaft.method(ordered=False)
-    async def prefill(self, prompt: bytes, layers: Layers | None = None) -> Prefilled | None:
-        """Give the next token, and the keys and values of the prompt: as the result, or layer by layer."""
-        sequence = self.begin(Awaited(prompt, len(prompt) + 1, exports=True, by_layer=layers is not None))
+    @aiodaft.method
+    async def prefill(self, prompt: bytes, by_layer: str | None = None) -> Prefilled:
+        """Give the next token, and the keys and values of the prompt; or have `layer` give these, by the name."""
+        sequence = self.begin(Awaited(prompt, len(prompt) + 1, exports=True, by_layer=by_layer is not None))
+        layers = [self.loop.create_future() for _ in range(self.model.layers)]
         try:
-            if layers is None:
+            if by_layer is None:
                 kv = await sequence.results.get()
                 return Prefilled(await sequence.results.get(), kv)
-            for _ in range(self.model.layers + 1):
-                await layers.send(await sequence.results.get())
-            return None
+            self.layers[by_layer] = dict(enumerate(layers))
+            for layer in layers:
+                layer.set_result(await sequence.results.get())
+            while self.layers[by_layer]:
+                await self.changed.wait()
+            return Prefilled(await sequence.results.get(), None)
         finally:
             self.leave(sequence)
+            self.layers.pop(by_layer, None)
+            for layer in layers:
+                layer.cancel()
 
-    @aiodaft.method(ordered=False)
+    @aiodaft.method
+    async def layer(self, name: str, number: int) -> Tensor:
+        """Give the keys and values of a layer (2, H, T, D) as soon as they are there; call `prefill` first."""
+        layer = self.layers[name].pop(number)
+        self.ring()
+        return await layer
+
+    @aiodaft.method(ordered=False)  # does not hold up others until its keys and values are there
     async def decode(
-        self, tokens: bytes, end: int, prefilled: Prefilled | None = None, layers: Layers | None = None
+        self, tokens: bytes, end: int, prefilled: Prefilled | None = None, layers: list[Tensor] | None = None
     ) -> AsyncGenerator[int]:
         """Give the tokens that follow, until there are `end`; prefill first what no engine has prefilled."""
-        if layers is not None:
-            *kv, token = [await layers.recv() for _ in range(self.model.layers + 1)]
-            prefilled = Prefilled(token, torch.stack(kv))
+        kv = torch.stack(layers) if layers else prefilled and prefilled.kv
         if prefilled is not None:
             tokens += bytes([prefilled.token])
             yield prefilled.token
         if len(tokens) < end:
-            sequence = self.begin(Awaited(tokens, end, prefilled and prefilled.kv))
+            sequence = self.begin(Awaited(tokens, end, kv))
             try:
                 for _ in range(len(tokens), end):
                     yield await sequence.results.get()
             finally:
                 self.leave(sequence)
 
-    @aiodaft.method(ordered=False)
+    @aiodaft.method
     async def loads(self) -> AsyncGenerator[Load]:
         """Give the load now, and each time that it has changed by much."""
         while True:
-            yield self.batch.load((platform.node(), os.getpid()))
+            yield self.batch.load()._replace(process=(platform.node(), os.getpid()), layers=self.model.layers)
             while not self.batch.has_news:
                 await self.changed.wait()
 
-    @aiodaft.method(ordered=False)
+    @aiodaft.method
     async def counts(self) -> Counts:
         batch, traffic = self.batch, aiodaft.current_runtime().traffic()
         now = len(batch.waiting) + len(batch.running), batch.pages.in_use

@@ -1,12 +1,21 @@
 """A model with a memory in pages for keys and values: computes the steps of `serve_engine.py`."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from serve_batch import Row
 from serve_model import Model
 from serve_pages import PAGE, Sequence
 from torch import Tensor
+
+
+class Prefilled(NamedTuple):
+    """The token after a prompt, and the keys and values of the prompt (L, 2, H, T, D), if they do not go by layer."""
+
+    token: int
+    kv: Tensor | None
+
 
 # Is given keys and values of a prompt: all of them (L, 2, H, T, D), or those of each layer as soon as they are there.
 Export = Callable[[Sequence, Tensor], object]

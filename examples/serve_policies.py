@@ -136,5 +136,3 @@ class Turns:
         self.waiting.remove(prompt)
         if not self.waiting:
             self.credit.clear()
-        elif self.credit[prompt.tenant] > 0 and all(other.tenant != prompt.tenant for other in self.waiting):
-            del self.credit[prompt.tenant]  # nobody saves credit; debts stay

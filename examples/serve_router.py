@@ -1,10 +1,11 @@
 """The router of `serve_disagg.py`: sends prompts to engines that prefill and engines that decode, and follows them."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import ExitStack, aclosing, asynccontextmanager
 
-from serve_engine import Engine, Layers
+from serve_engine import Engine
 from serve_policies import Member, Policy, Prompt, Turns, prefix_locality, two_choices
 
 from aiodaft.exceptions import OutcomeUnknown
@@ -20,7 +21,7 @@ class Router:
         decode: Engines that decode.
         policies: For each role, how one of its engines is chosen.
         turns: Which prompt is next.
-        by_layer: Whether keys and values go from engine to engine layer by layer, or all at once.
+        by_layer: Whether keys and values move layer by layer, or all at once.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Router:
                     if losses > LOSSES:
                         raise
                     self.resumed += 1
+                    await asyncio.sleep(0.05 * losses)  # its loads end at about the same time
 
     @asynccontextmanager
     async def turn(self, prompt: Prompt) -> AsyncGenerator[None]:
@@ -130,14 +132,16 @@ class Router:
         work = prompt.count if prefiller else prompt.cost
         self.sent += 1
         with decoder.sending(prompt.tokens, work, self.sent), ExitStack() as prefilling:
-            arguments = {}
+            prefilled, layers = None, None
             if prefiller is not None:
                 prefilling.enter_context(prefiller.sending(prompt.tokens, len(prompt.tokens), self.sent))
-                layers = Layers() if self.by_layer else None
-                prefilled = prefiller.engine.prefill(prompt.tokens, layers)
-                prefilling.callback(prefilled.cancel)
-                # Either way, they go from engine to engine.
-                arguments = {"layers": layers} if layers else {"prefilled": prefilled}
-            async for token in decoder.engine.decode(prompt.tokens, prompt.cost, **arguments):
+                name = uuid.uuid4().hex if self.by_layer else None
+                prefilled = prefiller.engine.prefill(prompt.tokens, name)
+                numbers = range(prefiller.load.layers) if self.by_layer else ()
+                layers = [prefiller.engine.layer(name, number) for number in numbers]
+                for ref in (prefilled, *layers):
+                    prefilling.callback(ref.cancel)
+            # Keys and values go from engine to engine.
+            async for token in decoder.engine.decode(prompt.tokens, prompt.cost, prefilled, layers):
                 prefilling.close()
                 yield token  # noqa: ASYNC119 - `complete` closes it

@@ -101,8 +101,8 @@ async def test_64_prompts_have_the_tokens_of_one_process_and_their_keys_and_valu
 async def test_layer_by_layer_each_layer_is_a_message(
     rt: aiodaft.Runtime, weights: Weights, prompts: list[bytes]
 ) -> None:
-    # Of shorter prompts, a layer has less than 64 KiB, and travels within the messages of the channel.
-    long = [prompt[:70] * 2 for prompt in prompts[:8]]
+    # What is smaller than 64 KiB travels within the messages of calls, which are not counted one by one.
+    long = [prompt[:65] * 2 for prompt in prompts[:8]]
     async with opened(rt, weights, "--by-layer") as router:
         assert await all_completed(router, long) == greedy(make_model("bytes", weights), long, COUNT)
         await nothing_is_left(rt, router)
@@ -127,7 +127,7 @@ async def test_in_one_process_keys_and_values_do_not_move(
 async def test_what_loses_its_pages_goes_on_from_its_tokens(
     rt: aiodaft.Runtime, weights: Weights, prompts: list[bytes], expected: list[bytes]
 ) -> None:
-    async with opened(rt, weights, "--pages", "24") as router:
+    async with opened(rt, weights, "--prefill", "0", "--decode", "1", "--pages", "20") as router:
         assert await all_completed(router, prompts[:24]) == expected[:24]
         await nothing_is_left(rt, router)
         assert sum(count.preempted for count in await counts_of(router)) > 0
@@ -154,9 +154,7 @@ async def test_prompts_go_on_when_an_engine_is_killed_and_others_change_their_ro
     async with opened(rt, weights, "--places", "8") as router, asyncio.TaskGroup() as tasks:
         completing = [tasks.create_task(complete(prompt)) for prompt in prompts]
         await have_come(100)
-        while not (killed := await engine_with_work(router, victim)):
-            pass
-        os.kill((await killed.counts()).pid, signal.SIGKILL)
+        killed = await kill_one_with_work(router, victim)
         await have_come(100)
         router.assign(0, "decode")
         router.assign(3, "prefill")
@@ -171,11 +169,13 @@ async def test_prompts_go_on_when_an_engine_is_killed_and_others_change_their_ro
         assert all(now.steps > then.steps for now, then in zip(await counts_of(router), before, strict=True))
 
 
-async def engine_with_work(router: Router, role: str) -> Engine | None:
-    for member in router.members:
-        if member.role == role and (await member.engine.counts()).sequences > 3:
-            return member.engine
-    return None
+async def kill_one_with_work(router: Router, role: str) -> Engine:
+    while True:
+        for member in router.members:
+            counts = await member.engine.counts()
+            if member.role == role and counts.sequences > 3:
+                os.kill(counts.pid, signal.SIGKILL)
+                return member.engine
 
 
 class Fragile(Engine):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serve_batch import Batch, Row, Sizes
+from serve_batch import Batch, Load, Row, Sizes
 from serve_pages import PAGE, Sequence
 
 
@@ -99,15 +99,15 @@ def test_what_is_dropped_or_complete_leaves_no_page_in_use() -> None:
 
 
 def test_the_youngest_loses_its_pages_when_there_is_no_room_and_goes_on_later() -> None:
-    old, young = Sequence(b"o" * PAGE, 3 * PAGE), Sequence(b"y" * PAGE, 3 * PAGE)
-    steps = Steps(batch_of(old, young, pages=4))
+    old, young, new = (Sequence(bytes([kind]) * PAGE, 3 * PAGE) for kind in range(3))
+    steps = Steps(batch_of(old, young, new, pages=4, places=2))
     while len(old.tokens) < old.end:
         steps.compute()
     assert steps.batch.preempted == 1
     assert PAGE < len(young.tokens) < young.end
-    while len(young.tokens) < young.end:
-        steps.compute()
-    assert (old.tokens, young.tokens) == (continued(b"o" * PAGE, old.end), continued(b"y" * PAGE, young.end))
+    assert [*steps.batch.waiting] == [young, new]
+    steps.complete()
+    assert [each.tokens for each in (old, young, new)] == [continued(bytes([kind]) * PAGE, 48) for kind in range(3)]
 
 
 def test_keys_and_values_of_another_engine_are_not_computed_again() -> None:
@@ -136,7 +136,7 @@ def test_routers_are_told_when_the_work_has_changed_by_much_or_pages_are_reused(
     assert not batch.has_news
     steps.complete()
     assert batch.has_news
-    assert batch.load() == (0, 16, [], None)
+    assert batch.load() == Load(0, 16, [])
     for prompt in (b"c" * 250, b"d" * 250):
         batch.add(Sequence(prompt, 260))
         steps.complete()

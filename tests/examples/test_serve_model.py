@@ -72,10 +72,14 @@ def test_keys_and_values_that_another_model_has_computed_are_as_good(by_layer: b
     batch, prompt = Batch(Sizes(pages=64, chunk=16)), prompts(1)[0] * 3
     batch.add(first := Sequence(prompt, len(prompt) + 1, exports=True, by_layer=by_layer))
     exported: list[tuple[Sequence, Tensor]] = []
+    before_last_layer: list[int] = []
+    here.model.blocks[1].register_forward_pre_hook(lambda *_: before_last_layer.append(len(exported)))
     while rows := batch.plan():
         tokens = here.step(rows, lambda *each: exported.append(each))
         batch.advance(rows[0], tokens[0])
     assert [sequence for sequence, _ in exported] == [first] * (2 if by_layer else 1)
+    # The first layer has left when the second one is computed.
+    assert before_last_layer[-1] == by_layer
     parts = [kv for _, kv in exported]
     batch.add(second := Sequence(first.tokens, len(prompt) + COUNT, torch.stack(parts) if by_layer else parts[0]))
     complete(there, batch)

@@ -9,6 +9,7 @@ import os
 import traceback
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -45,6 +46,7 @@ _LOOP_MATTERS = {
 _OVER = ("from pytest-timeout", "Event loop stopped before Future completed")
 _STDERR = pytest.StashKey[int]()
 _FAILED = pytest.StashKey[bool]()
+_OF_TORCH = {"torch", "transformers"}
 _loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
@@ -69,12 +71,37 @@ def _stop_when_time_is_over(loop: asyncio.AbstractEventLoop, context: dict[str, 
         loop.stop()
 
 
+# Without torch, which does not come for every Python as soon as that is out, what needs it is skipped.
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    call: pytest.CallInfo[Any] | None = getattr(report, "call", None)
+    if report.failed and call is not None and call.excinfo is not None and _needs_torch(call.excinfo.value):
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, "Skipped: needs torch")
+    return report
+
+
+def _needs_torch(error: BaseException | None) -> bool:
+    """Whether an error comes of a package that is not installed: torch, or one that needs it."""
+    while error is not None and not isinstance(error, ModuleNotFoundError):
+        error = error.__cause__
+    return error is not None and error.name in _OF_TORCH and find_spec("torch") is None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if call.excinfo is not None:
+    if call.excinfo is not None and _needs_torch(call.excinfo.value):
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), 0, "Skipped: needs torch")
+    elif call.excinfo is not None:
         item.stash[_FAILED] = True
         if any(sign in str(call.excinfo.value) for sign in _OVER):
             # The limit finds a loop that waits; here is what it waits for.

@@ -22,7 +22,7 @@ from aiodaft.exceptions import RuntimeClosed
 
 _PAGE: Final = Path(__file__).parent / "page"
 # Seconds after which a stream ends; the browser opens the next one. A server that ends waits for its streams.
-_STREAM: Final = 5.0
+_STREAM: Final = 3.0
 # Names and logs come from anywhere: nothing but the files of the page is run or loaded, and no other site is told.
 _HEADERS: Final = {
     "content-security-policy": (

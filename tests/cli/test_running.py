@@ -201,7 +201,9 @@ def test_logs_shows_what_actors_print_and_log(program: subprocess.Popen[str]) ->
     assert re.fullmatch(r"\d\d:\d\d:\d\d \(Model-2 pid=\d+\) WARNING app: large: 8388608", logged)
     (document,) = [one for one in json.loads(ran("logs", "Model-2", "--json", *pid).stdout) if "level" in one]
     assert (document["level"], document["method"], document["actor"]) == ("WARNING", "Model.make", "Model-2")
-    assert json.loads(ran("logs", "nobody", "--json", *pid).stdout) == []
+    missing = ran("logs", "nobody", *pid)
+    assert (missing.exit_code, missing.stdout) == (1, "")
+    assert missing.stderr == "aiodaft: there is no actor 'nobody'; there are: Model-1, Model-2 second\n"
     with started("logs", "-f", "-n", "0", "--json", *pid) as following:
         assert following.stdout is not None
         one, two = (json.loads(following.stdout.readline()) for _ in range(2))

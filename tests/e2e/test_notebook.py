@@ -97,7 +97,8 @@ async def test_start_can_be_run_again_whatever_has_failed(notebook: Notebook) ->
     failed = await notebook.run("failing = await rt.spawn(Failing)\nawait failing.raise_value_error('in this cell')")
     assert failed.error == "ValueError: in this cell"
     assert await notebook.value(start) == "alive"
-    await notebook.value("failing.raise_value_error('unseen')\nawait failing.use(1)")
+    unseen = await notebook.run("failing.raise_value_error('unseen')\nawait failing.use(1)")
+    assert "ValueError: unseen" in unseen.printed
     assert await notebook.value(start) == "alive"
     # A dead actor, and dead processes.
     await notebook.value("await rt.kill(failing)")

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import click
 
 from aiodaft.cli.output import Failed, Output, json_option
 from aiodaft.program import run
 
-from .names import complete_actor
+from .names import complete_actor, no_actor
 from .programs import one_program, pid_option
-from .view import natural
-
-# The actors that an error lists.
-_LISTED: Final = 20
 
 
 @click.command()
@@ -53,9 +49,7 @@ def _one_of(actors: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]
     """
     found = [actor for actor in actors if name in {actor["name"], *actor["names"]}]
     if not found:
-        names = sorted((" ".join([actor["name"], *actor["names"]]) for actor in actors), key=natural)
-        more = [f"and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
-        raise Failed(f"there is no actor {name!r}; there are: {', '.join([*names[:_LISTED], *more]) or 'none'}")
+        raise no_actor(actors, name)
     if len(found) > 1:
         where = ", ".join(f"pid {actor['pid']} on {actor['node']}" for actor in found)
         raise Failed(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from typing import Any
 
 import click
 
+from aiodaft._protocol.diagnostics.merging import member_of
 from aiodaft.cli.output import json_option, print_json
 from aiodaft.program import run
 
-from .names import complete_actor
-from .programs import Program, ProgramEnded, one_program, pid_option
+from .names import complete_actor, no_actor
+from .programs import ProgramEnded, one_program, pid_option
 
 
 @click.command()
@@ -42,25 +44,33 @@ def logs(actor: str | None, follow: bool, last: int, pid: str | None, as_json: b
 async def _show(pid: str | None, actor: str | None, last: int, *, follow: bool, as_json: bool) -> None:
     found: list[Any] = []
     async with one_program(pid) as program:
-        name = None if actor is None else await _name_in_errors(program, actor)
+        actors = [] if actor is None else (await program.answer("overview"))["actors"]
+        name = None if actor is None else _name_in_errors(actors, actor)
         async with aclosing(program.ask("logs", actor=name, last=last, follow=follow)) as items:
             async for item in items:
                 if isinstance(item, int):
                     click.echo(f"aiodaft: {item} lines were left out: they are read too slowly", err=True)
-                elif not as_json:
-                    click.echo(_text_of(json.loads(item)))
                 elif follow:
-                    click.echo(item)
+                    click.echo(item if as_json else _text_of(json.loads(item)))
                 else:
                     found.append(json.loads(item))
+    if actor is not None and last and not follow and not found and not _is_there(actors, actor):
+        raise no_actor(actors, actor)
     if as_json and not follow:
         print_json(found)
+    for one in [] if as_json else found:
+        click.echo(_text_of(one))
 
 
-async def _name_in_errors(program: Program, name: str) -> str:
+def _name_in_errors(actors: Sequence[Mapping[str, Any]], name: str) -> str:
     """What an actor with a name is called in errors, as its output is; an actor that is gone has no other name."""
-    actors = (await program.answer("overview"))["actors"]
     return next((actor["name"] for actor in actors if name in actor["names"]), name)
+
+
+def _is_there(actors: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """Whether an actor or a group has a name."""
+    members = filter(None, (member_of(actor["name"]) for actor in actors))
+    return name in {*(one for actor in actors for one in (actor["name"], *actor["names"])), *(one.group for one in members)}
 
 
 def _text_of(said: dict[str, Any]) -> str:

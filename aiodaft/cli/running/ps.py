@@ -14,7 +14,7 @@ from aiodaft.cli.output import Failed, Output, json_option
 from aiodaft.program import run
 
 from .looks import Where, where_options
-from .programs import Program, command_of, programs, say_what_there_is
+from .programs import Program, ProgramEnded, command_of, programs, say_what_there_is
 from .view import natural
 
 Plain = Mapping[str, Any]
@@ -41,7 +41,8 @@ async def _show_programs(pid: str | None, output: Output) -> None:
             if pid is not None:
                 raise Failed(say_what_there_is(found, pid))
             click.echo(f"aiodaft: {say_what_there_is(found, pid)}", err=True)
-        shown += await asyncio.gather(*map(_look_at, found.programs))
+        looks = await asyncio.gather(*map(_look_at, found.programs))
+        shown += [look for look in looks if look is not None]
     for silent in found.silent:
         shown.append(_document(silent.pid) | {"problem": f"it does not answer: {silent.why}"})
     for one in shown:
@@ -54,11 +55,14 @@ async def _show_programs(pid: str | None, output: Output) -> None:
     output.end()
 
 
-async def _look_at(program: Program) -> dict[str, Any]:
+async def _look_at(program: Program) -> dict[str, Any] | None:
+    """What is shown of a program; None if it has ended meanwhile."""
     document = _document(program.pid) | {"runtime": program.id}
     try:
         look = await program.answer("overview")
         return document | {"processes": list(_processes(look, _owned_by(program.id, look["processes"])))}
+    except ProgramEnded:
+        return None
     except Failed as error:
         return document | {"problem": error.message}
 

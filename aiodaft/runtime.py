@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextvars import Context
 from dataclasses import astuple
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast
@@ -384,7 +385,9 @@ class _RuntimeErrors(ScopeErrors):
     def fail(self, error: BaseException, what: str) -> None:
         """Log an error that no code will see, and keep it for the end of the block."""
         if not self.comes_of_closing(error):
-            log_error(what, error)
+            # In an empty context: a notebook shows what is written below the cell of the context, and this is the context
+            # of the cell that made the connection. Without one, it is shown below the cell that runs.
+            Context().run(log_error, what, error)
             if self._raises and self.kept.add(error):
                 self._frames += take_frames(error)
 

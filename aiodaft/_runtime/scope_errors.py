@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from contextvars import Context
 from typing import Any
 
 from aiodaft._protocol.diagnostics.unhandled import Unhandled
@@ -36,9 +35,8 @@ class ScopeErrors:
 
     def _stop_body(self, error: BaseException, what: str) -> None:
         if self._task is None:
-            # Opened without a block, as in a notebook. That shows what is written below the cell of the context, and this
-            # context is the one of the cell that has made the connection; without a context, it is the cell that runs.
-            Context().run(log_error, what, error)
+            # Opened without a block.
+            log_error(what, error)
         elif not self.closing and not self._cancelled_task:
             self._cancelled_task = True
             self._task.cancel()

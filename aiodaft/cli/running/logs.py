@@ -70,7 +70,10 @@ def _name_in_errors(actors: Sequence[Mapping[str, Any]], name: str) -> str:
 def _is_there(actors: Sequence[Mapping[str, Any]], name: str) -> bool:
     """Whether an actor or a group has a name."""
     members = filter(None, (member_of(actor["name"]) for actor in actors))
-    return name in {*(one for actor in actors for one in (actor["name"], *actor["names"])), *(one.group for one in members)}
+    return name in {
+        *(one for actor in actors for one in (actor["name"], *actor["names"])),
+        *(one.group for one in members),
+    }
 
 
 def _text_of(said: dict[str, Any]) -> str:

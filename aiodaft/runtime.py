@@ -385,8 +385,8 @@ class _RuntimeErrors(ScopeErrors):
     def fail(self, error: BaseException, what: str) -> None:
         """Log an error that no code will see, and keep it for the end of the block."""
         if not self.comes_of_closing(error):
-            # In an empty context: a notebook shows what is written below the cell of the context, and this is the context
-            # of the cell that made the connection. Without one, it is shown below the cell that runs.
+            # A notebook shows what is written below the cell of the context, and this context is that of the cell that
+            # made the connection. In an empty one, it is shown below the cell that runs.
             Context().run(log_error, what, error)
             if self._raises and self.kept.add(error):
                 self._frames += take_frames(error)

@@ -14,9 +14,13 @@ DISCONNECT: Final = "http.disconnect"
 
 async def answer(send: Send, status: int, text: str, *headers: tuple[bytes, bytes]) -> None:
     """Send a whole response of plain text."""
-    body = text.encode()
+    await answer_with(send, status, text.encode(), b"text/plain; charset=utf-8", *headers)
+
+
+async def answer_with(send: Send, status: int, body: bytes, kind: bytes, *headers: tuple[bytes, bytes]) -> None:
+    """Send a whole response of any kind."""
     described = [
-        (b"content-type", b"text/plain; charset=utf-8"),
+        (b"content-type", kind),
         (b"content-length", str(len(body)).encode()),
         *headers,
     ]

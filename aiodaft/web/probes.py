@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.runtime import Runtime
-from aiodaft.web.asgi import Send, answer
+from aiodaft.web.asgi import Send, answer, answer_with
+
+if TYPE_CHECKING:
+    from aiodaft.prometheus import Metrics
 
 _NOT_READY: Final = {"silent", "restarting", "dead"}
 
@@ -22,11 +26,14 @@ class Probes:
     Attributes:
         health: Answers 200 as long as the event loop turns.
         ready: Answers 200 if all actors of the runtime answer, else 503, with the names of the others.
+        metrics: Answers with the metrics of the runtime for Prometheus, for whoever asks. It needs prometheus-client
+            (`pip install "aiodaft[prometheus]"`).
         patience: Seconds that actors get to answer.
     """
 
     health: str | None = "/healthz"
     ready: str | None = "/readyz"
+    metrics: str | None = None
     patience: float = 1.0
 
 
@@ -44,7 +51,12 @@ class RunningProbes(AbstractAsyncContextManager[Mapping[str, Answer]]):
         self._look: asyncio.Task[list[str]] | None = None
 
     async def __aenter__(self) -> Mapping[str, Answer]:
-        answers = {self._probes.health: self._answer_health, self._probes.ready: self._answer_ready}
+        probes = self._probes
+        answers = {probes.health: self._answer_health, probes.ready: self._answer_ready}
+        if probes.metrics is not None:
+            from aiodaft.prometheus import Metrics  # noqa: PLC0415 - optional package
+
+            answers[probes.metrics] = partial(_answer_metrics, Metrics(self._rt, patience=probes.patience))
         return {path: answering for path, answering in answers.items() if path is not None}
 
     async def __aexit__(self, *_: object) -> None:
@@ -65,3 +77,9 @@ class RunningProbes(AbstractAsyncContextManager[Mapping[str, Answer]]):
     async def _look_at_actors(self) -> list[str]:
         actors = (await self._rt.overview(patience=self._probes.patience)).actors
         return [f"{actor.name} is {actor.state}" for actor in actors if actor.state in _NOT_READY]
+
+
+async def _answer_metrics(metrics: Metrics, scope: Any, send: Send) -> None:
+    accept = dict(scope["headers"]).get(b"accept", b"").decode("latin-1")
+    body, kind = await metrics.scrape(accept or None)
+    await answer_with(send, 200, body, kind.encode())

@@ -157,6 +157,6 @@ app.mount("/limited", web.Ingress(limited, limit=2, queue=3))
 app.add_middleware(
     web.Ingress,
     actors=actors,
-    probes=web.Probes(patience=0.3),
+    probes=web.Probes(metrics="/metrics", patience=0.3),
     runtime=lambda: aiodaft.Runtime(unhandled="log", preload=(), stop_grace=1),
 )

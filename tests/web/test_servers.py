@@ -112,6 +112,9 @@ async def test_probes_tell_which_actors_do_not_answer(client: httpx.AsyncClient)
     while (answer := await client.get("/readyz")).status_code != 200:
         assert answer.text == "Model-1 is silent\n"
     assert answer.text == "ready\n"
+    metrics = await client.get("/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain; version=")
+    assert 'aiodaft_actor_state{actor="Model-1",' in metrics.text
     # Below an ingress without actors, and below the app, the paths are those of the app.
     assert (await client.get("/limited/healthz")).status_code == 404
 

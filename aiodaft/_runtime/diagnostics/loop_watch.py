@@ -58,7 +58,7 @@ class LoopWatch:
     def _look(self, now: float, lag: float) -> None:
         # Cells of a notebook may compute; the loop is that of its kernel. A debugger stops it on purpose.
         frames = thread_stack(self._loop_thread)
-        if "ipykernel" in sys.modules or any(frame.f_globals.get("__name__") == "bdb" for frame in frames):
+        if _is_kernel() or any(frame.f_globals.get("__name__") == "bdb" for frame in frames):
             return
         # Raised if the loop changes its calls at this moment, and so is not blocked.
         with suppress(RuntimeError):
@@ -70,3 +70,9 @@ class LoopWatch:
                     lag,
                     line,
                 )
+
+
+def _is_kernel() -> bool:
+    """Whether this process is the kernel of a notebook, and has not only imported it."""
+    kernel = sys.modules.get("ipykernel.kernelapp")
+    return kernel is not None and bool(kernel.IPKernelApp.initialized())

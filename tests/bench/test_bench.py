@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from clusters import cluster_of
 
-from aiodaft.bench import collectives, dispatch, refs, reshard, scale, telemetry, tracing, workflows
+from aiodaft.bench import collectives, dispatch, refs, reshard, scale, tracing, workflows
 from aiodaft.bench.compare import comparison
 from aiodaft.bench.floors import Copy, open_echo, run_python
 from aiodaft.bench.results import Bench, Result, as_json, in_turns, table
@@ -46,20 +46,23 @@ async def test_calls_after_and_in_a_trace_are_compared_with_those_of_a_runtime_w
 
 
 @pytest.mark.timeout(120)
-async def test_calls_in_a_trace_context_and_with_spans_are_compared_with_those_without() -> None:
-    bench = Bench(1)
-    await telemetry.run(bench)
-    assert [result.budget for result in bench.results] == ["<= 1.1", "<= 1.1", ">= 0.9", *[""] * 6]
-    assert all(result.value > 0 for result in bench.results)
+def test_calls_in_a_trace_context_and_with_spans_are_compared_with_those_without() -> None:
+    # In a process of its own: what is set up for spans stays in a process.
+    ended = run_bench("telemetry", "--turns", "1", "--json")
+    assert ended.returncode == 0
+    results = json.loads(ended.stdout)["results"]
+    assert [result["budget"] for result in results] == ["<= 1.1", "<= 1.1", ">= 0.9", *[""] * 6]
+    assert all(result["value"] > 0 for result in results)
 
 
 @pytest.mark.timeout(60)
 async def test_calls_through_refs_are_compared_with_the_same_work_without() -> None:
     bench = Bench(1)
     await refs.run(bench)
-    floors = ["await each", "await each", "one", "8 plain calls", "an int by ref", "1.3 ints, two memcpy", "plain call"]
+    of_one = ["await each", "await each", "one", "one"]
+    floors = [*of_one, "8 plain calls", "an int by ref", "1.3 ints, two memcpy", "plain call"]
     assert [result.floor_name for result in bench.results] == floors
-    assert all(result.budget and result.value > 0 for result in bench.results)
+    assert all(result.value > 0 for result in bench.results)
 
 
 @pytest.mark.timeout(60)

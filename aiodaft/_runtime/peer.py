@@ -353,8 +353,8 @@ class Peer:
     def running_call(self, owner: PeerId, number: CallId) -> InboundCall | None:
         return self.inbound.find(owner, number)
 
-    def cancel_local(self, number: CallId) -> None:
-        self.inbound.local.cancel(number)
+    def cancel_local(self, number: CallId) -> bool:
+        return self.inbound.local.cancel(number)
 
     def credit_local(self, number: CallId, count: int) -> None:
         call = self.inbound.local.calls.get(number)

@@ -354,11 +354,13 @@ async def test_an_error_whose_text_cannot_be_made_is_told_too(rt: aiodaft.Runtim
         assert await graph("", "") == 2
 
 
-async def test_when_a_member_fails_the_threads_of_the_others_go_on(rt: aiodaft.Runtime) -> None:
+@pytest.mark.parametrize("timeout", [None, 30.0])
+async def test_when_a_member_fails_the_threads_of_the_others_go_on(rt: aiodaft.Runtime, timeout: float | None) -> None:
     group = await rt.group(2, Keyer)
     with pytest.raises(ExceptionGroup, match="2 members failed"):
-        await group.each(Keyer.gather_in_thread_unless, ["", "fails"])
-    assert await group.all(Keyer.gather_in_thread_unless, "") == [["", ""]] * 2
+        await group.each(Keyer.gather_in_thread_unless, ["", "fails"], timeout)
+    assert await group.all(Keyer.meetings) == [0, 0]
+    assert await group.all(Keyer.gather_in_thread_unless, "", timeout) == [["", ""]] * 2
 
 
 async def test_a_call_that_is_cancelled_has_not_taken_part(rt: aiodaft.Runtime) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import pytest
 from actors import Echo, Log
-from blocking import Blocking, Inheriting
+from blocking import Blocking, Inheriting, in_thread
 from failing import Failing
 
 import aiodaft
@@ -18,25 +17,6 @@ from aiodaft.ref import Refs
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 T = TypeVar("T")
-
-
-def in_thread(job: Callable[[], T]) -> T:
-    """Do something in another thread while the loop waits: what is handed to the loop comes after it."""
-    results: list[T] = []
-    errors: list[Exception] = []
-
-    def work() -> None:
-        try:
-            results.append(job())
-        except Exception as error:  # noqa: BLE001 - the test gets it
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 def be_strict() -> None:
@@ -69,6 +49,13 @@ async def test_a_call_that_was_cancelled_before_its_thread_had_handed_it_over_is
     with pytest.raises(aiodaft.CallCancelled, match="before it was sent") as caught:
         await ref
     assert caught.value.executed is False
+    assert await log.all() == []
+
+
+async def test_so_is_a_call_of_an_actor_of_the_same_process_not(module_rt: aiodaft.Runtime) -> None:
+    log = await module_rt.spawn(Log)
+    blocking = await module_rt.on(with_=log).spawn(Blocking)
+    assert await blocking.cancel_before_it_is_handed_over(log) is False
     assert await log.all() == []
 
 

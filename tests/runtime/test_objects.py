@@ -109,7 +109,7 @@ class Node:
     def running_call(self, owner: PeerId, number: CallId) -> None:
         return None
 
-    def cancel_local(self, number: CallId) -> None:
+    def cancel_local(self, number: CallId) -> bool:
         raise NotImplementedError
 
     def credit_local(self, number: CallId, count: int) -> None:

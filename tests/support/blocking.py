@@ -4,9 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from aiodaft import Actor, local, method
+from aiodaft import Actor, CallCancelled, local, method
+
+T = TypeVar("T")
+
+
+def in_thread(job: Callable[[], T]) -> T:
+    """Do something in another thread while the loop waits: what is handed to the loop comes after it."""
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            results.append(job())
+        except Exception as error:  # noqa: BLE001 - the test gets it
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 class Blocking(Actor):
@@ -33,6 +55,17 @@ class Blocking(Actor):
     @method
     async def ask_in_another_thread(self, other: Any, value: Any) -> Any:
         return await asyncio.to_thread(other.echo(value).result)
+
+    @method
+    async def cancel_before_it_is_handed_over(self, log: Any) -> bool | None:
+        """Cancel a call that a thread has made, in the same turn of the loop; gives whether it ran."""
+        ref = in_thread(lambda: log.note_async("from a thread"))
+        assert ref.cancel()
+        try:
+            await ref
+        except CallCancelled as error:
+            return error.executed
+        return True
 
     @method
     def around(self, others: list[Any]) -> Any:

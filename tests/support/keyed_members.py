@@ -80,10 +80,10 @@ class Keyer(Actor):
         return len(values)
 
     @method
-    def gather_in_thread_unless(self, fails: str) -> list[str]:
+    def gather_in_thread_unless(self, fails: str, timeout: float | None) -> list[str]:
         if fails:
             raise ValueError("a bad batch")
-        return self.group.all_gather(fails, key="thread").result()
+        return self.group.all_gather(fails, key="thread", timeout=timeout).result()
 
     @method
     async def begin(self, operation: str, *args: Any, key: Any = None) -> None:

@@ -202,11 +202,12 @@ class LocalResponder:
         if isinstance(state, StreamState):
             state.on_item((value,))
 
-    def cancel(self, number: CallId) -> None:
-        """The caller cancels a call, which may be over by now."""
+    def cancel(self, number: CallId) -> bool:
+        """The caller cancels a call; False if there is none: it is over, or has not been handed over."""
         call = self.calls.get(number)
         if call is not None:
             call.hosted.cancel(call)
+        return call is not None
 
     def _finish(self, call: InboundCall) -> LocalCaller | None:
         call.handle(ANSWER)

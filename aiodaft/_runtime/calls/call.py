@@ -229,15 +229,17 @@ class CallState(RefState):
         if self._cancelling:
             return True
         self.expect_cancellation()
-        if self.connection is None and self.target.remote == self.process.id:
-            self.objects.owner.cancel_local(self.number)
-        elif self.connection is None or self.connection.withdraw(self.number):
-            # Without a connection, the callee is gone, or another thread has not yet handed the call over.
-            self.on_error(CallCancelled(f"{self.origin} was cancelled before it was sent: {why}", executed=False))
-            return True
+        if self.connection is None:
+            # If there is no call here either, another thread has not yet handed it over, or the callee is gone.
+            unsent = not self.objects.owner.cancel_local(self.number)
         else:
-            self.connection.send(m.cancel(self.number))
-        self._give_up_later(why)
+            unsent = self.connection.withdraw(self.number)
+            if not unsent:
+                self.connection.send(m.cancel(self.number))
+        if unsent:
+            self.on_error(CallCancelled(f"{self.origin} was cancelled before it was sent: {why}", executed=False))
+        else:
+            self._give_up_later(why)
         return True
 
     def expect_cancellation(self) -> None:

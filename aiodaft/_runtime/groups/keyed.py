@@ -304,7 +304,13 @@ class Keyed(Actor):
             if part.timeout is not None:
                 # The answer itself is not cancelled: this member has come.
                 state_of(answer).mark_seen()
-                await _in_time(part, answer.ready())
+                try:
+                    await _in_time(part, answer.ready())
+                except asyncio.CancelledError:
+                    # It has not come. The next call of this member must not find that it has.
+                    answer.cancel()
+                    await answer.ready()
+                    raise
             try:
                 return await answer
             except GroupChanged as error:

@@ -55,6 +55,7 @@ class House(Bench):
         parts: Any = SimpleNamespace(
             take_note=None,
             running_call=None,
+            cancel_local=lambda number: False,
             introduce=lambda remote: asyncio.sleep(0),
             ask_stream=None,
             take_stream=None,

@@ -71,7 +71,8 @@ class Trace:
         # First, so that a wrong path is no surprise at the end.
         await self._in_thread(lambda: _write(self.path, {"traceEvents": []}))
         await owner.ready()
-        if not self._tracing.begin(*session, self._limit):
+        # Another block may have begun meanwhile, also one of this process.
+        if self._tracing.session is not None or not self._tracing.begin(*session, self._limit):
             raise RuntimeError(f"{self.path} cannot be recorded: another trace is, until its block ends")
         try:
             await asyncio.gather(*map(self._ask_clock, owner.nodes.members()))
@@ -134,19 +135,17 @@ class Trace:
     async def _begin(self, process: WorkerProcess) -> None:
         self._asked.add(process.id)
         beginning = self._owner.agent_of(process.id).begin_trace(self._owner.process.id, self._number, self._limit)
-        has_actors: bool | None = True
         try:
             has_actors = await answer_to(beginning, self._patience)
         except TimeoutError:
-            pass
+            has_actors = True
         except DaftError:
             has_actors = False
-        name = " and ".join(process.actors) or process.id
         if has_actors is None:
-            self.left_out[name] = "it records the trace of another process"
+            self.left_out[_name_of(process)] = "it records the trace of another process"
         elif has_actors:
             # Another one has ended, or is about to end: nothing of it is missed.
-            self._known[process.id] = name
+            self._known[process.id] = _name_of(process)
 
     async def _ask_clock(self, member: Member) -> None:
         """Learn how far the clock of a node is ahead."""
@@ -169,7 +168,7 @@ class Trace:
         tracing, owner = self._tracing, self._owner
         found = {process.id: process for process in await self._processes()} if owner.is_open else {}
         expected = {**tracing.told, **self._known}
-        self._known = {**expected, **{one: " and ".join(process.actors) or one for one, process in found.items()}}
+        self._known = {**expected, **{one: _name_of(process) for one, process in found.items()}}
         strange = [one for one in owner.nodes.members() if one.name not in self._offsets]
         await asyncio.gather(*map(self._ask_clock, strange))
         parts = [part for part in await asyncio.gather(*map(self._fetch, found)) if part is not None]
@@ -209,6 +208,11 @@ class Trace:
             logger.warning("%s lacks the last %d events of %s: it has room for %d", self.path, count, name, self._limit)
         for name, why in self.left_out.items():
             logger.warning("%s lacks the events of %s: %s", self.path, name, why)
+
+
+def _name_of(process: WorkerProcess) -> str:
+    """The names of its actors."""
+    return " and ".join(process.actors) or process.id
 
 
 def _write(path: str, content: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ async def compare_lines(
         floor: What it is compared with.
         when: What the lines say of `ours`.
         floor_when: What they say of `floor`.
-        cheap: Whether it may cost nothing.
+        cheap: Whether there are budgets, because it must cost next to nothing.
         around: The block in which calls are made, on our side.
     """
 

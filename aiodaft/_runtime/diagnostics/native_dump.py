@@ -26,7 +26,7 @@ _INTERVAL: Final = 0.02
 
 
 class _Offers:
-    """How many parts of this process want that there is a file for its stacks."""
+    """The file for the stacks of this process, kept while a part of it needs one."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -80,7 +80,11 @@ async def take_dump(pid: int, send: Callable[[int], object]) -> str:
     path = _find(pid)
     if path is None:
         return ""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        # It has ended meanwhile.
+        return ""
     try:
         os.ftruncate(fd, 0)
         send(DUMP)

@@ -1,4 +1,4 @@
-"""What one process tells for `rt.overview()`. It reads counters that exist: nothing is counted for it."""
+"""What one process tells for `rt.overview()`, from counters that exist: only failures are noted for it."""
 
 from __future__ import annotations
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from operator import attrgetter
+from typing import Final
 
 from aiodaft._runtime.actors.hosted_actor import Host
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.process import MSGPACK
-
-if TYPE_CHECKING:
-    pass
 
 # Sets up a tracer provider in a process: a function, or where it is, such as "package.module:function".
 Setup = Callable[[], object] | str
@@ -59,26 +57,24 @@ def begin_telemetry(packed: bytes, caller: Caller, host: Host, inbound: Inbound,
         raise ImportError("telemetry needs OpenTelemetry: pip install 'aiodaft[otel]'") from error
     if not has_provider():
         _unpacked(packed)()
-    spans = Spans(caller, host, inbound, graphs)
-    spans.begin()
-    host.process.provide(Spans, spans)
+    Spans(caller, host, inbound, graphs).begin()
 
 
 def _unpacked(packed: bytes) -> Callable[[], object]:
-    setup: Any
-    if not packed.startswith(_NAMED):
-        setup = pickle.loads(packed)
-    else:
+    found: Callable[[], object]
+    if packed.startswith(_NAMED):
         module, _, name = packed.removeprefix(_NAMED).decode().partition(":")
-        setup = import_module(module)
-        for part in name.split("."):
-            setup = getattr(setup, part)
-    found: Callable[[], object] = setup
+        found = attrgetter(name)(import_module(module))
+    else:
+        found = pickle.loads(packed)
     return found
 
 
 def end_telemetry() -> None:
     """Send the spans that are not sent yet. Blocks."""
-    from aiodaft._runtime.diagnostics.spans import shut_down  # noqa: PLC0415 - optional
-
+    try:
+        from aiodaft._runtime.diagnostics.spans import shut_down  # noqa: PLC0415 - optional
+    except ImportError:
+        # Without OpenTelemetry there are none.
+        return
     shut_down()

@@ -62,6 +62,8 @@ class Tracing:
             return True
         if self.session is not None and self.session[0] != collector:
             return False
+        # One of the same collector that was not ended: this process did not answer in time.
+        self.end()
         self.session, self._limit = (collector, number), limit
         self.told, self.handed_over = {}, []
         self._recorder = self._process.recorder = Recorder(self.now, limit, self._process.recorder)

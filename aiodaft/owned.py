@@ -19,7 +19,7 @@ from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.calls.rosters import Rosters
 from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.owning import Owner
-from aiodaft._runtime.platform.tasks import see_through, shield_from_anyio
+from aiodaft._runtime.platform.tasks import see_through, wait_through
 from aiodaft._runtime.scope_actors import Blueprint, Constraints, ScopeActors, Seat
 from aiodaft._runtime.scope_errors import ScopeErrors
 from aiodaft._runtime.supervision.child_spec import ChildSpec
@@ -254,18 +254,12 @@ class Owned:
         if self.controller.is_closed:
             # The runtime has stopped all actors.
             return None
+
+        def kill() -> None:
+            self.controller.process.tasks.create_task(self.actors.kill_all(), name="kill the actors of a scope")
+
         closing = self.controller.start_task(self._close_all(graceful=graceful), "close a scope")
-        interrupted: asyncio.CancelledError | None = None
-        with shield_from_anyio():
-            while not closing.done():
-                try:
-                    await asyncio.wait([closing])
-                except asyncio.CancelledError as cancelled:
-                    if interrupted is None:
-                        self.controller.process.tasks.create_task(
-                            self.actors.kill_all(), name="kill the actors of a scope"
-                        )
-                    interrupted = cancelled
+        interrupted = await wait_through(closing, kill)
         if not closing.cancelled():
             # If the runtime was closed meanwhile, it is cancelled.
             closing.result()

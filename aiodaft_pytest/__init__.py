@@ -56,15 +56,12 @@ def _opening(kind: str) -> Callable[..., AsyncIterator[Runtime]]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    if call.excinfo is not None and not _KEYS.isdisjoint(getattr(item, "fixturenames", ())):
+    if call.excinfo is not None and not set(_KINDS).isdisjoint(getattr(item, "fixturenames", ())):
         from aiodaft.testing.fixtures import FAILED  # noqa: PLC0415 - as above
 
         # The traceback keeps what the test had.
         item.stash[FAILED] = True
     return (yield)
-
-
-_KEYS: Final = frozenset(_KINDS)
 
 
 @pytest.fixture

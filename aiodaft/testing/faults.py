@@ -51,19 +51,19 @@ class Faults:
         Raises:
             ActorDied: It has no process.
         """
-        controller, target = _of(actor)
+        runtime, target = _of(actor)
         remote = target.remote
-        process = await _process(controller, target)
-        launcher = _launcher(controller)
+        process = await _process(runtime, target)
+        launcher = _launcher(runtime)
         if launcher is None:
             os.kill(process.pid, signal.SIGKILL)
         else:
             launcher.kill(launcher.workers[remote])
         self._stopped.discard(process.pid)
-        await controller._controller.nodes.of(remote).wait_end(remote)
+        await runtime._controller.nodes.of(remote).wait_end(remote)
         with suppress(DaftError):
             # Only its connection shows this process that it has ended.
-            await controller._controller.agent_of(remote).answer()
+            await runtime._controller.agent_of(remote).answer()
 
     async def stop(self, actor: object) -> None:
         """Stop the process of an actor, as SIGSTOP does: it takes calls, and answers none, until `resume`.
@@ -72,10 +72,10 @@ class Faults:
             ActorDied: It has no process.
             RuntimeError: It lives in the process of the test, which cannot be stopped.
         """
-        controller, target = _of(actor)
-        if _launcher(controller) is not None:
+        runtime, target = _of(actor)
+        if _launcher(runtime) is not None:
             raise RuntimeError(f"{target.label} lives in the process of the test: only one of `daft_cluster` can stop")
-        pid = (await _process(controller, target)).pid
+        pid = (await _process(runtime, target)).pid
         self._stopped.add(pid)
         os.kill(pid, signal.SIGSTOP)
         while IS_LINUX and not is_stopped(pid) and status_of(pid) is None:  # noqa: ASYNC110 - the kernel tells nobody
@@ -121,9 +121,9 @@ class Faults:
             SpawnFailed: Another actor has spawned it.
             ValueError: They are not connected: no call was made yet from one to the other.
         """
-        controller, target = _of(actor)
+        runtime, target = _of(actor)
         if other is None:
-            await _cut(controller._controller.peer, target.remote)
+            await _cut(runtime._controller.peer, target.remote)
         else:
             await self._inside(actor, "cut", _of(other)[1].remote)
 

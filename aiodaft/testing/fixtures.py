@@ -37,8 +37,7 @@ async def opened(kind: str, item: pytest.Item) -> AsyncGenerator[Runtime]:
             yield runtime  # noqa: RUF075 - pytest raises no error here
             if leaks and not item.stash.get(FAILED, False):
                 refs = held_refs(runtime, getattr(item, "funcargs", {}).values())
-    left = refs + before.left()
-    if leaks and left and not item.stash.get(FAILED, False):
+    if leaks and not item.stash.get(FAILED, False) and (left := refs + before.left()):
         pytest.fail(f"{item.nodeid} leaks:\n" + "\n".join(f"- {line}" for line in left), pytrace=False)
 
 

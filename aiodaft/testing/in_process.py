@@ -66,8 +66,8 @@ class NoOutput:
         """Do nothing: no line is shown with these names."""
 
 
-class _Pulse:
-    """What questions and answers about a worker's life travel over: each question is answered at once."""
+class Pulse:
+    """The node's end of what heartbeats travel over: a question is answered at once."""
 
     def __init__(self) -> None:
         self._answers: deque[bytes] = deque()
@@ -101,7 +101,7 @@ class _PulseHeartbeat(Heartbeat):
 
 
 class EnclosedMain(WorkerMain):
-    """A worker that ends without ending the test."""
+    """A worker without a process: it ends without ending the test."""
 
     on_exit: Callable[[int], object]
 
@@ -109,6 +109,9 @@ class EnclosedMain(WorkerMain):
     def peer(self) -> Peer | None:
         """What it runs, once it has begun."""
         return getattr(self, "_peer", None)
+
+    def _start_heartbeat(self, peer: Peer) -> None:
+        _PulseHeartbeat(self._heartbeat, peer.host).start()
 
     def _exit_requested(self, error: BaseException) -> None:
         code = error.code if isinstance(error, SystemExit) else 130
@@ -118,9 +121,6 @@ class EnclosedMain(WorkerMain):
 class InProcessMain(EnclosedMain):
     """A worker whose loop is that of the test."""
 
-    def _start_heartbeat(self, peer: Peer) -> None:
-        _PulseHeartbeat(self._heartbeat, peer.host).start()
-
     def cut_off(self, reason: str) -> None:
         """End all connections without a word, as the kernel does with those of a dead process; `run` then returns."""
         if self.peer is not None:
@@ -129,10 +129,21 @@ class InProcessMain(EnclosedMain):
         self._end(1)
 
 
-class InProcessLauncher:
-    """Does what `WorkerLauncher` does, with tasks in place of processes."""
+class EnclosedLauncher:
+    """What launchers have in common whose workers are no processes."""
 
     pid = None
+
+    async def wait_end(self, worker: Worker, seconds: float) -> bool:
+        """Wait until a worker has ended, but no longer than that; False if it has not."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.shield(worker.ended)
+        return worker.ended.done()
+
+
+class InProcessLauncher(EnclosedLauncher):
+    """Does what `WorkerLauncher` does, with tasks in place of processes."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, **_: object) -> None:
         self._loop = loop
@@ -142,13 +153,13 @@ class InProcessLauncher:
         self._living: set[asyncio.Task[None]] = set()
         self.workers: dict[PeerId, Worker] = {}
         self.on_ended: Callable[[Worker, Ending], object] = lambda worker, ending: None
-        self.on_stack_request: Callable[[int], object] = lambda pid: None
 
     async def spawn(
         self, settings: WorkerSettings, inherited: WorkerEnvironment, environment: dict[str, str], label: str
     ) -> tuple[Worker, socket.socket]:
         """Start a worker; see `WorkerLauncher.spawn`."""
-        pulse, output = _as_any(_Pulse()), _as_any(NoOutput())
+        pulse: Any = Pulse()
+        output: Any = NoOutput()
         worker = Worker(settings.options.id, label, output, HeartbeatWatch(pulse, self._loop, lambda pid: False))
         pid = worker.pid = next(self._pids)
         ours, theirs = socket.socketpair()
@@ -184,13 +195,6 @@ class InProcessLauncher:
     async def end(self, worker: Worker) -> None:
         self.kill(worker)
 
-    async def wait_end(self, worker: Worker, seconds: float) -> bool:
-        """Wait until a worker has ended, but no longer than that; False if it has not."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await asyncio.shield(worker.ended)
-        return worker.ended.done()
-
     async def aclose(self) -> None:
         """End every worker, and wait for what is cleaned up."""
         for worker in list(self.workers.values()):
@@ -207,7 +211,3 @@ class InProcessLauncher:
 
     def stay_behind(self) -> None:
         """In a forked child there is nothing to leave: actors were not forked with their loop."""
-
-
-def _as_any(part: Any) -> Any:
-    return part

@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.node.postmortem import Ending
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
-from aiodaft._runtime.node.heartbeat import Heartbeat, HeartbeatWatch
+from aiodaft._runtime.node.heartbeat import HeartbeatWatch
 from aiodaft._runtime.node.worker import Worker
-from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft.exceptions import SpawnFailed
-from aiodaft.testing.in_process import FIRST_PID, EnclosedMain, NoOutput
+from aiodaft.testing.in_process import FIRST_PID, EnclosedLauncher, EnclosedMain, NoOutput, Pulse
 from aiodaft.testing.network import SimulatedNetwork
 from aiodaft.testing.simulated_loop import SimulatedLoop, SimulatedProcess, settle
 
@@ -29,25 +26,14 @@ class SimulatedMain(EnclosedMain):
 
     process: SimulatedProcess
 
-    def _start_heartbeat(self, peer: Peer) -> None:
-        SimulatedHeartbeat(self._heartbeat, peer.host).start()
 
-
-class HeartbeatLine:
-    """What questions and answers about a worker's life travel over: the node's end of it."""
+class SimulatedPulse(Pulse):
+    """A pulse whose questions and answers take time, and get no further than a process that has ended."""
 
     def __init__(self, loop: SimulatedLoop, process: SimulatedProcess) -> None:
+        super().__init__()
         self._loop = loop
         self._process = process
-        self._answers: deque[bytes] = deque()
-        self._open = True
-        self.answer: Callable[[], bytes] = bytes
-
-    def setblocking(self, flag: bool) -> None:
-        assert not flag
-
-    def fileno(self) -> int:
-        return 0 if self._open else -1
 
     def send(self, question: bytes) -> None:
         if not self._process.alive:
@@ -57,39 +43,20 @@ class HeartbeatLine:
     def _asked(self) -> None:
         self._loop.later(self._loop.rng.random() * 0.01, self._answers.append, self.answer())
 
-    def recv(self, size: int) -> bytes:
-        """An answer that has come."""
-        if not self._answers:
-            raise BlockingIOError
-        return self._answers.popleft()
-
-    def close(self) -> None:
-        self._open = False
-
-
-class SimulatedHeartbeat(Heartbeat):
-    """The worker's end, without a thread."""
-
-    def start(self) -> None:
-        line: Any = self._connection
-        line.answer = lambda: self._answer(self._process.env.monotonic())
-
 
 class SimulatedWorker(Worker):
     """One worker, as the node sees it."""
 
     def __init__(self, worker_id: PeerId, label: str, process: SimulatedProcess, loop: SimulatedLoop) -> None:
         output: Any = NoOutput()
-        line: Any = HeartbeatLine(loop, process)
+        line: Any = SimulatedPulse(loop, process)
         super().__init__(worker_id, label, output, HeartbeatWatch(line, loop, lambda pid: process.paused))
         self.line = line
         self.process = process
 
 
-class SimulatedLauncher:
+class SimulatedLauncher(EnclosedLauncher):
     """Does what `WorkerLauncher` does, with tasks of the loop in place of processes."""
-
-    pid = None
 
     def __init__(self, network: SimulatedNetwork, env: Callable[[], Env], loop: SimulatedLoop, **_: object) -> None:
         self._network = network
@@ -102,7 +69,6 @@ class SimulatedLauncher:
         # What runs in all started workers, also in ended ones.
         self.mains: list[SimulatedMain] = []
         self.on_ended: Callable[[Any, Ending], object] = lambda worker, ending: None
-        self.on_visit: Callable[[int], object] = lambda pid: None
 
     async def spawn(
         self, settings: WorkerSettings, inherited: WorkerEnvironment, environment: dict[str, str], label: str
@@ -141,13 +107,6 @@ class SimulatedLauncher:
     async def end(self, worker: SimulatedWorker) -> None:
         self.kill(worker)
         await asyncio.shield(worker.ended)
-
-    async def wait_end(self, worker: SimulatedWorker, seconds: float) -> bool:
-        """Wait until a worker has ended, but no longer than that; False if it has not."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await asyncio.shield(worker.ended)
-        return worker.ended.done()
 
     def ended(self, process: SimulatedProcess, code: int | None, signal_name: str | None) -> None:
         """A process ends now; the node hears of it later."""

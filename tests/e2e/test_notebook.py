@@ -12,7 +12,8 @@ import pytest_asyncio
 pytest.importorskip("ipykernel")
 pytest.importorskip("jupyter_client")
 
-from notebook import SETUP, Notebook, open_notebook, wait_gone
+from leaks import wait_gone
+from notebook import SETUP, Notebook, open_notebook
 
 # The loop that counts is the kernel's.
 pytestmark = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,14 @@ def is_alive(pid: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
+
+
+def wait_gone(pids: set[int]) -> set[int]:
+    """The processes that do not end, however slow this machine is."""
+    deadline = time.monotonic() + 10
+    while (left := {pid for pid in pids if is_alive(pid)}) and time.monotonic() < deadline:
+        os.sched_yield()
+    return left
 
 
 def open_files(pid: int | str = "self") -> dict[int, str]:

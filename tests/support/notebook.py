@@ -16,7 +16,7 @@ from typing import Any, Final
 import zmq.asyncio
 from jupyter_client.asynchronous.client import AsyncKernelClient
 from jupyter_client.manager import AsyncKernelManager
-from leaks import descendants, is_alive
+from leaks import descendants, wait_gone
 
 # The cell that a notebook begins with.
 SETUP: Final = f"""
@@ -121,14 +121,6 @@ class Notebook:
         pid = getattr(self.manager.provisioner, "pid", None)
         assert isinstance(pid, int)
         return pid
-
-
-def wait_gone(pids: set[int]) -> set[int]:
-    """The processes that do not end, however slow this machine is."""
-    deadline = time.monotonic() + 10
-    while (left := {pid for pid in pids if is_alive(pid)}) and time.monotonic() < deadline:
-        os.sched_yield()
-    return left
 
 
 @asynccontextmanager

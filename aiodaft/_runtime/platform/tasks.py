@@ -92,8 +92,8 @@ def shield_from_anyio() -> AbstractContextManager[object]:
     return nullcontext() if anyio is None else anyio.CancelScope(shield=True)
 
 
-async def see_through(future: asyncio.Future[T], hasten: Callable[[], object] = lambda: None) -> T:
-    """Wait for a future that must not be cancelled; a cancellation is raised when the future is done.
+async def wait_through(future: asyncio.Future[Any], hasten: Callable[[], object]) -> asyncio.CancelledError | None:
+    """Wait for a future that must not be cancelled; returns the last cancellation that came meanwhile.
 
     Args:
         future: The future.
@@ -108,6 +108,17 @@ async def see_through(future: asyncio.Future[T], hasten: Callable[[], object] = 
                 if cancelled is None:
                     hasten()
                 cancelled = error
+    return cancelled
+
+
+async def see_through(future: asyncio.Future[T], hasten: Callable[[], object] = lambda: None) -> T:
+    """The result of a future that must not be cancelled; a cancellation is raised when the future is done.
+
+    Args:
+        future: The future.
+        hasten: Called at the first cancellation.
+    """
+    cancelled = await wait_through(future, hasten)
     if cancelled is not None:
         if not future.cancelled():
             # Its error is not said to be unseen: who waited for it was told to stop waiting.

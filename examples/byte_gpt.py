@@ -47,10 +47,12 @@ def text() -> Tensor:
     return torch.tensor(list(b"".join(path.read_bytes() for path in sources)))
 
 
-def batches(size: int, steps: int | None = None, seed: int | str = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random batches of the text: bytes, and the byte that follows each."""
-    rng = random.Random(seed)
+def batches(
+    size: int, steps: int | None = None, seed: int | str = 0, data: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random batches of the text, or of other bytes: bytes, and the byte that follows each."""
+    rng, data = random.Random(seed), text() if data is None else data
     for _ in range(STEPS if steps is None else steps):
-        starts = rng.sample(range(len(text()) - CONTEXT), size)
-        rows = torch.stack([text()[i : i + CONTEXT + 1] for i in starts])
+        starts = rng.sample(range(len(data) - CONTEXT), size)
+        rows = torch.stack([data[i : i + CONTEXT + 1] for i in starts])
         yield rows[:, :-1], rows[:, 1:]

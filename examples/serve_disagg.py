@@ -91,7 +91,7 @@ def options_of(arguments: list[str] | None = None) -> SimpleNamespace:
     parser.add_argument("--prefill-policy", choices=POLICIES, default="prefix_locality")
     parser.add_argument("--decode-policy", choices=POLICIES, default="two_choices")
     parser.add_argument(
-        "--quantum", type=float, default=math.inf, help="tokens of a tenant's turn; see docs/serving.md"
+        "--quantum", type=positive, default=math.inf, help="tokens of a tenant's turn; see docs/serving.md"
     )
     parser.add_argument("--queue", type=positive, default=64, help="prompts that may wait; more are answered with 503")
     parser.add_argument("--pages", type=positive, default=Sizes().pages, help="of an engine's memory, 16 tokens each")

@@ -63,7 +63,7 @@ class Engine(aiodaft.Actor, restart=aiodaft.Restart(intensity=10, backoff=aiodaf
     async def prefill(self, prompt: bytes, by_layer: str | None = None) -> Prefilled:
         """Give the next token, and the keys and values of the prompt; or have `layer` give these, by the name."""
         sequence = self.begin(Awaited(prompt, len(prompt) + 1, exports=True, by_layer=by_layer is not None))
-        layers = [self.loop.create_future() for _ in range(self.model.layers)]
+        layers = [] if by_layer is None else [self.loop.create_future() for _ in range(self.model.layers)]
         try:
             if by_layer is None:
                 kv = await sequence.results.get()

@@ -3,12 +3,12 @@
 A model is a function of tokens, and of the keys and values of those before them, which it does not keep.
 """
 
-import random
 from collections.abc import Callable, Sequence
 from pydoc_data.topics import topics
 from typing import Protocol
 
 import torch
+from byte_gpt import batches
 from hugging_face import WithKeysAndValues
 from torch import Tensor, nn
 
@@ -101,16 +101,14 @@ def text() -> bytes:
     return "\n".join(topics[topic] for topic in sorted(topics)).encode("ascii", "ignore")[:TEXT]
 
 
-def train(steps: int, rows: int = 8, length: int = 64) -> Weights:
+def train(steps: int) -> Weights:
     """The weights of a ByteGPT that has learned from the text."""
-    model, data, rng = make_model("bytes"), torch.tensor(list(text())), random.Random(0)
+    model, rows = make_model("bytes"), 8
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, steps, pct_start=0.1)
-    for _ in range(steps):
-        starts = rng.sample(range(len(data) - length), rows)
-        batch = torch.stack([data[start : start + length + 1] for start in starts])
-        logits_BTV = model.all_logits(batch[:, :-1], *no_past(model, rows), lambda _: None)
-        loss = nn.functional.cross_entropy(logits_BTV.flatten(0, 1), batch[:, 1:].flatten())
+    for tokens_BT, next_BT in batches(rows, steps, data=torch.tensor(list(text()))):
+        logits_BTV = model.all_logits(tokens_BT, *no_past(model, rows), lambda _: None)
+        loss = nn.functional.cross_entropy(logits_BTV.flatten(0, 1), next_BT.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

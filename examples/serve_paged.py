@@ -40,7 +40,7 @@ class PagedModel:
 
     def forward(self, rows: list[Row], export: Export) -> list[int]:
         starts_B = torch.tensor([row.start for row in rows])
-        past_LKBHPD = self.read(rows, -(-max(row.start for row in rows) // PAGE))
+        past_LKBHPD = self.read(rows)
         exporting = {
             number: list[Tensor]()
             for number, row in enumerate(rows)
@@ -65,17 +65,21 @@ class PagedModel:
                 export(rows[number].sequence, torch.stack(parts))
         return logits_BV.argmax(1).tolist()
 
-    def read(self, rows: list[Row], most: int) -> Tensor:
-        """The first pages of each row, as keys and values (L, 2, B, H, P, D)."""
-        # Any page will do behind the last one of a row: what is there does not count.
-        table_BN = torch.tensor([(*row.pages, *[0] * most)[:most] for row in rows], dtype=torch.long)
-        return self.memory_NLKHPD[table_BN.view(len(rows), most)].permute(2, 3, 0, 4, 1, 5, 6).flatten(4, 5)
+    def read(self, rows: list[Row]) -> Tensor:
+        """The pages before the tokens of each row, as keys and values (L, 2, B, H, P, D)."""
+        table_BN = table(rows, -(-max(row.start for row in rows) // PAGE))
+        return self.memory_NLKHPD[table_BN].permute(2, 3, 0, 4, 1, 5, 6).flatten(4, 5)
 
     def write(self, starts_B: Tensor, rows: list[Row], kv_LKBHTD: Tensor) -> None:
         places_BT = starts_B[:, None] + torch.arange(kv_LKBHTD.shape[4])
-        most = max(len(row.pages) for row in rows)
-        table_BN = torch.tensor([(*row.pages, *[0] * most)[:most] for row in rows])
+        table_BN = table(rows, max(len(row.pages) for row in rows))
         pages = table_BN.gather(1, places_BT // PAGE).flatten()
         self.memory_NLKHPD[pages, :, :, :, places_BT.flatten() % PAGE] = kv_LKBHTD.permute(2, 4, 0, 1, 3, 5).flatten(
             0, 1
         )
+
+
+def table(rows: list[Row], most: int) -> Tensor:
+    """The first pages of each row (B, N). Any page will do behind its last one: what is there does not count."""
+    pages = [(*row.pages, *[0] * most)[:most] for row in rows]
+    return torch.tensor(pages, dtype=torch.long).view(len(rows), most)

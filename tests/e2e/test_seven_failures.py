@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,13 @@ import pytest
 import torch
 from gloo_twins import Twin
 from keyed_members import Keyer, Round, expected, shuffled
+from seven_failures import TIMED_OUT
 from supervised import AT_ONCE
 
 import aiodaft
 from aiodaft import ActorDied, Restart
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(90)]
-
-# What gloo says when the time of an operation is over.
-TIMED_OUT = re.compile(r"[Tt]imed out waiting")
 
 
 @pytest.fixture

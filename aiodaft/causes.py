@@ -46,12 +46,22 @@ def _title(error: BaseException) -> str:
 
 
 def _details(error: BaseException) -> list[Branch]:
-    known = {name: value for name, value in vars(error).items() if name not in _SHOWN_APART and name[0] != "_"}
+    known = [_shown(name, one) for name, one in vars(error).items() if name not in _SHOWN_APART and name[0] != "_"]
     notes = map(str, getattr(error, "__notes__", ()))
-    return [Branch(text) for text in (*notes, *(f"{name}: {value}" for name, value in known.items() if value))]
+    return [Branch(text) for text in (*notes, *filter(None, known))]
+
+
+def _shown(name: str, value: object) -> str:
+    """An attribute with its value; nothing if that is empty."""
+    try:
+        return f"{name}: {value}" if value else ""
+    except Exception as problem:  # noqa: BLE001 - a user's __bool__ or __str__ may raise anything
+        return f"{name}: <its text cannot be had: {type(problem).__name__}>"
 
 
 def _inside(error: BaseException, depth: int) -> list[Branch]:
     """The exceptions of a group, and those that have exhausted a restart policy."""
     inside = error.exceptions if isinstance(error, BaseExceptionGroup) else getattr(error, "attempts", ())
-    return [branch for one in inside if depth < _MAX_DEPTH for branch in tree_of(one, depth + 1)]
+    # A user's exception may have something else by that name.
+    found = [one for one in inside if isinstance(one, BaseException)] if isinstance(inside, tuple) else []
+    return [branch for one in found if depth < _MAX_DEPTH for branch in tree_of(one, depth + 1)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from itertools import chain, islice
+from itertools import islice
 from typing import Final, NamedTuple
 
 __all__ = ["Branch", "facts", "page", "table", "tree"]
@@ -57,7 +57,7 @@ def page(title: str, *parts: str) -> str:
 
 
 def _cells(tag: str, values: Iterable[object]) -> str:
-    return "".join(chain.from_iterable((f"<{tag}{_CELL}>", _text(value), f"</{tag}>") for value in values))
+    return "".join(f"<{tag}{_CELL}>{_text(value)}</{tag}>" for value in values)
 
 
 def _text(value: object) -> str:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Final, Literal
 
 from aiodaft._protocol.calls.following import NOWHERE
 from aiodaft._protocol.coordination.records import Member
@@ -22,6 +22,9 @@ from aiodaft.exceptions import DaftError, OutcomeUnknown
 from aiodaft.ref import Ref
 
 __all__ = ["ActorInfo", "NodeInfo", "in_process", "look_at", "look_at_node", "look_at_nodes"]
+
+# The states of actors that answer.
+ANSWERING: Final = ("busy", "idle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,8 @@ async def look_at(controller: Owner, target: Target, cls: type) -> ActorInfo:
         info = replace(info, epoch=child.epoch, restarts=child.restarts, last_error=child.last_error)
     if process is None:
         return replace(info, alive=False, restarting=child is not None and child.state not in REACHABLE)
-    return in_process(info, process, None if not report else report[0], 0 if not report else report[1])
+    view, stored_bytes = report or (None, 0)
+    return in_process(info, process, view, stored_bytes)
 
 
 def in_process(info: ActorInfo, process: WorkerProcess, view: ActorView | None, stored_bytes: int) -> ActorInfo:

@@ -125,8 +125,7 @@ class ActorRuntimes:
 async def _leave(owned: Owned) -> None:
     """Stop what an actor has spawned."""
     interrupted = await owned.close(graceful=True)
-    for state in owned.errors.unseen():
-        assert state.error is not None
-        owned.controller.objects.on_unheld(state.error, f"{state.label} failed, and no code saw the error")
+    for what, one in owned.errors.unseen():
+        owned.controller.objects.on_unheld(one, what)
     if interrupted is not None:
         raise interrupted

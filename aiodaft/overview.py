@@ -285,7 +285,7 @@ class Overview:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as dicts, lists, texts and numbers; an exception is a dict with its `type` and `message`."""
-        found = {name: _plain(getattr(self, name)) for name in (field.name for field in fields(self))}
+        found: dict[str, Any] = _plain(self)
         for plain, actor in zip(found["actors"], self.actors, strict=True):
             plain["state"] = actor.state
         for plain, process in zip(found["processes"], self.processes, strict=True):

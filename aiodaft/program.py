@@ -61,7 +61,7 @@ async def _wake_at_signals() -> None:
         writing.setblocking(False)
         before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
         try:
-            # Else the loop does this itself.
+            # If there was one before, its loop is woken by signals already.
             while before == -1:
                 await asyncio.get_running_loop().sock_recv(reading, 4096)
         finally:

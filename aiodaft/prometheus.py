@@ -1,4 +1,4 @@
-"""Metrics of a runtime for Prometheus, from `rt.overview()`: nothing is counted for them on the way of a call.
+"""Metrics of a runtime for Prometheus, from `rt.overview()`: a call that succeeds does nothing for them.
 
 Needs the package prometheus-client (`pip install "aiodaft[prometheus]"`).
 """
@@ -16,14 +16,13 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from aiodaft.exceptions import DaftError
-from aiodaft.info import ActorInfo, NodeInfo
+from aiodaft.info import ANSWERING, ActorInfo, NodeInfo
 from aiodaft.overview import Flow, Overview, ProcessInfo
 from aiodaft.runtime import Runtime
 
 __all__ = ["Metrics"]
 
-_ANSWERING: Final = ("busy", "idle")
-_STATES: Final = (*_ANSWERING, "silent", "restarting", "dead")
+_STATES: Final = (*ANSWERING, "silent", "restarting", "dead")
 
 # Values of a metric, with those of its labels.
 Samples = Iterable[tuple[Sequence[str], float]]
@@ -172,7 +171,7 @@ class _Seen(Collector):
 def _metrics(seen: Overview, *, flows: bool) -> Iterator[Metric]:
     actor_labels = "actor", "class", "node"
     for family in _OF_ACTORS:
-        actors = [one for one in seen.actors if family.always or one.state in _ANSWERING]
+        actors = [one for one in seen.actors if family.always or one.state in ANSWERING]
         yield _metric(family, actor_labels, [(_labels_of_actor(one), family.value(one)) for one in actors])
     state = _Family("actor_state", "1 for the state that the actor is in, else 0.", join=max)
     states = [((*_labels_of_actor(one), name), one.state == name) for one in seen.actors for name in _STATES]

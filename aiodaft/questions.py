@@ -53,20 +53,20 @@ async def _logs(owner: Owner, *, actor: str | None, last: int, follow: bool) -> 
     """
     process, news, recent = owner.process, asyncio.Event(), owner.process.part(Recent)
 
-    def of_actor(said: Iterable[Said]) -> list[str]:
-        return [one.as_json() for one in said if actor is None or one.is_of(actor)]
+    def of_actor(said: Iterable[Said]) -> list[Said]:
+        return [one for one in said if actor is None or one.is_of(actor)]
 
     kept, follower = recent.follow(lambda: process.call_soon(news.set))
     try:
-        texts = of_actor(kept)
-        for text in texts[max(0, len(texts) - last) :]:
-            yield text
+        wanted = of_actor(kept)
+        for one in wanted[max(0, len(wanted) - last) :]:
+            yield one.as_json()
         while follow:
             await news.wait()
             news.clear()
             said, dropped = follower.take()
-            for text in of_actor(said):
-                yield text
+            for one in of_actor(said):
+                yield one.as_json()
             if dropped:
                 yield dropped
     finally:

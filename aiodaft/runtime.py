@@ -315,7 +315,7 @@ class Runtime(Scope):
     async def overview(self, *, patience: float = 1.0) -> Overview:
         """One look at the whole runtime: nodes, processes, actors, what they send, what they store, what failed.
 
-        Every node and every process is asked once, at the same time. Nothing is counted for it on the way of a call.
+        Every node and every process is asked once, at the same time. Calls that succeed do nothing for it.
 
         Args:
             patience: Seconds that they get to answer. A process that does not is there with what its node knows
@@ -395,9 +395,8 @@ class _RuntimeErrors(ScopeErrors):
         if self._raises and (error is None or isinstance(error, Exception)):
             give_frames(self._frames)
             return super().after(error)
-        for state in self.unseen():
-            assert state.error is not None
-            log_error(f"{state.label} failed, and no code saw the error", state.error)
+        for what, one in self.unseen():
+            log_error(what, one)
         return None
 
 

@@ -41,6 +41,11 @@ class Seen(NamedTuple):
     process: WorkerProcess
     view: ProcessView | None
 
+    @property
+    def actors(self) -> tuple[str, ...]:
+        """The names of its actors."""
+        return self.process.actors if self.view is None else tuple(actor.name for actor in self.view.actors)
+
 
 async def look_over(owner: Owner, patience: float) -> Overview:
     """One look at a runtime. Each process gets `patience` seconds, or what its node has left of them."""
@@ -74,6 +79,7 @@ class _Survey:
         own = owner.process.part(Viewer).look()
         # What processes have told, None if they have not answered in time; and what nodes know of theirs.
         self._views: dict[PeerId, ProcessView | None] = {own.id: own}
+        self._asked = {own.id}
         self._known: dict[PeerId, WorkerProcess] = {}
 
     @property
@@ -96,25 +102,24 @@ class _Survey:
         members = self._owner.nodes.members()
         # The workers to which this process is connected may answer also if their nodes do not.
         near = [peer for peer, there in self._owner.connections.items() if there.is_up and is_worker(peer)]
-        asked = {self._owner.process.id}
         async with asyncio.TaskGroup() as group:
             infos = [group.create_task(look_at_node(self._owner, member, self._left)) for member in members]
             for peer in (*near, *(member.peer for member in members)):
-                self._ask(group, asked, peer)
+                self._ask(group, peer)
             for member in members:
-                group.create_task(self._ask_workers_of(group, asked, member))
+                group.create_task(self._ask_workers_of(group, member))
         return tuple(info for task in infos if (info := task.result()) is not None)
 
-    async def _ask_workers_of(self, group: asyncio.TaskGroup, asked: set[PeerId], member: Member) -> None:
+    async def _ask_workers_of(self, group: asyncio.TaskGroup, member: Member) -> None:
         with suppress(DaftError, TimeoutError):
             for process in await answer_to(self._owner.nodes.named(member.name).processes(), self._left):
                 self._known[process.id] = process
-                self._ask(group, asked, process.id)
+                self._ask(group, process.id)
 
-    def _ask(self, group: asyncio.TaskGroup, asked: set[PeerId], peer: PeerId) -> None:
+    def _ask(self, group: asyncio.TaskGroup, peer: PeerId) -> None:
         """Ask a process, once."""
-        if peer not in asked:
-            asked.add(peer)
+        if peer not in self._asked:
+            self._asked.add(peer)
             group.create_task(self._look_at(peer))
 
     async def _look_at(self, peer: PeerId) -> None:
@@ -138,9 +143,8 @@ def _role(peer: PeerId) -> Role:
 
 def _order(seen: Seen, node: str) -> tuple[object, ...]:
     """Processes are in the order of their roles, nodes and actors."""
-    process, view = seen
-    actors = process.actors if view is None else tuple(actor.name for actor in view.actors)
-    return _ROLES.index(_role(process.id)), node, actors, process.id
+    peer = seen.process.id
+    return _ROLES.index(_role(peer)), node, seen.actors, peer
 
 
 def _dated(view: ProcessView, taken: float) -> Iterator[Failure]:
@@ -152,13 +156,12 @@ def _dated(view: ProcessView, taken: float) -> Iterator[Failure]:
 def _process_info(seen: Seen, node: str) -> ProcessInfo:
     process, view = seen
     last, role = process.heartbeat, _role(process.id)
-    info = ProcessInfo(process.id, process.pid, node, role, process.owner, process.actors, process.gpus)
-    info = replace(info, loop_lag=last.loop_lag)
+    known = process.id, process.pid, node, role, process.owner, seen.actors, process.gpus
+    info = ProcessInfo(*known, loop_lag=last.loop_lag)
     if view is None:
         return replace(info, suspect=last.suspect, silent_for=last.silent_for)
     return replace(
         info,
-        actors=tuple(actor.name for actor in view.actors),
         answered=True,
         rss=view.rss,
         cpu_seconds=view.cpu_seconds,
@@ -211,10 +214,10 @@ def _flows(views: Iterable[ProcessView]) -> Iterator[Flow]:
     """What goes from process to process, as the sender has counted; if it has not told, as the receiver has."""
     told = {view.id for view in views}
     for view in views:
-        for remote, calls, traffic in ((one.remote, one.calls, one.traffic) for one in view.sent):
-            yield _flow(view.id, remote, calls, traffic)
-            if remote not in told:
-                yield _flow(remote, view.id, 0, _reversed(traffic))
+        for one in view.sent:
+            yield _flow(view.id, one.remote, one.calls, one.traffic)
+            if one.remote not in told:
+                yield _flow(one.remote, view.id, 0, _reversed(one.traffic))
 
 
 def _flow(source: str, target: str, calls: int, traffic: Traffic) -> Flow:

@@ -80,13 +80,12 @@ class ScopeErrors:
 
     def after(self, error: BaseException | None) -> BaseExceptionGroup[BaseException] | None:
         """The group to raise instead of the error of the body; None: raise that error as it is."""
-        for state in self.unseen():
-            assert state.error is not None
-            self.kept.add(state.error)
+        for _, one in self.unseen():
+            self.kept.add(one)
         return self.kept.group(None if isinstance(error, asyncio.CancelledError) else error)
 
-    def unseen(self) -> list[RefState]:
-        """The refs with errors that no code has seen; called once, at the end."""
+    def unseen(self) -> list[tuple[str, BaseException]]:
+        """The errors of refs that no code has seen, each with what failed; called once, at the end."""
         if self.held and not self._controller.is_closed:
             # A raised error refers to frames, and these to refs: only the garbage collector frees such a cycle.
             gc.collect()
@@ -96,4 +95,5 @@ class ScopeErrors:
         self.held = {}
         for state in unseen:
             state.seen = True
-        return unseen
+        what = "{} failed, and no code saw the error"
+        return [(what.format(state.label), state.error) for state in unseen if state.error is not None]

@@ -21,15 +21,13 @@ from aiodaft.program import run
 from aiodaft.ref import Ref
 from aiodaft.runtime import Runtime
 
-from .options import address_argument, key_file_option, seconds
+from .options import address_argument, completing, key_file_option, seconds
 from .output import Failed, Output, json_option
 
 T = TypeVar("T")
 
 # Seconds that a node has for an answer.
 PATIENCE: Final = 3.0
-# Seconds for which a user waits for a completion at the most.
-_PATIENCE_OF_SHELL: Final = 1.0
 
 
 def address_of(given: str | None) -> str | None:
@@ -54,25 +52,18 @@ async def attached(address: str | None, key_file: str | None) -> AsyncGenerator[
         raise Failed(str(error)) from error
 
 
-def _complete(
-    which: Callable[[Runtime], Awaitable[Iterable[str]]],
-) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """Have a shell complete names of the cluster of $AIODAFT_ADDRESS, if that answers soon."""
-
-    async def found() -> Iterable[str]:
-        async with asyncio.timeout(_PATIENCE_OF_SHELL), attached(None, None) as rt:
-            return await which(rt)
-
-    def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-        with suppress(Failed, TimeoutError):
-            return [name for name in run(found()) if name.startswith(incomplete)]
-        return []
-
-    return complete
+@completing
+async def _names(context: click.Context) -> Iterable[str]:
+    """The names of actors of the cluster of $AIODAFT_ADDRESS."""
+    async with attached(None, None) as rt:
+        return await rt.names()
 
 
-async def _nodes(rt: Runtime) -> list[str]:
-    return [node.name for node in await rt.nodes()]
+@completing
+async def _nodes(context: click.Context) -> Iterable[str]:
+    """The names of its nodes."""
+    async with attached(None, None) as rt:
+        return [node.name for node in await rt.nodes()]
 
 
 def _with_cluster(address: str | None, key_file: str | None, do: Callable[[Runtime], Awaitable[None]]) -> None:
@@ -86,7 +77,7 @@ def _with_cluster(address: str | None, key_file: str | None, do: Callable[[Runti
 
 
 @click.command()
-@click.argument("name", shell_complete=_complete(Runtime.names))
+@click.argument("name", shell_complete=_names)
 @address_argument
 @key_file_option
 def stop(name: str, address: str | None, key_file: str | None) -> None:
@@ -106,7 +97,7 @@ def stop(name: str, address: str | None, key_file: str | None) -> None:
 
 
 @click.command()
-@click.argument("node", shell_complete=_complete(_nodes))
+@click.argument("node", shell_complete=_nodes)
 @address_argument
 @key_file_option
 @click.option(
@@ -114,7 +105,6 @@ def stop(name: str, address: str | None, key_file: str | None) -> None:
     type=seconds(),
     default=30.0,
     show_default=True,
-    metavar="SECONDS",
     help="After that, what is left on the node is ended.",
 )
 @json_option

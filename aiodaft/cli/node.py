@@ -86,7 +86,6 @@ def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option(
         "--drain",
         type=seconds(),
-        metavar="SECONDS",
         help="Drain the node at SIGTERM, for so long at most; a second SIGTERM ends it at once.",
     )
     @key_file_option
@@ -112,7 +111,6 @@ def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=seconds(1),
     default=LEASE,
     show_default=True,
-    metavar="SECONDS",
     help="How long a silent node stays in the cluster.",
 )
 @click.option(

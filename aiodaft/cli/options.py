@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Final
 
 import click
+
+from aiodaft.program import run
+
+# Seconds for which a user who completes a name waits at the most.
+_PATIENCE_OF_SHELL: Final = 1.0
 
 address_argument: Final = click.argument("address", required=False)
 key_file_option: Final = click.option(
@@ -24,4 +30,23 @@ def seconds(least: float = 0) -> Callable[[str], float]:
                 return number
         raise click.BadParameter(f"{text!r} is not a number of seconds of at least {least:g}")
 
+    # What help texts call the value.
+    convert.__name__ = "seconds"
     return convert
+
+
+def completing(
+    names: Callable[[click.Context], Awaitable[Iterable[str]]],
+) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """Have a shell complete names, if they are found soon."""
+
+    async def soon(context: click.Context) -> Iterable[str]:
+        async with asyncio.timeout(_PATIENCE_OF_SHELL):
+            return await names(context)
+
+    def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+        with suppress(click.ClickException, TimeoutError):
+            return [name for name in run(soon(context)) if name.startswith(incomplete)]
+        return []
+
+    return complete

@@ -62,7 +62,6 @@ class _Job(NamedTuple):
     type=seconds(),
     default=120.0,
     show_default=True,
-    metavar="SECONDS",
     help="How long all machines have to come.",
 )
 @offers_options

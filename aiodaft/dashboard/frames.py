@@ -6,7 +6,7 @@ from typing import Final
 
 from aiodaft.causes import message_of
 from aiodaft.dashboard.graph import Plain, graph_of
-from aiodaft.info import ActorInfo
+from aiodaft.info import ANSWERING, ActorInfo
 from aiodaft.overview import ActorRate, Failure, Overview, ProcessInfo, ProcessRate, Rates
 
 # What one page can show; the numbers of all are beside it.
@@ -14,7 +14,6 @@ MAX_ACTORS: Final = 1000
 MAX_PROCESSES: Final = 1000
 MAX_FAILURES: Final = 50
 _MAX_ERROR: Final = 500
-_WELL: Final = ("busy", "idle")
 
 _NO_RATES: Final = Rates(0.0, {}, {}, {})
 _STILL: Final = ActorRate(0.0, 0.0)
@@ -26,7 +25,7 @@ def frame_of(now: Overview, earlier: Overview | None) -> Plain:
     titles = {process.id: process.title for process in now.processes}
     rates = _NO_RATES if earlier is None else now.rates(earlier)
     # Of too many, those that want attention, and the first ones.
-    actors = sorted(now.actors, key=lambda actor: actor.state in _WELL)[:MAX_ACTORS]
+    actors = sorted(now.actors, key=lambda actor: actor.state in ANSWERING)[:MAX_ACTORS]
     return {
         "taken": now.taken,
         "seconds": rates.seconds,
@@ -64,7 +63,7 @@ def _totals(now: Overview, rates: Rates) -> Plain:
         "actors": len(now.actors),
         "processes": len(now.processes),
         "busy": sum(actor.state == "busy" for actor in now.actors),
-        "unwell": sum(actor.state not in _WELL for actor in now.actors),
+        "unwell": sum(actor.state not in ANSWERING for actor in now.actors),
         "queued": sum(actor.queued for actor in now.actors),
         "calls": rates.calls,
         "failed": sum(rate.failed for rate in rates.actors.values()),

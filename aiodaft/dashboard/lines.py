@@ -19,7 +19,7 @@ def line_of(said: Said) -> Plain:
     if isinstance(entry, Line):
         return {
             "at": entry.at,
-            "actor": source.names or source.label,
+            "actor": source.shown_name,
             "pid": source.pid,
             "level": "",
             "stream": entry.stream,
@@ -30,7 +30,7 @@ def line_of(said: Said) -> Plain:
         text = f"{text}\n{entry['exc_text']}"
     return {
         "at": entry["created"],
-        "actor": str(entry.get("actor") or source.names or source.label),
+        "actor": str(entry.get("actor") or source.shown_name),
         "pid": entry["process"],
         "level": str(entry["levelname"]),
         "stream": 2,

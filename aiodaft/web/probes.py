@@ -7,16 +7,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from aiodaft._runtime.platform.tasks import TaskOwner
+from aiodaft.info import ANSWERING
 from aiodaft.runtime import Runtime
 from aiodaft.web.asgi import Send, answer, answer_with
 
 if TYPE_CHECKING:
     from aiodaft.prometheus import Metrics
-
-_NOT_READY: Final = {"silent", "restarting", "dead"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class Probes:
     Attributes:
         health: Answers 200 as long as the event loop turns.
         ready: Answers 200 if all actors of the runtime answer, else 503, with the names of the others.
-        metrics: Answers with the metrics of the runtime for Prometheus, for whoever asks. It needs prometheus-client
+        metrics: Answers with the metrics of the runtime for Prometheus, for every client. It needs prometheus-client
             (`pip install "aiodaft[prometheus]"`).
         patience: Seconds that actors get to answer.
     """
@@ -76,7 +75,7 @@ class RunningProbes(AbstractAsyncContextManager[Mapping[str, Answer]]):
 
     async def _look_at_actors(self) -> list[str]:
         actors = (await self._rt.overview(patience=self._probes.patience)).actors
-        return [f"{actor.name} is {actor.state}" for actor in actors if actor.state in _NOT_READY]
+        return [f"{actor.name} is {actor.state}" for actor in actors if actor.state not in ANSWERING]
 
 
 async def _answer_metrics(metrics: Metrics, scope: Any, send: Send) -> None:

@@ -15,7 +15,7 @@ import pytest
 from actors import Echo, Entered, NeedsGpu, Sleeper, SlowStart
 from failing import Failing
 from inside import awaited
-from leaks import descendants, is_alive
+from leaks import descendants, is_alive, wait_gone
 
 import aiodaft
 
@@ -206,16 +206,6 @@ def start_script(cleanup: str = "pass") -> subprocess.Popen[str]:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n", process.communicate()[1]
     return process
-
-
-def wait_gone(pids: set[int]) -> set[int]:
-    """The processes that do not end, however slow this machine is."""
-    import time
-
-    deadline = time.monotonic() + 10
-    while (left := {pid for pid in pids if is_alive(pid)}) and time.monotonic() < deadline:
-        os.sched_yield()
-    return left
 
 
 def test_killing_the_controller_ends_every_process() -> None:

@@ -68,7 +68,10 @@ class Sieve:
             yield stream[printed:]
 
     def _assemble(self, frame: re.Match[bytes]) -> Record | None:
-        """The record that a frame completes. One of which a frame was not written is dropped; its process tells."""
+        """The record that a frame completes.
+
+        One with a missing frame is dropped; its process says so in its next record.
+        """
         pid, number, index, count = (int(frame[group]) for group in (1, 2, 3, 4))
         known, parts = self._parts.pop(pid, (number, []))
         if known != number:

@@ -30,14 +30,19 @@ class Source(NamedTuple):
     owner: str = ""
 
     @property
+    def shown_name(self) -> str:
+        """The names of its actors; before it has any, the actor that it was started for."""
+        return self.names or self.label
+
+    @property
     def title(self) -> str:
         """The name that its lines are shown with."""
-        return f"{self.names or self.label} pid={self.pid}"
+        return f"{self.shown_name} pid={self.pid}"
 
     @property
     def member(self) -> Member | None:
         """What its only actor is in a group; None if that is in none, or there are several actors."""
-        return member_of(self.names or self.label)
+        return member_of(self.shown_name)
 
 
 class Line(NamedTuple):
@@ -77,7 +82,7 @@ class Display(Protocol):
 
 def log_record(sent: Mapping[str, Any], source: Source) -> logging.LogRecord:
     """The record that an actor has logged, for handlers of this process."""
-    actor = sent.get("actor") or source.names or source.label
+    actor = sent.get("actor") or source.shown_name
     found = member_of(actor)
     record = logging.makeLogRecord({
         "method": None,

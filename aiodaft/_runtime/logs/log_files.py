@@ -19,13 +19,15 @@ _json: Final = JsonFormatter()
 _text: Final = logging.Formatter("%(asctime)s pid=%(process)d %(levelname)s %(name)s: %(text)s")
 
 
-def json_of(source: Source, line: Line, ranks: Sequence[int] = ()) -> str:
-    """An output line as a JSON object; `ranks`: all that have written it, if there are several."""
+def json_of(source: Source, entry: Line | Mapping[str, Any], ranks: Sequence[int] = ()) -> str:
+    """A line or a record as a JSON object; `ranks`: all that have written the line, if there are several."""
+    if not isinstance(entry, Line):
+        return _json.format(log_record(entry, source))
     member = source.member
     several: dict[str, Any] = {"ranks": list(ranks)} if len(ranks) > 1 else {}
     rank = {} if several or member is None else {"rank": member.rank}
-    what = {"time": json_time(line.at), "stream": _STREAMS[line.stream], "message": line.text}
-    where = {"actor": source.names or source.label, "node": source.node, "pid": source.pid}
+    what = {"time": json_time(entry.at), "stream": _STREAMS[entry.stream], "message": entry.text}
+    where = {"actor": source.shown_name, "node": source.node, "pid": source.pid}
     return json_line({**what, **where, **rank, **several})
 
 

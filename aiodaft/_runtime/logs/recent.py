@@ -11,15 +11,13 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from aiodaft._protocol.diagnostics.merging import member_of
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.logs.entries import Line, Source, log_record
-from aiodaft._runtime.logs.json_lines import JsonFormatter
+from aiodaft._runtime.logs.entries import Line, Source
 from aiodaft._runtime.logs.log_files import json_of
 
 # Entries that are kept of a process, and of all; and those that wait for a follower.
 _MAX_OF_PROCESS: Final = 100
 _MAX_KEPT: Final = 20_000
 _MAX_WAITING: Final = 10_000
-_json: Final = JsonFormatter()
 
 Shown: TypeAlias = Line | Mapping[str, Any]
 
@@ -40,8 +38,7 @@ class Said(NamedTuple):
 
     def as_json(self) -> str:
         """The same as a JSON object."""
-        source, entry = self
-        return json_of(source, entry) if isinstance(entry, Line) else _json.format(log_record(entry, source))
+        return json_of(*self)
 
 
 class Follower:

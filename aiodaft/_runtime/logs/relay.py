@@ -7,6 +7,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Final
 
 from aiodaft._runtime.logs.console import Console
@@ -82,12 +84,7 @@ class Relay:
         if dropped:
             what = "%d lines of actors were left out: the program that shows them reads too slowly"
             logger.warning(what, dropped)
-        batch: list[tuple[Source, list[Entry]]] = []
-        for source, entry in taken:
-            if not batch or batch[-1][0] is not source:
-                batch.append((source, []))
-            batch[-1][1].append(entry)
-        return [*batch]
+        return [(source, [entry for _, entry in part]) for source, part in groupby(taken, itemgetter(0))]
 
 
 class ConsoleThread:

@@ -10,7 +10,7 @@ import click
 from aiodaft.cli.output import Failed, Output, json_option
 from aiodaft.program import run
 
-from .names import complete_actor, no_actor
+from .names import called, complete_actor, no_actor
 from .programs import one_program, pid_option
 
 
@@ -47,7 +47,7 @@ def _one_of(actors: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]
     Raises:
         Failed: There is none, there are several, or it has no process.
     """
-    found = [actor for actor in actors if name in {actor["name"], *actor["names"]}]
+    found = called(actors, name)
     if not found:
         raise no_actor(actors, name)
     if len(found) > 1:

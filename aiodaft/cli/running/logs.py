@@ -14,7 +14,7 @@ from aiodaft._protocol.diagnostics.merging import member_of
 from aiodaft.cli.output import json_option, print_json
 from aiodaft.program import run
 
-from .names import complete_actor, no_actor
+from .names import called, complete_actor, no_actor
 from .programs import ProgramEnded, one_program, pid_option
 
 
@@ -69,11 +69,8 @@ def _name_in_errors(actors: Sequence[Mapping[str, Any]], name: str) -> str:
 
 def _is_there(actors: Sequence[Mapping[str, Any]], name: str) -> bool:
     """Whether an actor or a group has a name."""
-    members = filter(None, (member_of(actor["name"]) for actor in actors))
-    return name in {
-        *(one for actor in actors for one in (actor["name"], *actor["names"])),
-        *(one.group for one in members),
-    }
+    groups = {member.group for actor in actors if (member := member_of(actor["name"]))}
+    return name in groups or bool(called(actors, name))
 
 
 def _text_of(said: dict[str, Any]) -> str:

@@ -9,9 +9,9 @@ import pwd
 import shlex
 import socket
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import click
 from click.shell_completion import CompletionItem
@@ -20,8 +20,6 @@ from aiodaft._runtime.diagnostics.attach import END, FAILED, ITEM, Messages, enc
 from aiodaft._runtime.diagnostics.native_dump import offers_dump
 from aiodaft._runtime.platform.meeting_place import VISIT, address, other_end
 from aiodaft.cli.output import Failed
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 # Seconds until a program connects: its event loop may be busy.
 _PATIENCE: Final = 5.0
@@ -180,20 +178,18 @@ def command_of(pid: int) -> str:
     return ""
 
 
-def pid_option(command: F) -> F:
-    """Give a command the option that says which program it asks; it gets that as `pid`."""
-    option: Callable[[F], F] = click.option(
-        "--pid",
-        metavar="PID",
-        shell_complete=_complete_pid,
-        help="The program, or the id of one of its runtimes.  [default: the only one of this user]",
-    )
-    return option(command)
-
-
 def _complete_pid(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     pids = {server.parents[0] for server in _fork_servers() if server.may_be_asked}
     return [CompletionItem(str(pid), help=command_of(pid)) for pid in sorted(pids) if str(pid).startswith(incomplete)]
+
+
+# Says which program a command asks.
+pid_option: Final = click.option(
+    "--pid",
+    metavar="PID",
+    shell_complete=_complete_pid,
+    help="The program, or the id of one of its runtimes.  [default: the only one of this user]",
+)
 
 
 # The way to a program.

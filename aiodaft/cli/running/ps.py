@@ -15,9 +15,7 @@ from aiodaft.program import run
 
 from .looks import Where, where_options
 from .programs import Program, ProgramEnded, command_of, programs, say_what_there_is
-from .view import natural
-
-Plain = Mapping[str, Any]
+from .view import Plain, grouped, natural
 
 
 @click.command()
@@ -60,7 +58,8 @@ async def _look_at(program: Program) -> dict[str, Any] | None:
     document = _document(program.pid) | {"runtime": program.id}
     try:
         look = await program.answer("overview")
-        return document | {"processes": list(_processes(look, _owned_by(program.id, look["processes"])))}
+        owned = _owned_by(program.id, look["processes"])
+        return document | {"processes": list(_processes(grouped(look["actors"], "process"), owned))}
     except ProgramEnded:
         return None
     except Failed as error:
@@ -74,12 +73,9 @@ def _document(pid: int) -> dict[str, Any]:
 async def _show_cluster(where: Where, output: Output) -> None:
     async with attached(where.cluster, where.key_file) as rt:
         look = (await rt.overview(patience=PATIENCE)).as_dict()
+        actors, of_node = grouped(look["actors"], "process"), grouped(look["processes"], "node")
         shown = [
-            {
-                **node,
-                "processes": list(_processes(look, [one for one in look["processes"] if one["node"] == node["name"]])),
-            }
-            for node in look["nodes"]
+            {**node, "processes": list(_processes(actors, of_node.get(node["name"], ())))} for node in look["nodes"]
         ]
         output.document = {"nodes": shown}
         for node in shown:
@@ -97,11 +93,11 @@ def _owned_by(runtime: str, processes: Sequence[Plain]) -> list[Plain]:
     return [one for one in processes if one["id"] in mine]
 
 
-def _processes(look: Plain, processes: Iterable[Plain]) -> Iterator[dict[str, Any]]:
-    """What is shown of some processes of an overview that have actors."""
+def _processes(actors: Mapping[str, Sequence[Plain]], processes: Iterable[Plain]) -> Iterator[dict[str, Any]]:
+    """What is shown of some processes of an overview that have actors; `actors`: those of each process."""
     for process in sorted(processes, key=lambda process: natural(process["title"])):
         if process["role"] == "worker":
-            names = [name for actor in look["actors"] if actor["process"] == process["id"] for name in actor["names"]]
+            names = [name for actor in actors.get(process["id"], ()) for name in actor["names"]]
             owner = "the cluster" if is_node(PeerId(process["owner"])) else process["owner"]
             yield {"pid": process["pid"], "actors": process["actors"], "names": names, "owner": owner}
 

@@ -28,7 +28,7 @@ _HEIGHT: Final = 10_000
 @click.command()
 @where_options
 @click.option("--once", is_flag=True, help="Show one look, after one interval.")
-@click.option("--interval", type=seconds(0.1), default=1.0, show_default=True, metavar="SECONDS")
+@click.option("--interval", type=seconds(0.1), default=1.0, show_default=True)
 @json_option
 def top(address: str | None, key_file: str | None, pid: str | None, once: bool, interval: float, as_json: bool) -> int:
     """Show what a program does: actors, calls, queues, memory, bytes.
@@ -39,9 +39,9 @@ def top(address: str | None, key_file: str | None, pid: str | None, once: bool, 
     try:
         run(_watch(Where(address, key_file, pid), interval, once=once, as_json=as_json))
     except ProgramEnded as error:
-        click.echo(f"aiodaft: {error.message}", err=True)
         if once or as_json:
             raise
+        click.echo(f"aiodaft: {error.message}", err=True)
     except KeyboardInterrupt:
         pass
     return 0

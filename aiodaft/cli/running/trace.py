@@ -17,7 +17,7 @@ from .programs import one_program, pid_option
 @click.option(
     "-o", "--output", "path", type=click.Path(dir_okay=False), default="trace.json", show_default=True, help="The file."
 )
-@click.option("--seconds", "length", type=seconds(), default=5.0, show_default=True, metavar="SECONDS")
+@click.option("--seconds", "length", type=seconds(), default=5.0, show_default=True)
 @click.option(
     "--limit", type=click.IntRange(1), default=100_000, show_default=True, help="Events that a process keeps."
 )

@@ -102,6 +102,19 @@ def _node_lines(nodes: Sequence[Plain]) -> Iterator[Text]:
         yield Text(text, _STYLES["silent"] if node["state"] == "silent" else "", no_wrap=True)
 
 
+def grouped(entries: Iterable[Plain], key: str) -> dict[str, list[Plain]]:
+    """Entries of an overview by what they have under a key."""
+    found: dict[str, list[Plain]] = {}
+    for one in entries:
+        found.setdefault(one[key], []).append(one)
+    return found
+
+
+def names_of(actor: Plain) -> list[str]:
+    """What an actor is called in errors, and its names."""
+    return [actor["name"], *actor["names"]]
+
+
 def _rows(look: Plain, room: int) -> Iterator[list[str | Text]]:
     """A row for each actor, and for each process without one. The first row of a process has its numbers.
 
@@ -109,9 +122,7 @@ def _rows(look: Plain, room: int) -> Iterator[list[str | Text]]:
     """
     by_name = len(look["actors"]) + len(look["processes"]) <= room
     rates = look.get("rates", {"actors": {}, "processes": {}})
-    of_process: dict[str, list[Plain]] = {}
-    for actor in look["actors"]:
-        of_process.setdefault(actor["process"], []).append(actor)
+    of_process = grouped(look["actors"], "process")
 
     def calls(actor: Plain) -> float:
         rate: float = rates["actors"].get(actor["name"], {"calls": 0})["calls"]
@@ -126,7 +137,7 @@ def _rows(look: Plain, room: int) -> Iterator[list[str | Text]]:
         runs = actor["running"][0] + (f" +{more}" if more else "") if actor["running"] else ""
         state = Text(actor["state"], _STYLES[actor["state"]])
         counts = [f"{calls(actor):,.0f}", str(actor["failed"] or ""), str(actor["queued"] or "")]
-        return [" ".join([actor["name"], *actor["names"]]), state, runs, *counts, *numbers]
+        return [" ".join(names_of(actor)), state, runs, *counts, *numbers]
 
     for process in sorted(look["processes"], key=order):
         numbers = _numbers(process, rates["processes"].get(process["id"]))

@@ -1,7 +1,7 @@
 // The graph of who sends to whom: processes in columns, by how many calls they are away from the program.
 
 import { empty, keyed, set, svg, text } from "./dom.js";
-import { bytes, bytesRate, count, rate } from "./format.js";
+import { bytes, bytesRate, byName, count, rate } from "./format.js";
 
 const BOX = { width: 164, height: 46 };
 // The least room between boxes: for lines to the right, for lines down, and across the lines.
@@ -13,8 +13,6 @@ const APART = 6;
 const LABELS = 20;
 // Where on its line a label may be.
 const SPOTS = [0.5, 0.35, 0.65, 0.25, 0.75];
-
-const byName = new Intl.Collator("en", { numeric: true }).compare;
 
 /** The columns: what sends is left of what receives, as far as that is possible; the program is first. */
 export function columnsOf(boxes, edges) {

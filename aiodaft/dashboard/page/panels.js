@@ -2,12 +2,10 @@
 
 import { Spark } from "./chart.js";
 import { empty, h, keyed, set, text } from "./dom.js";
-import { ago, bytes, bytesRate, clock, count, rate, span } from "./format.js";
+import { ago, byName, bytes, bytesRate, clock, count, rate, span } from "./format.js";
 
 // Rows of a table: more take long to draw.
 const ROWS = 100;
-
-const byName = new Intl.Collator("en", { numeric: true }).compare;
 
 // Totals.
 
@@ -39,9 +37,8 @@ export function showTiles(panel, frame, isFirst) {
 
 /** A table with columns `{name, value, cell, align, title}`; a click on a heading sorts by `value`. */
 class Table {
-  constructor(parent, columns, sorted) {
+  constructor(parent, columns) {
     this.columns = columns;
-    this.sorted = sorted;
     this.heads = columns.map((column, index) => {
       const button = h("button", { type: "button" }, column.name);
       button.addEventListener("click", () => this.sort(index));

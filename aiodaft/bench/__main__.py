@@ -26,6 +26,7 @@ from . import (
     tracing,
     transports,
     values,
+    web,
     workflows,
 )
 from .results import Bench, as_json, table
@@ -47,6 +48,7 @@ _SUITES: Final[dict[str, Callable[[Bench], Awaitable[None]]]] = {
     "collective": collectives.run,
     "scale": scale.run,
     "hosts": hosts.run,
+    "web": web.run,
 }
 
 

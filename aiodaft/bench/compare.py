@@ -13,12 +13,16 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
+from . import web
+
 OURS: Final = "aiodaft"
 PEERS: Final = ("ray", "dask", "xoscar", "monarch")
 _HELLO: Final = "hello, cold: import, start, call, stop (s)"
 # Lines with this unit are better if they are higher.
 _RATE: Final = "(1/s)"
 _MODULES: Final = {"dask": "distributed"}
+# What frameworks need that serve requests.
+_WEB: Final = {OURS: "fastapi", "ray": "ray.serve"}
 
 # Of each line, the samples of each framework.
 Samples = dict[str, dict[str, list[float]]]
@@ -51,16 +55,26 @@ async def compare(peers: Sequence[str], pythons: Mapping[str, str], turns: int) 
         turns: How many samples of each line to take.
     """
     samples: Samples = {}
-    async with AsyncExitStack() as stack:
-        opened: list[Peer] = []
-        for name in (OURS, *peers):
-            python = pythons.get(name, sys.executable)
-            if not await _has(python, _MODULES.get(name, name)):
-                print(f"{name} is not installed for {python}: left out", file=sys.stderr)
-                continue
+    found: dict[str, str] = {}
+    for name in (OURS, *peers):
+        python = pythons.get(name, sys.executable)
+        if await _has(python, name, _MODULES):
+            found[name] = python
             for _ in range(min(turns, 3)):
                 samples.setdefault(_HELLO, {}).setdefault(name, []).append(await _hello(name, python))
-            opened.append(await stack.enter_async_context(_open(name, python)))
+    await _measure(samples, "open_lines", found, turns)
+    if web.missing():
+        print(f"there is no {web.missing()}: servers are left out", file=sys.stderr)
+    else:
+        serving = {name: python for name, python in found.items() if name in _WEB and await _has(python, name, _WEB)}
+        await _measure(samples, "open_web", serving, turns)
+    return samples
+
+
+async def _measure(samples: Samples, opening: str, pythons: Mapping[str, str], turns: int) -> None:
+    """Measure, in turns, the lines that a function of the modules of `peers` opens."""
+    async with AsyncExitStack() as stack:
+        opened = [await stack.enter_async_context(_open(name, python, opening)) for name, python in pythons.items()]
         for line in opened[0].lines:
             print(f"measuring {line} ...", file=sys.stderr)
             measured = samples[line] = {peer.name: [] for peer in opened if line in peer.lines}
@@ -70,7 +84,6 @@ async def compare(peers: Sequence[str], pythons: Mapping[str, str], turns: int) 
                         sample = await peer.measure(line)
                         # The first one warms up.
                         measured[peer.name] += [sample] if turn else []
-    return samples
 
 
 def comparison(samples: Samples, peers: Sequence[str]) -> str:
@@ -119,18 +132,21 @@ def _cell(line: str, samples: Mapping[str, Sequence[float]], name: str) -> str:
     return value if name == OURS else f"{value} ({ratio(line, samples, name):.2g}x)"
 
 
-def _command(name: str, python: str) -> tuple[list[str], dict[str, str]]:
+def _command(name: str, python: str, opening: str = "open_lines") -> tuple[list[str], dict[str, str]]:
     """How to run a module of `peers`, which needs no aiodaft. Its classes must not belong to `__main__`."""
-    start = "with_aiodaft.open_lines, aiodaft.run" if name == OURS else f"with_{name}.open_lines"
+    start = f"with_{name}.{opening}" + (", aiodaft.run" if name == OURS else "")
     code = f"import {_MODULES.get(name, name)}; from peers import serving, with_{name}; serving.serve({start})"
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return [python, "-c", code], {**os.environ, "PYTHONPATH": path}
 
 
-async def _has(python: str, module: str) -> bool:
+async def _has(python: str, name: str, modules: Mapping[str, str]) -> bool:
+    module = modules.get(name, name)
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     process = await asyncio.create_subprocess_exec(python, "-c", code)
-    return await process.wait() == 0
+    if await process.wait():
+        print(f"{module} is not installed for {python}: left out", file=sys.stderr)
+    return process.returncode == 0
 
 
 async def _hello(name: str, python: str) -> float:
@@ -143,12 +159,12 @@ async def _hello(name: str, python: str) -> float:
 
 
 @asynccontextmanager
-async def _open(name: str, python: str) -> AsyncGenerator[Peer]:
+async def _open(name: str, python: str, opening: str) -> AsyncGenerator[Peer]:
     reading, writing = os.pipe()
     answers = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(reading, "rb"))
-    command, environment = _command(name, python)
+    command, environment = _command(name, python, opening)
     try:
         process = await asyncio.create_subprocess_exec(
             *[*command, str(writing)],

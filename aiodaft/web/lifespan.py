@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
@@ -15,11 +16,13 @@ class Lifespan:
     """The lifespan of a server, between the server and an app, which may have a lifespan of its own.
 
     The app's begins when `around` has been entered, and ends before `around` is left. Only then is the server told.
+    When the app is up, `on_started` is called.
     """
 
-    def __init__(self, receive: Receive, send: Send) -> None:
+    def __init__(self, receive: Receive, send: Send, on_started: Callable[[], object]) -> None:
         self._receive = receive
         self._send = send
+        self._on_started = on_started
         self._received = 0
         self._started = False
         # What the app has told of its end.
@@ -62,6 +65,7 @@ class Lifespan:
     async def _take(self, message: Any) -> None:
         if message["type"] == _STARTED:
             self._started = True
+            self._on_started()
             await self._send(message)
         else:
             self._last = message

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from clusters import cluster_of
 
-from aiodaft.bench import collectives, dispatch, refs, reshard, scale, tracing, workflows
+from aiodaft.bench import collectives, dispatch, refs, reshard, scale, tracing, web, workflows
 from aiodaft.bench.compare import comparison
 from aiodaft.bench.floors import Copy, open_echo, run_python
 from aiodaft.bench.results import Bench, Result, as_json, in_turns, table
@@ -53,6 +53,18 @@ def test_calls_in_a_trace_context_and_with_spans_are_compared_with_those_without
     results = json.loads(ended.stdout)["results"]
     assert [result["budget"] for result in results] == ["<= 1.1", "<= 1.1", ">= 0.9", *[""] * 6]
     assert all(result["value"] > 0 for result in results)
+
+
+@pytest.mark.timeout(120)
+async def test_requests_that_an_actor_answers_are_compared_with_those_that_a_coroutine_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bench = Bench(1)
+    await web.run(bench)
+    if web.missing():
+        assert f"there is no {web.missing()}: left out" in capsys.readouterr().err
+    assert [result.budget for result in bench.results] == ["<= 120", ">= 0.85"] * (0 if web.missing() else 2)
+    assert all(result.value > 0 for result in bench.results[1::2])
 
 
 @pytest.mark.timeout(60)
@@ -219,7 +231,7 @@ def test_what_is_not_installed_is_left_out_of_a_comparison() -> None:
     assert ended.returncode == 0, ended.stderr
     assert b"monarch is not installed" in ended.stderr
     samples = json.loads(ended.stdout)
-    assert len(samples) == 14
+    assert len(samples) == (14 if web.missing() else 16)
     assert all(set(of_line) == {"aiodaft"} and of_line["aiodaft"][0] > 0 for of_line in samples.values())
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import gc
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from asgi_server import FakeServer
 
 import aiodaft
+from aiodaft.testing.in_process import in_process
 from aiodaft.web import Ingress
 
 GET = {"body": b"", "more_body": False}
@@ -271,3 +274,42 @@ async def test_other_connections_pass_through(kind: str) -> None:
     receive, send = server.receive, server.send
     await Ingress(app)({"type": kind}, receive, send)
     assert seen == [(kind, receive, send)]
+
+
+@asynccontextmanager
+async def no_actors(rt: aiodaft.Runtime) -> AsyncGenerator[dict[str, object], None]:
+    yield {}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+async def test_garbage_is_looked_for_in_what_came_since_the_app_is_up(frozen: bool) -> None:
+    server, found = FakeServer(), list[tuple[bool, int]]()
+    before = gc.get_threshold()
+    gc.collect()
+    gc.unfreeze()
+    if frozen:
+        # By a server that forks, say: that stays.
+        gc.freeze()
+    made = [[] for _ in range(1000)]
+    count = gc.get_freeze_count()
+
+    def look() -> None:
+        found.append((gc.get_freeze_count() - count >= len(made), gc.get_threshold()[0]))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        look()
+        await send({"type": "lifespan.startup.complete"})
+        look()
+        await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    server.put("lifespan.startup")
+    server.put("lifespan.shutdown")
+    try:
+        await Ingress(app, no_actors, runtime=in_process)({"type": "lifespan"}, server.receive, server.send)
+        look()
+        assert found == [(False, before[0]), (True, max(10_000, before[0])), (frozen, before[0])]
+        assert gc.get_threshold() == before
+    finally:
+        gc.freeze()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,10 +45,14 @@ class Story:
         self.events.append("app ends")
         await send({"type": STOPPED})
 
+    def lifespan(self) -> Lifespan:
+        on_started = partial(self.events.append, "all is up")
+        return Lifespan(self.server.receive, self.server.send, on_started)
+
     async def run(self, app: Any, failing: str = "") -> None:
         self.server.put("lifespan.startup")
         self.server.put("lifespan.shutdown")
-        await Lifespan(self.server.receive, self.server.send).run(app, {}, self.around(failing))
+        await self.lifespan().run(app, {}, self.around(failing))
 
 
 async def test_the_app_lives_within_its_actors_and_the_server_hears_when_both_have_begun_and_ended() -> None:
@@ -57,6 +62,7 @@ async def test_the_app_lives_within_its_actors_and_the_server_hears_when_both_ha
         "actors begin",
         "server told of []",
         "app begins",
+        "all is up",
         "app ends",
         "actors end",
         f"server told of {[STARTED]}",
@@ -76,7 +82,13 @@ async def ignores(scope: Any, receive: Any, send: Any) -> None:
 async def test_an_app_without_a_lifespan_of_its_own_has_actors(app: Any) -> None:
     story = Story()
     await story.run(app)
-    assert story.events == ["actors begin", "server told of []", "actors end", f"server told of {[STARTED]}"]
+    assert story.events == [
+        "actors begin",
+        "server told of []",
+        "all is up",
+        "actors end",
+        f"server told of {[STARTED]}",
+    ]
     assert story.server.kinds == [STARTED, STOPPED]
 
 
@@ -131,7 +143,7 @@ async def test_an_app_whose_lifespan_breaks_off_ends_its_actors_and_fails() -> N
 async def test_a_cancelled_lifespan_ends_its_actors() -> None:
     story = Story()
     story.server.put("lifespan.startup")
-    lifespan = Lifespan(story.server.receive, story.server.send)
+    lifespan = story.lifespan()
     task = asyncio.get_running_loop().create_task(lifespan.run(story.app, {}, story.around()))
     await story.server.has_sent(STARTED)
     task.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -15,6 +16,7 @@ CALL = "awaited call of an async def method (us)"
 IN_FLIGHT = "1,000 calls in flight (1/s)"
 FAN_OUT = "one call to each of 8 actors (us)"
 CHAIN = "chain of three actors through refs (us)"
+HTTP = "HTTP request that an actor answers"
 COMPILED = "compiled graph of one actor"
 COMPILED_CHAIN = "compiled graph of a chain of three"
 
@@ -88,6 +90,33 @@ def many(call: Call, count: int, in_flight: int) -> Sample:
         return count / (time.perf_counter() - start)
 
     return sample
+
+
+async def requests_per_second(url: str, clients: int) -> float:
+    """Have `wrk` ask a server for a second, with so many connections.
+
+    Raises:
+        RuntimeError: The server did not answer all requests with 200.
+    """
+    command = ("wrk", "--threads=1", f"--connections={clients}", "--duration=1s", url)
+    wrk = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    output = (await wrk.communicate())[0].decode()
+    found = re.search(r"^Requests/sec: +([0-9.]+)$", output, re.MULTILINE)
+    if wrk.returncode or found is None or "Non-2xx" in output or "Socket errors" in output:
+        raise RuntimeError(f"{' '.join(command)}: {output}")
+    return float(found[1])
+
+
+def requests(url: str) -> Lines:
+    """Measures requests, one at a time and with many clients."""
+
+    async def one() -> float:
+        return 1e6 / await requests_per_second(url, 1)
+
+    async def several() -> float:
+        return await requests_per_second(url, 64)
+
+    return {f"{HTTP} (us)": one, f"{HTTP}, 64 clients (1/s)": several}
 
 
 def runs(graph: str, run: Call, in_flight: Callable[[int], Sample]) -> Lines:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import aiodaft
+from aiodaft.bench.web import serving as server
 
 from . import serving
 from .serving import Lines, many, one_by_one, runs, tensors
@@ -67,3 +68,10 @@ async def open_lines(count: int) -> AsyncGenerator[Lines]:
                 **runs(serving.COMPILED, lambda: one(1), partial(many, lambda: one(1), 4000)),
                 **runs(serving.COMPILED_CHAIN, lambda: three(1), partial(many, lambda: three(1), 4000)),
             }
+
+
+@asynccontextmanager
+async def open_web(count: int) -> AsyncGenerator[Lines]:
+    """Start a server with an actor behind it."""
+    async with server("ingress") as url:
+        yield serving.requests(url)

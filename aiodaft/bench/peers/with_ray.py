@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -29,7 +30,7 @@ class Step:
 @asynccontextmanager
 async def open_lines(count: int) -> AsyncGenerator[Lines]:
     """Start actors."""
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    _init()
     actors = [_remote(Echo).remote() for _ in range(count)]
     a, b, c = (actors[index % count] for index in range(3))
     lines: Lines = {
@@ -47,6 +48,42 @@ async def open_lines(count: int) -> AsyncGenerator[Lines]:
         yield lines
     finally:
         ray.shutdown()
+
+
+@asynccontextmanager
+async def open_web(count: int) -> AsyncGenerator[Lines]:
+    """Start Ray Serve with an app that calls another deployment."""
+    from fastapi import FastAPI  # noqa: PLC0415 - the other lines need none
+    from ray import serve  # noqa: PLC0415 - as above
+
+    app = FastAPI()
+
+    class Model:
+        async def answer(self, number: int) -> dict[str, int]:
+            return {"answer": number}
+
+    class Router:
+        def __init__(self, model: Any) -> None:
+            self.model = model
+
+        @app.get("/")
+        async def answer(self) -> Any:
+            return await self.model.answer.remote(1)
+
+    _init()
+    router = serve.deployment(serve.ingress(app)(Router)).bind(serve.deployment(Model).bind())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        await asyncio.to_thread(serve.run, router)
+        yield serving.requests(f"http://127.0.0.1:{port}/")
+    finally:
+        ray.shutdown()
+
+
+def _init() -> None:
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
 
 def _remote(cls: type) -> Any:

@@ -32,6 +32,7 @@ def test_links_lead_to_files(document: Path) -> None:
     assert [target for _, target in links(document) if not (document.parent / target).is_file()] == []
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_the_programs_of_a_page_run(page: Path, tmp_path: Path) -> None:

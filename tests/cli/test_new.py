@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.programs
+
 COMMON = {"README.md", "actors.py", "pyproject.toml", "tests/test_actors.py"}
 OWN = {
     "script": {"main.py", "tests/test_main.py"},

@@ -13,7 +13,11 @@ from dashboard_program import HOSTILE
 
 PROGRAM = Path(__file__).parents[1] / "support" / "dashboard_program.py"
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.skipif(BINARY is None, reason="chromium is not installed")]
+pytestmark = [
+    pytest.mark.programs,
+    pytest.mark.timeout(90),
+    pytest.mark.skipif(BINARY is None, reason="chromium is not installed"),
+]
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from traced import TraceFile
 
 import aiodaft
 
+pytestmark = pytest.mark.programs
+
 RANKS, SIZE, STEPS = 2, 5, 3  # 3 sequences and 2
 
 

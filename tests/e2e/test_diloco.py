@@ -23,6 +23,8 @@ from torch.nn.utils import parameters_to_vector
 
 import aiodaft
 
+pytestmark = pytest.mark.programs
+
 PRELOAD = diloco.PRELOAD
 on_module_loop = pytest.mark.asyncio(loop_scope="module")
 

@@ -18,7 +18,7 @@ pytest.importorskip("tqdm")
 from notebook import Notebook, open_notebook
 
 # The loop that counts is the kernel's.
-pytestmark = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio"])
+pytestmark = [pytest.mark.programs, pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio"])]
 
 CLASS = """
 from tqdm.asyncio import tqdm

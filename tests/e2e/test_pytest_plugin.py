@@ -9,6 +9,8 @@ from textwrap import dedent
 
 import pytest
 
+pytestmark = pytest.mark.programs
+
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[2]

@@ -17,6 +17,8 @@ from run_example import run_example
 
 import aiodaft
 
+pytestmark = pytest.mark.programs
+
 VERSION = 3
 
 

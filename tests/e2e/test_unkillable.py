@@ -24,6 +24,8 @@ from unkillable_ranks import Rank, rows_of, state_of
 
 import aiodaft
 
+pytestmark = pytest.mark.programs
+
 PRELOAD = unkillable.PRELOAD
 in_module_loop = pytest.mark.asyncio(loop_scope="module")
 

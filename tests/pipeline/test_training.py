@@ -17,7 +17,7 @@ from pipeline_training import CountingRank
 import aiodaft
 from aiodaft import pipeline
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.programs, pytest.mark.asyncio(loop_scope="module")]
 STAGES, MICROBATCHES = 4, 8
 Step = Callable[[Any], Any]
 

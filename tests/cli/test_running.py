@@ -111,9 +111,9 @@ def command(*arguments: str) -> list[str]:
 
 
 @contextmanager
-def started(*arguments: str) -> Generator[subprocess.Popen[bytes]]:
+def started(*arguments: str, stderr: int | None = None) -> Generator[subprocess.Popen[bytes]]:
     """A command that goes on by itself, for the time of the block."""
-    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=stderr) as process:
         try:
             yield process
         finally:
@@ -204,6 +204,11 @@ def test_logs_shows_what_actors_print_and_log(program: subprocess.Popen[str]) ->
     missing = ran("logs", "nobody", *pid)
     assert (missing.exit_code, missing.stdout) == (1, "")
     assert missing.stderr == "aiodaft: there is no actor 'nobody'; there are: Model-1, Model-2 second\n"
+    with started("logs", "-f", "nobody", *pid, stderr=subprocess.PIPE) as following:
+        assert following.stderr is not None
+        assert following.stderr.readline() == missing.stderr.replace("\n", ": waiting for it\n").encode()
+        following.send_signal(signal.SIGINT)
+        assert following.wait(20) == 0
     with started("logs", "-f", "-n", "0", "--json", *pid) as following:
         assert following.stdout is not None
         one, two = (json.loads(following.stdout.readline()) for _ in range(2))
@@ -266,7 +271,10 @@ def test_a_trace_is_recorded_of_a_program_that_runs(program: subprocess.Popen[st
 
 
 def test_a_question_that_fails_says_why(program: subprocess.Popen[str], tmp_path: Path) -> None:
-    ended = ran("trace", "-o", str(tmp_path / "none" / "run.json"), "--pid", str(program.pid), "--json")
+    nowhere = ran("trace", "-o", str(tmp_path / "none" / "run.json"), "--pid", str(program.pid))
+    assert (nowhere.exit_code, nowhere.stdout) == (1, "")
+    assert nowhere.stderr.endswith(f"cannot be written: there is no folder {tmp_path / 'none'}\n")
+    ended = ran("trace", "--seconds", "0", "-o", "/proc/run.json", "--pid", str(program.pid), "--json")
     assert (ended.exit_code, ended.stdout) == (1, "")
     assert f"aiodaft: the program (pid {program.pid}) has no answer: [Errno 2]" in ended.stderr
 

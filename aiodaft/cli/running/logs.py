@@ -46,6 +46,8 @@ async def _show(pid: str | None, actor: str | None, last: int, *, follow: bool, 
     async with one_program(pid) as program:
         actors = [] if actor is None else (await program.answer("overview"))["actors"]
         name = None if actor is None else _name_in_errors(actors, actor)
+        if actor is not None and follow and not _is_there(actors, actor):
+            click.echo(f"aiodaft: {no_actor(actors, actor).message}: waiting for it", err=True)
         async with aclosing(program.ask("logs", actor=name, last=last, follow=follow)) as items:
             async for item in items:
                 if isinstance(item, int):

@@ -7,7 +7,7 @@ import os
 import click
 
 from aiodaft.cli.options import seconds
-from aiodaft.cli.output import Output, json_option
+from aiodaft.cli.output import Failed, Output, json_option
 from aiodaft.program import run
 
 from .programs import one_program, pid_option
@@ -28,7 +28,11 @@ def trace(path: str, length: float, limit: int, pid: str | None, as_json: bool) 
 
     The program writes the file. If this command is ended, the file has what was recorded until then.
     """
-    run(_record(os.path.abspath(path), length, limit, pid, Output(as_json=as_json)))
+    path = os.path.abspath(path)
+    if not os.path.isdir(folder := os.path.dirname(path)):
+        # It would be known when all has been recorded.
+        raise Failed(f"{path} cannot be written: there is no folder {folder}")
+    run(_record(path, length, limit, pid, Output(as_json=as_json)))
 
 
 async def _record(path: str, length: float, limit: int, pid: str | None, output: Output) -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 import aiodaft
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
 from actors import Reader, Totals
@@ -23,33 +23,28 @@ def open_runtime() -> aiodaft.Runtime:
     return aiodaft.Runtime(unhandled="log")
 
 
+@asynccontextmanager
+async def make_actors(rt: aiodaft.Runtime) -> AsyncGenerator[dict[str, object], None]:
+    """What requests have in their `state`."""
+    # An actor that dies is made again; its calls wait for that.
+    placed = rt.on(restart=aiodaft.Restart(follow=True))
+    yield {"readers": await placed.group(2, Reader), "totals": await placed.spawn(Totals)}
+
+
 def make_app(runtime: Callable[[], aiodaft.Runtime] = open_runtime) -> FastAPI:
     """The application; tests give it another runtime."""
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
-        async with runtime() as rt:
-            # An actor that dies is made again; its calls wait for that.
-            placed = rt.on(restart=aiodaft.Restart(follow=True))
-            app.state.readers = await placed.group(2, Reader)
-            app.state.totals = await placed.spawn(Totals)
-            yield
-
-    app = FastAPI(lifespan=lifespan)
+    app = FastAPI()
+    # Cancels the calls for clients that leave; beyond 64 requests under way and 256 that wait, answers 503.
+    app.add_middleware(aiodaft.web.Ingress, actors=make_actors, runtime=runtime, limit=64, queue=256)
 
     @app.post("/texts")
     async def add(request: Request, body: Text) -> dict[str, int]:
-        readers, totals = request.app.state.readers, request.app.state.totals
-        try:
-            # The calls are cancelled if the client leaves.
-            async with aiodaft.cancel_on_disconnect(request):
-                return {"words": await totals.add(readers.any(Reader.count, body.text))}
-        except aiodaft.Overloaded as error:
-            raise HTTPException(503, "too many requests") from error
+        counted = request.state.readers.any(Reader.count, body.text)
+        return {"words": await request.state.totals.add(counted)}
 
     @app.get("/words")
     async def words(request: Request, number: int = 10) -> dict[str, int]:
-        return dict(await request.app.state.totals.most_common(number))
+        return dict(await request.state.totals.most_common(number))
 
     return app
 

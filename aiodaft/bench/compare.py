@@ -63,6 +63,7 @@ async def compare(peers: Sequence[str], pythons: Mapping[str, str], turns: int) 
             for _ in range(min(turns, 3)):
                 samples.setdefault(_HELLO, {}).setdefault(name, []).append(await _hello(name, python))
     await _measure(samples, "open_lines", found, turns)
+    await _measure(samples, "open_graphs", {name: found[name] for name in (OURS, "ray") if name in found}, turns)
     if web.missing():
         print(f"there is no {web.missing()}: servers are left out", file=sys.stderr)
     else:

@@ -45,29 +45,28 @@ async def open_lines(count: int) -> AsyncGenerator[Lines]:
     """Start actors."""
     async with aiodaft.Runtime(preload=("torch",) if count > 1 else ()) as rt, rt.group(count, Echo) as actors:
         a, b, c = (actors[index % count] for index in range(3))
-
-        def chain(value: int | aiodaft.Ref[int]) -> aiodaft.Ref[int]:
-            return c.same(b.same(a.same(value)))
-
-        lines: Lines = {
+        yield {
             serving.CALL: one_by_one(lambda: a.same(1), 100),
             serving.IN_FLIGHT: many(lambda: a.same(1), 4000, 1000),
             serving.FAN_OUT: one_by_one(lambda: actors.all(Echo.same, 1), 20),
-            serving.CHAIN: one_by_one(lambda: chain(1), 50),
+            serving.CHAIN: one_by_one(lambda: c.same(b.same(a.same(1))), 50),
             **tensors(a.prepare, lambda: b.take(a.give())),
         }
-        if count == 1:
-            yield lines
-            return
-        async with (
-            aiodaft.compile(a.same) as one,
-            aiodaft.compile(chain) as three,
-        ):
-            yield {
-                **lines,
-                **runs(serving.COMPILED, lambda: one(1), partial(many, lambda: one(1), 4000)),
-                **runs(serving.COMPILED_CHAIN, lambda: three(1), partial(many, lambda: three(1), 4000)),
-            }
+
+
+@asynccontextmanager
+async def open_graphs(count: int) -> AsyncGenerator[Lines]:
+    """Start actors, and compile graphs of them."""
+    async with (
+        aiodaft.Runtime(preload=()) as rt,
+        rt.group(3, Echo) as (a, b, c),
+        aiodaft.compile(a.same) as one,
+        aiodaft.compile(lambda value: c.same(b.same(a.same(value)))) as three,
+    ):
+        yield {
+            **runs(serving.COMPILED, lambda: one(1), partial(many, lambda: one(1), 4000)),
+            **runs(serving.COMPILED_CHAIN, lambda: three(1), partial(many, lambda: three(1), 4000)),
+        }
 
 
 @asynccontextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -64,6 +66,18 @@ def test_a_link_that_another_user_may_have_made_is_not_followed(tmp_path: Path) 
         assert (tmp_path / "file").exists()
     finally:
         link.unlink()
+
+
+def test_a_folder_that_cannot_be_locked_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(os.listdir(SHARED_MEMORY))
+
+    def no_locks(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(OSError, match="locks"), folder():
+        pass
+    assert not {name for name in set(os.listdir(SHARED_MEMORY)) - before if name.startswith("aiodaft-")}
 
 
 async def test_what_a_killed_actor_leaves_its_nursery_removes(rt: aiodaft.Runtime) -> None:

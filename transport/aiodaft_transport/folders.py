@@ -63,12 +63,17 @@ def make(base: str, prefix: str) -> tuple[str, int]:
     while True:
         path = f"{base}/{prefix}{os.urandom(8).hex()}"
         os.mkdir(path, mode=0o700)
-        # Until it is locked, it looks like the folder of a process that has ended.
-        with suppress(FileNotFoundError):
+        try:
             lock = _lock(path)
-            if os.path.exists(path):
-                return path, lock
-            os.close(lock)
+        except FileNotFoundError:
+            # Until it is locked, it looks like the folder of a process that has ended, and may be removed.
+            continue
+        except BaseException:
+            remove(path)
+            raise
+        if os.path.exists(path):
+            return path, lock
+        os.close(lock)
 
 
 def _lock(path: str, how: int = 0) -> int:

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Generic, NoReturn, ParamSpec, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, Self, TypeVar, cast, overload
 
 from aiodaft._protocol.connections.messages import WANT_REPLY
 from aiodaft._protocol.graphs.layout import NO_NOTE, ValueNote, lay_out
@@ -31,6 +31,9 @@ from aiodaft.actor import class_of, target_of
 from aiodaft.exceptions import DaftError
 from aiodaft.methods import MethodSpec, specs_of
 from aiodaft.ref import Ref, Refs, parts_of
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 __all__ = ["Graph", "StepTime", "compile"]
 
@@ -245,6 +248,11 @@ class Graph(Generic[P, Out]):
 
     def _repr_html_(self) -> str:
         return f'<div style="max-height: 50em; overflow: auto">{self._repr_svg_()}</div>'
+
+    def __rich__(self) -> Text:
+        from rich.text import Text  # noqa: PLC0415 - only rich calls this
+
+        return Text(self.describe(), no_wrap=True)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} stays in the process that captured it; pass its results on, or capture it there")

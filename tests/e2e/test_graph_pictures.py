@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 from graph_actors import Node
+from rich.console import Console
 
 import aiodaft
 from aiodaft import Ref
@@ -45,6 +47,8 @@ async def test_a_graph_is_drawn_and_described_with_its_actors_and_calls(
         assert [line.split()[-3:-1] for line in text.splitlines() if ".pid()" in line] == [["#", "int,"]]
         assert text.endswith("return %1, %3")
         assert repr(graph) == "<Graph of 3 calls to 2 actors>"
+        Console(file=(shown := StringIO()), width=200).print(graph)
+        assert shown.getvalue() == f"{text}\n"
     # Also when it is closed.
     assert graph.describe() == text
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import Final
+from typing import ClassVar, Final
 
 # So many new containers are looked at together. Python looks at 700 (until 3.12; 2,000 later): with 64 requests under
 # way, nearly all of them are still in use then, count as old, and soon have it look at everything there is.
@@ -13,24 +13,33 @@ _YOUNG: Final = 10_000
 class Heap:
     """Has the garbage collector leave alone what was there when a server began to answer requests.
 
+    There is one collector in a process: it is as before when the last of several apps ends.
+
     Source: `gc.freeze`, which Instagram contributed to CPython for servers.
     """
 
-    _before: tuple[int, int, int] | None = None
+    # Those of the apps that are up.
+    _settled: ClassVar[set[Heap]] = set()
+    _before: ClassVar[tuple[int, int, int]]
     # Others have frozen nothing, which would have to stay so.
-    _is_first = False
+    _is_first: ClassVar[bool]
 
     def settle(self) -> None:
         """The app is up: modules, models and handles stay as long as it does."""
-        self._before, self._is_first = gc.get_threshold(), not gc.get_freeze_count()
+        if not Heap._settled:
+            Heap._before, Heap._is_first = gc.get_threshold(), not gc.get_freeze_count()
+            if young := Heap._before[0]:
+                # Who has set it to 0 wants no collections.
+                gc.set_threshold(max(_YOUNG, young), *Heap._before[1:])
+        Heap._settled.add(self)
         gc.collect()
         gc.freeze()
-        gc.set_threshold(max(_YOUNG, self._before[0]), *self._before[1:])
 
     def unsettle(self) -> None:
         """The app ends. Nothing if it was not up."""
-        if self._before is not None:
-            gc.set_threshold(*self._before)
-            self._before = None
-            if self._is_first:
-                gc.unfreeze()
+        if self in Heap._settled:
+            Heap._settled.remove(self)
+            if not Heap._settled:
+                gc.set_threshold(*Heap._before)
+                if Heap._is_first:
+                    gc.unfreeze()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest_asyncio
 from log_ear import listening
 from opentelemetry import baggage, context, trace
 from span_files import FOLDER, SpanFolder, fail, set_up, set_up_slow
-from spanned import Worker
+from spanned import Unprintable, Worker
 
 import aiodaft
 
@@ -82,6 +84,32 @@ async def test_errors_streams_tells_and_large_values_are_told_apart(
     assert transfer.attributes["aiodaft.bytes"] == 2 << 20
 
 
+async def test_an_error_without_a_text_comes_to_its_caller_and_ends_both_spans(
+    module_rt: aiodaft.Runtime, folder: SpanFolder
+) -> None:
+    one = await module_rt.spawn(Worker)
+    with pytest.raises(Unprintable):
+        await one.fail_unprintably()
+    client = await folder.span("Worker/fail_unprintably", "CLIENT")
+    server = await folder.child(client, "Worker/fail_unprintably", "SERVER")
+    assert [(span.status, span.attributes["error.type"]) for span in (client, server)] == [("ERROR", "Unprintable")] * 2
+
+
+async def test_calls_that_are_cancelled_and_streams_that_are_left_are_no_failures(
+    module_rt: aiodaft.Runtime, folder: SpanFolder
+) -> None:
+    one = await module_rt.spawn(Worker)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(one.hold(), 0.1)
+    async with aclosing(one.count(1000)) as numbers:
+        assert await anext(numbers) == 0
+    for method in ("hold", "count"):
+        client = await folder.span(f"Worker/{method}", "CLIENT")
+        server = await folder.child(client, f"Worker/{method}", "SERVER")
+        found = [(span.status, span.attributes["error.type"]) for span in (client, server)]
+        assert found == [("UNSET", "cancelled")] * 2
+
+
 async def test_a_run_of_a_graph_is_a_span_with_its_steps(module_rt: aiodaft.Runtime, folder: SpanFolder) -> None:
     one, other = await module_rt.spawn(Worker), await module_rt.spawn(Worker)
     graph = aiodaft.compile(lambda x: other.double(one.double(x)))
@@ -110,6 +138,10 @@ async def test_a_trace_from_outside_and_baggage_come_to_the_libraries_in_an_acto
     try:
         with trace.get_tracer("test").start_as_current_span("program"):
             assert (await one.ids())[2] == "8"
+        # Without a span of its own.
+        assert await one.user() == "8"
+        with aiodaft.trace_context():
+            assert await one.user() == "8"
     finally:
         context.detach(token)
 

@@ -184,14 +184,27 @@ async def test_the_task_of_a_loop_that_is_cancelled_ends_the_stream(consumer: Co
 async def test_a_stream_is_closed_before_its_call_was_sent(consumer: Consumer) -> None:
     producer = consumer.connect()
     producer.unsent = True
-    over: list[StreamState] = []
+    over: list[BaseException | None] = []
     consumer.state.watch(over.append)
     await consumer.stream.aclose()
     await turns()
-    assert (producer.sent, over) == ([], [consumer.state])
+    assert (producer.sent, over) == ([], [None])
     consumer.state.watch(over.append)
     await turns()
-    assert over == [consumer.state] * 2
+    assert over == [None, None]
+
+
+async def test_who_watches_a_stream_is_told_its_error_also_if_the_consumer_takes_it_at_once(
+    consumer: Consumer,
+) -> None:
+    error, over = ValueError("the producer failed"), list[BaseException | None]()
+    consumer.state.watch(over.append)
+    consumer.state.on_error(error)
+    with pytest.raises(ValueError, match="the producer failed"):
+        await consumer.state.next_item()
+    assert over == []
+    await turns()
+    assert over == [error]
 
 
 async def test_a_dropped_stream_cancels_the_method_of_this_process(consumer: Consumer) -> None:

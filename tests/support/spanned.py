@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncGenerator
 
 import aiodaft
 from aiodaft import Actor, method
+
+
+class Unprintable(Exception):
+    """An error that no log can print."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("it has no text")
 
 
 class Worker(Actor):
@@ -23,6 +31,14 @@ class Worker(Actor):
         raise ValueError("it must fail")
 
     @method
+    async def fail_unprintably(self) -> None:
+        raise Unprintable
+
+    @method
+    async def hold(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    @method
     async def count(self, to: int) -> AsyncGenerator[int]:
         for number in range(to):
             yield number
@@ -36,6 +52,12 @@ class Worker(Actor):
         assert here is not None
         assert (here.trace_id, here.span_id) == (f"{known.trace_id:032x}", f"{known.span_id:016x}")
         return here.trace_id, here.span_id, str(baggage.get_baggage("user"))
+
+    @method
+    async def user(self) -> str:
+        from opentelemetry import baggage
+
+        return str(baggage.get_baggage("user"))
 
     @method
     async def rank(self) -> int:

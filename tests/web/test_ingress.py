@@ -313,3 +313,49 @@ async def test_garbage_is_looked_for_in_what_came_since_the_app_is_up(frozen: bo
         assert gc.get_threshold() == before
     finally:
         gc.freeze()
+
+
+async def lasting_app(scope: Any, receive: Any, send: Any) -> None:
+    await receive()
+    await send({"type": "lifespan.startup.complete"})
+    await receive()
+    await send({"type": "lifespan.shutdown.complete"})
+
+
+@pytest.mark.parametrize("ends_first", [0, 1])
+async def test_the_garbage_collector_is_as_before_when_the_last_of_two_apps_ends(ends_first: int) -> None:
+    before = gc.get_threshold()
+    gc.unfreeze()
+    servers, lives = (FakeServer(), FakeServer()), list[asyncio.Task[None]]()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for server in servers:
+                server.put("lifespan.startup")
+                ingress = Ingress(lasting_app, no_actors, runtime=in_process)
+                lives.append(tasks.create_task(ingress({"type": "lifespan"}, server.receive, server.send)))
+                await server.has_sent("lifespan.startup.complete")
+            servers[ends_first].put("lifespan.shutdown")
+            await lives[ends_first]
+            assert gc.get_freeze_count()
+            assert gc.get_threshold()[0] >= 10_000
+            servers[1 - ends_first].put("lifespan.shutdown")
+        assert (gc.get_freeze_count(), gc.get_threshold()) == (0, before)
+    finally:
+        gc.set_threshold(*before)
+        gc.freeze()
+
+
+async def test_a_garbage_collector_that_is_off_stays_off() -> None:
+    server, before = FakeServer(), gc.get_threshold()
+    ingress = Ingress(lasting_app, no_actors, runtime=in_process)
+    server.put("lifespan.startup")
+    gc.set_threshold(0)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(ingress({"type": "lifespan"}, server.receive, server.send))
+            await server.has_sent("lifespan.startup.complete")
+            assert gc.get_threshold()[0] == 0
+            server.put("lifespan.shutdown")
+        assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)

@@ -25,7 +25,7 @@ FETCHED: Final = 3
 # Outcomes of calls. "" is a result; any other one is the name of the error's class.
 CANCELLED: Final = "cancelled"
 UNFINISHED: Final = "unfinished"
-_CANCELLATIONS: Final = {"CancelledError", "CallCancelled"}
+_CANCELLATIONS: Final = {"CancelledError", "CallCancelled", "GeneratorExit"}
 
 # Methods of the runtime's own actors that are the work of the program's collectives.
 _SHOWN: Final = {(COLLECTIVES, "step"), (KEYED, "outcome")}

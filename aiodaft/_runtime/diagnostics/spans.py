@@ -23,7 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from aiodaft._protocol.connections.messages import WANT_NOTHING
 from aiodaft._protocol.connections.versions import __version__
-from aiodaft._protocol.diagnostics.trace import FETCHED, Event, is_shown
+from aiodaft._protocol.diagnostics.trace import CANCELLED, FETCHED, Event, is_shown, outcome_of
 from aiodaft._protocol.diagnostics.trace_context import TraceContext
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall, current_call
@@ -87,16 +87,18 @@ class Spans:
             inner.submit(request)
         if tells:
             span.end()
-        elif isinstance(request.state, RefState | StreamState):
-            request.state.watch(functools.partial(_over, span))
+        elif isinstance(request.state, StreamState):
+            request.state.watch(functools.partial(_end, span))
+        elif isinstance(request.state, RefState):
+            request.state.watch(lambda state: _end(span, state.error))
 
     @contextmanager
     def _making(self, name: str, kind: SpanKind, attributes: dict[str, Any]) -> Generator[Span]:
         """A span that the calls made in the block belong to. It ends if they raise."""
         here, terms = otel_context.get_current(), current_terms.get()
         if not otel.get_current_span(here).get_span_context().is_valid:
-            # The program has begun a trace without OpenTelemetry.
-            here = _context_of(trace_of(terms))
+            # The program has begun a trace without OpenTelemetry. It may have baggage nevertheless.
+            here = _context_of(trace_of(terms), here)
         span = self._tracer.start_span(name, here, kind, attributes)
         trace = _trace_of(otel.set_span_in_context(span, here)) or trace_of(terms)
         token = current_terms.set(terms_of(deadline_of(terms), trace))
@@ -244,8 +246,9 @@ def _shadow(thing: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(thing, name, shadow)
 
 
-def _context_of(trace: TraceContext | None) -> Context:
-    return Context() if trace is None else _W3C.extract(trace.headers(), Context())
+def _context_of(trace: TraceContext | None, around: Context | None = None) -> Context:
+    around = Context() if around is None else around
+    return around if trace is None else _W3C.extract(trace.headers(), around)
 
 
 def _trace_of(context: Context) -> TraceContext | None:
@@ -265,14 +268,14 @@ def _of_method(spec: MethodSpec, actor: str) -> dict[str, Any]:
     return {"rpc.system": "aiodaft", "rpc.service": service, "rpc.method": method, "aiodaft.actor": actor}
 
 
-def _over(span: Span, state: RefState | StreamState) -> None:
-    _end(span, state.error if isinstance(state, RefState) else state.consumption.error)
-
-
 def _end(span: Span, error: BaseException | None) -> None:
     if error is not None and span.is_recording():
-        span.set_attribute("error.type", type(error).__name__)
-        if isinstance(error, Exception):
-            span.record_exception(error)
-            span.set_status(StatusCode.ERROR, str(error))
+        outcome = outcome_of(error)
+        span.set_attribute("error.type", outcome)
+        if outcome != CANCELLED:
+            span.set_status(StatusCode.ERROR)
+            with suppress(Exception):
+                # A user's `__str__` may raise anything.
+                span.set_status(StatusCode.ERROR, str(error))
+                span.record_exception(error)
     span.end()

@@ -38,7 +38,7 @@ class StreamState:
         self.inputs: list[RefState] | None = None
         self.consumption: Consumption[Item] = Consumption()
         self._changed: asyncio.Future[None] | None = None
-        self._watchers: list[Callable[[StreamState], object]] = []
+        self._watchers: list[Callable[[BaseException | None], object]] = []
 
     # Answers to the call.
 
@@ -72,14 +72,16 @@ class StreamState:
         if error is not None and self.process.recorder is not None:
             self.process.recorder.add(trace.failed((self.process.id, self.number), trace.outcome_of(error)))
         for watcher in self._watchers:
-            self.process.loop.call_soon(watcher, self)
+            self.process.loop.call_soon(watcher, error)
         self._watchers.clear()
         self._wake()
 
-    def watch(self, callback: Callable[[StreamState], object]) -> None:
-        """Call back once the producer has ended."""
-        if self.consumption.is_over:
-            self.process.loop.call_soon(callback, self)
+    def watch(self, callback: Callable[[BaseException | None], object]) -> None:
+        """Call back once the producer has ended, with its error; on the loop, never within this call."""
+        if not self.process.is_here:
+            self.process.call_soon(partial(self.watch, callback))
+        elif self.consumption.is_over:
+            self.process.loop.call_soon(callback, self.consumption.error)
         else:
             self._watchers.append(callback)
 

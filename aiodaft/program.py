@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
 
 from aiodaft._runtime.platform.fork_hooks import leave_signals, no_more, when_forked
+from aiodaft._runtime.platform.linux import fill_standard_streams
 from aiodaft.runtime import Runtime, has_uvloop
 
 __all__ = ["run", "start", "stop"]
@@ -112,6 +113,7 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     if asyncio._get_running_loop() is not None:
         main.close()
         raise RuntimeError("an event loop runs here already: `await main()` in place of `aiodaft.run(main())`")
+    fill_standard_streams()
     factory = None
     if has_uvloop():
         import uvloop  # noqa: PLC0415 - optional

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import os
@@ -217,7 +218,15 @@ def _name_of(process: WorkerProcess) -> str:
 
 def _write(path: str, content: dict[str, Any]) -> None:
     """Write a file that is valid at any time."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise FileExistsError(errno.EEXIST, "it is there, and no file: a trace would replace it", path)
     unfinished = f"{path}.part"
-    with open(unfinished, "w", encoding="utf-8") as file:
-        json.dump(content, file, separators=(",", ":"))
-    os.replace(unfinished, path)
+    try:
+        with open(unfinished, "w", encoding="utf-8") as file:
+            json.dump(content, file, separators=(",", ":"))
+        os.replace(unfinished, path)
+    except BaseException:
+        # Such as a full disk.
+        with suppress(FileNotFoundError):
+            os.unlink(unfinished)
+        raise

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import signal
+import sys
 from importlib import import_module
 from typing import Any, Final
 
 import click
 
 from aiodaft import __version__
+from aiodaft.cli.output import Failed
 
 # The commands in the order of `aiodaft --help`, and the modules that have them.
 _MODULES: Final = {
@@ -32,6 +36,8 @@ _MODULES: Final = {
     "down": ".cluster",
     "completion": ".completion",
 }
+# Where a command prints to.
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 
 
 class _Commands(click.Group):
@@ -52,6 +58,10 @@ class _Commands(click.Group):
         except KeyboardInterrupt:
             # As a shell says it.
             raise SystemExit(128 + signal.SIGINT) from None
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise Failed(str(error)) from None
 
 
 @click.group(cls=_Commands)
@@ -62,6 +72,10 @@ def main() -> None:
     Answers go to standard output, errors to standard error. The exit status is 0, 1 if a command did not do what it was
     asked, 2 for wrong usage, and for `run` that of the script.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What a terminal of another encoding lacks.
+            stream.reconfigure(errors="backslashreplace")
 
 
 @main.result_callback()

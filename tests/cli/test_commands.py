@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,30 @@ def test_wrong_usage_has_status_2(arguments: tuple[str, ...], said: str) -> None
     ended = ran(*arguments)
     assert (ended.exit_code, ended.stdout) == (2, "")
     assert said in ended.stderr
+
+
+def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command as a shell runs it, `aiodaft` among its words."""
+    command = command.replace("aiodaft", f"{shlex.quote(sys.executable)} -m aiodaft.cli", 1)
+    env = {**os.environ, "AIODAFT_ADDRESS": "", **environment}
+    return subprocess.run(["sh", "-c", command], env=env, capture_output=True, text=True, check=False)
+
+
+def test_commands_run_without_standard_streams() -> None:
+    ended = shell("aiodaft stack --pid 1 <&- >&-")
+    assert ended.returncode == 1
+    assert "there is no aiodaft program with actors in process 1" in ended.stderr
+
+
+def test_a_full_disk_is_an_error_without_a_traceback() -> None:
+    ended = shell("aiodaft doctor --help > /dev/full")
+    assert (ended.returncode, ended.stderr) == (1, "aiodaft: [Errno 28] No space left on device\n")
+
+
+def test_what_an_encoding_lacks_is_escaped(tmp_path: Path) -> None:
+    ended = shell(f"aiodaft new {tmp_path}/☃/project", PYTHONIOENCODING="latin-1")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith(f"made {tmp_path}/\\u2603/project with ")
 
 
 def test_a_key_is_made_with_one_document_on_standard_output(tmp_path: Path) -> None:

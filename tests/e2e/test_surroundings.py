@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -117,3 +118,23 @@ async def test_a_restart_in_a_directory_that_is_gone_says_so(monkeypatch: pytest
     assert f"when it spawned the actor cannot be entered: [Errno 2] No such file or directory: '{directory}'" in str(
         limit.attempts[-1]
     )
+
+
+@pytest.mark.parametrize("run", ["aiodaft.run", "asyncio.run"])
+@pytest.mark.parametrize("closed", ["<&-", ">&- 2>&-"])
+def test_a_program_may_be_started_without_standard_streams(run: str, closed: str, tmp_path: Path) -> None:
+    code = f"""
+import asyncio, pathlib, sys, aiodaft
+from probes import Probe
+
+async def main():
+    async with aiodaft.Runtime(preload=()) as rt:
+        pathlib.Path(sys.argv[1]).write_text(str(await (await rt.spawn(Probe)).pid()))
+
+{run}(main())
+"""
+    path, env = tmp_path / "pid", {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+    command = ["sh", "-c", f'exec "$0" -c "$1" "$2" {closed}', sys.executable, code, str(path)]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert path.read_text()

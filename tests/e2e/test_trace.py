@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -266,12 +267,31 @@ async def test_what_cannot_be_traced_is_refused_at_once(module_rt: aiodaft.Runti
     with pytest.raises(FileNotFoundError):
         async with module_rt.trace(path / "missing" / "run.json"):
             pass
+    device = path.with_name("device")
+    os.mkfifo(device)
+    with pytest.raises(FileExistsError, match="and no file"):
+        async with module_rt.trace(device):
+            pass
     async with module_rt.trace(path):
         with pytest.raises(RuntimeError, match="another trace is"):
             async with module_rt.trace(path):
                 pass
     async with module_rt.trace(path):
         pass
+
+
+async def test_a_trace_for_which_there_is_no_room_leaves_no_part_of_it(module_rt: aiodaft.Runtime, path: Path) -> None:
+    a = await module_rt.spawn(Stage)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(OSError, match="too large"):
+            async with module_rt.trace(path):
+                await asyncio.gather(*(a.records() for _ in range(100)))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(path.parent) == [path.name]
+    assert TraceFile(path).content == {"traceEvents": []}
 
 
 async def test_another_clock_is_asked_for_its_offset(

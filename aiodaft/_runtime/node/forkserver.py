@@ -41,6 +41,7 @@ from aiodaft._runtime.platform.linux import (
     children,
     describe_status,
     die_with_parent,
+    fill_standard_streams,
     fresh_python,
     is_thread,
     kill,
@@ -189,8 +190,8 @@ class ForkServer:
         gc.collect()
         # The collector does not touch these objects, so workers go on sharing their memory.
         gc.freeze()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
         parent = os.getpid()
         pid = os.fork()
         if pid:
@@ -279,6 +280,7 @@ def main(fd: int, parent: int, thread: int, fork: int) -> None:
 
     In a PID namespace of its own the parent is not visible (0), and `unshare` ends it with the parent.
     """
+    fill_standard_streams()
     server = ForkServer(socket.socket(fileno=fd), parent, thread, fork=bool(fork))
     if parent:
         die_with_parent(parent, signal.SIGCONT)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Final
 
+_STANDARD_ERROR: Final = 2
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
@@ -19,6 +20,16 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 UNKNOWN: Final = (None, None)
 
 IS_LINUX: Final = sys.platform == "linux"
+
+
+def fill_standard_streams() -> None:
+    """Open what of standard input, output and error this process was started without (`>&-`).
+
+    Otherwise sockets would take their numbers: uvloop aborts a process that closes one, and children print into them.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
+        os.set_inheritable(fd, True)
+    os.close(fd)
 
 
 def importable_path() -> list[str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import aiodaft
 from aiodaft import ActorDied, CallCancelled, GroupChanged, Restart
+from aiodaft._protocol.connections.session import WINDOW_BYTES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -326,6 +327,19 @@ async def test_when_a_member_fails_the_others_of_that_call_do_not_wait_for_it(rt
         # Nobody is one call behind the others.
         assert await group.all(Keyer.gather_unless, "") == [[""] * 6] * 3
     assert await group.all(Keyer.meetings) == [0, 0, 0]
+
+
+async def test_a_call_that_was_not_sent_yet_hears_that_another_one_of_the_group_failed(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Keyer)
+    # Its argument leaves no room for others.
+    held = group[1].do("scatter", torch.zeros(WINDOW_BYTES // 4 + 1), key="held")
+    refs = group.each(Keyer.gather_unless, ["before", ""])
+    with pytest.raises(ValueError, match="bad batch"):
+        await refs[0]
+    assert await group[0].do("scatter", ["first", "second"], key="held") == "first"
+    assert await held == "second"
+    with pytest.raises(CallCancelled, match="bad batch"):
+        await refs[1]
 
 
 @pytest.mark.parametrize("fails", ["before", "between"])

@@ -237,11 +237,16 @@ class Keyed(Actor):
             del self._ends[call]
 
     @method(ordered=False)
-    async def beside_failed(self, number: int, why: DaftError) -> None:
-        """Another call of the same call of a group has failed: this one takes part in no collective any more."""
+    async def beside_failed(self, number: int, why: DaftError) -> bool:
+        """Another call of the same call of a group has failed: this one takes part in no collective any more.
+
+        Returns:
+            Whether the call is here: it may be over, or not have come yet.
+        """
         call = self._find_call(_own_call().caller, CallId(number))
         if call is not None:
             self.withdraw(call, why)
+        return call is not None
 
     # What the member awaits is not the call that takes part: to cancel that one would leave the others waiting.
     @method(ordered=False)

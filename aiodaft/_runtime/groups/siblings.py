@@ -5,10 +5,12 @@ Only the caller knows which calls belong together: it tells the processes of the
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from aiodaft._protocol.ids import KEYED
 from aiodaft._runtime.calls.call import CallState
@@ -16,8 +18,12 @@ from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.serialization.errors import failed_beside
-from aiodaft.exceptions import OutcomeUnknown
+from aiodaft.exceptions import DaftError, OutcomeUnknown
 from aiodaft.ref import Ref
+
+# Seconds until a process is asked again whether it has a call.
+_PAUSE: Final = 0.01
+_LONGEST_PAUSE: Final = 0.5
 
 
 def join(refs: Sequence[Ref[Any]]) -> None:
@@ -33,18 +39,38 @@ def join(refs: Sequence[Ref[Any]]) -> None:
 def _over(calls: list[weakref.ref[CallState]], state: CallState) -> None:
     if state.error is None or not calls:
         return
-    others, error = [call() for call in calls], state.error
+    error = state.error
     # Deaths are told as they are.
     why = error if isinstance(error, OutcomeUnknown) else failed_beside(state.origin, error)
+    for call in calls:
+        if call() is not state:
+            state.process.tasks.create_task(_tell(call, why), name="tell the member of a group that another failed")
     # The first error is told.
     calls.clear()
-    for other in others:
-        if other is None or other.settled:
-            continue
-        target = other.target
+
+
+async def _tell(reference: weakref.ref[CallState], why: DaftError) -> None:
+    """Tell the process that has a call, once it has it: the call may still wait here, or move with its actor."""
+    pause = _PAUSE
+    while (call := reference()) is not None and not call.settled:
+        target = call.target
         if isinstance(target, FollowingTarget) and target.is_down:
             # Its next incarnation would begin what the others have given up.
-            other.cancel(str(why))
-        else:
-            keyed: Keyed = target.caller.handle(other.producer, KEYED, f"keyed collectives of {other.producer}", Keyed)
-            keyed.beside_failed.tell(other.number, why)
+            call.cancel(str(why))
+            return
+        if not _waits_here(call):
+            keyed: Keyed = target.caller.handle(call.producer, KEYED, f"keyed collectives of {call.producer}", Keyed)
+            # If the process is gone, the call ends, or goes to another one.
+            with suppress(DaftError):
+                if await keyed.beside_failed(call.number, why):
+                    return
+        del call
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _waits_here(call: CallState) -> bool:
+    """Whether a call has not been sent: the connection has no room, or something before it waits."""
+    if call.connection is not None:
+        return call.connection.session.is_waiting(call.number)
+    return call.objects.owner.running_call(call.process.id, call.number) is None

@@ -12,7 +12,8 @@ from aiodaft._runtime.actors.enlisted import Enlisted, Standing
 from aiodaft._runtime.agent import acting
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.groups.inboxes import Inboxes, Mail
-from aiodaft._runtime.groups.keyed import Keyed, Part
+from aiodaft._runtime.groups.keyed import Keyed
+from aiodaft._runtime.groups.part import Part
 from aiodaft._runtime.groups.process_group import Membership, process_group
 from aiodaft.actor import target_of
 from aiodaft.exceptions import GroupChanged

@@ -133,6 +133,26 @@ async def test_the_calls_of_a_member_with_one_key_belong_to_the_others_in_their_
         assert await ahead == await behind == [[turn, turn] for turn in range(5)]
 
 
+@pytest.mark.parametrize("gives_up", [False, True])
+@pytest.mark.parametrize("late", ["1", "no number"])
+async def test_the_order_of_calls_counts_also_if_the_value_of_the_first_comes_later(
+    rt: aiodaft.Runtime, late: str, gives_up: bool
+) -> None:
+    group = await rt.group(2, Keyer)
+    await group[0].begin_late("x")
+    first, second = (group[1].do("all_gather", number, key="x") for number in (1, 2))
+    if gives_up:
+        await group[0].give_up("late")
+    await group[1].send(late, 0)
+    if late == "1":
+        assert await first == [1, 1]
+    else:
+        with pytest.raises(ValueError, match="the value of rank 0 cannot be used: invalid literal"):
+            await first
+    assert await second == await group[0].finish("next") == [2, 2]
+    assert await group.all(Keyer.meetings) == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("calls", "why"),
     [

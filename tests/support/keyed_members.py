@@ -104,6 +104,17 @@ class Keyer(Actor):
                 return cast("list[list[tuple[int, int]]]", found)
 
     @method
+    async def receive_number(self) -> int:
+        return int(await self.group.recv())
+
+    @method
+    async def begin_late(self, key: Any) -> None:
+        """Take part with a number that is to be received, then with one that is here."""
+        late = self.group.members[self.group.rank].receive_number()
+        self.waits["late"] = self.group.all_gather(late, key=key)
+        self.waits["next"] = self.group.all_gather(2, key=key)
+
+    @method
     async def give_up(self, key: Any = None) -> None:
         """Cancel the wait for what has begun."""
         with suppress(TimeoutError):

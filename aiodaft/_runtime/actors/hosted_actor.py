@@ -37,7 +37,7 @@ logger = logging.getLogger("aiodaft")
 # Replaced, never changed. A dict is passed on faster than a read-only view of it.
 _NO_KWARGS: Final[dict[str, Any]] = {}
 # uvloop's clock counts whole milliseconds.
-_TICK: Final = 1e-3
+TICK: Final = 1e-3
 # The number of stopped actors that a process remembers by name.
 _REMEMBERED: Final = 1024
 
@@ -498,7 +498,7 @@ class HostedActor:
 
     def is_late(self, call: InboundCall, error: BaseException) -> bool:
         """Whether a call ended because of its deadline: the calls that it made have the same, and may fail first."""
-        is_over = call.deadline is not None and self._process.loop.time() + _TICK >= call.deadline
+        is_over = call.deadline is not None and self._process.loop.time() + TICK >= call.deadline
         return call.stage is LATE or (is_over and isinstance(error, DeadlineExceeded))
 
     def _refuse(self, call: InboundCall) -> None:

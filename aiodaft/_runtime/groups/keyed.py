@@ -12,26 +12,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
-from zlib import crc32
+from weakref import WeakValueDictionary
 
 from aiodaft._protocol.groups.collective import meets_with_values, plan_of, results_of, star, values_of
 from aiodaft._protocol.groups.meeting import Coming
-from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import KEYED, ActorId, CallId, PeerId
-from aiodaft._runtime.actors.enlisted import Enlisted, Standing
-from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
+from aiodaft._runtime.actors.enlisted import Enlisted
+from aiodaft._runtime.actors.hosted_actor import TICK, InboundCall, current_call
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.graphs.captured_call import Opaque
-from aiodaft._runtime.groups.arithmetic import Reducer, kind_of, nbytes_of
+from aiodaft._runtime.groups.arithmetic import Reducer, nbytes_of
 from aiodaft._runtime.groups.collectives import Collectives, Members
 from aiodaft._runtime.groups.meeting_place import MeetingPlace, place_of
+from aiodaft._runtime.groups.part import Along, Part
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.platform.context import current_terms
 from aiodaft._runtime.serialization.errors import add_note, copy_error
 from aiodaft._runtime.serialization.small import encode_small
 from aiodaft.actor import Actor, target_of
@@ -47,67 +48,6 @@ GRACE: float = 5.0
 # Finds a call that another process, or this one, has made here, by its number.
 FindCall: TypeAlias = Callable[[PeerId, CallId], InboundCall | None]
 
-# Names the axes of `along`, one use of it after another.
-Along = tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one member does in a collective.
-
-    Attributes:
-        operation: The name of the collective.
-        key: Tells it from others of the group.
-        roster: The group, or the part of it.
-        along: The axes by which that is a part of the whole group.
-        rank: The member.
-        standing: Its place in the whole group.
-        op: How values are reduced.
-        root: The rank that alone has a value or gets a result, if that is so.
-        timeout: Seconds that the others may be late.
-    """
-
-    operation: str
-    key: Hashable
-    roster: Roster[Any]
-    along: Along
-    rank: int
-    standing: Standing
-    op: Reducer
-    root: int
-    timeout: float | None
-
-    @property
-    def label(self) -> str:
-        return self.operation if self.key is None else f"{self.operation} {self.key!r}"
-
-    @property
-    def title(self) -> str:
-        """What errors call the collective."""
-        return f"{self.label} of {self.roster.id}"
-
-    @property
-    def reduces(self) -> bool:
-        return self.operation in {"all_reduce", "reduce", "reduce_scatter"}
-
-    @property
-    def has_value(self) -> bool:
-        return self.operation != "barrier" and self.rank in values_of(self.operation, self.roster.size, self.root)
-
-    def terms(self, value: Any) -> dict[str, Hashable]:
-        """What all members have to agree on."""
-        terms: dict[str, Hashable] = {"operation": self.operation, "root": self.root}
-        if self.reduces:
-            op = self.op
-            terms["op"] = _name_of(op) if callable(op) else op
-            terms["value"] = kind_of(value)
-        return terms
-
-    @property
-    def meets_at(self) -> int:
-        """The rank where members meet: keys spread the work."""
-        return crc32(repr(self.key).encode()) % self.roster.size
-
 
 @dataclass(eq=False, slots=True)
 class _Taking:
@@ -118,10 +58,21 @@ class _Taking:
     call: InboundCall | None
     # The state of what the member awaits.
     outcome: Any = None
+    # Set when the member where the others meet was told, or is not to be told; and the same of what this member has
+    # begun with this key just before.
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    before: asyncio.Event | None = None
+    # When the call of `take_part` ends at the latest, by the clock of the loop.
+    deadline: float | None = None
     # Whether its value exists.
     has_begun: bool = False
     # Why it was withdrawn.
     withdrawn: DaftError | None = None
+
+    async def turn(self) -> None:
+        """Wait for what this member has begun before: the order of its calls counts, whenever their values come."""
+        if self.before is not None:
+            await self.before.wait()
 
 
 @dataclass(frozen=True)
@@ -182,6 +133,8 @@ class Keyed(Actor):
         self._ends: dict[InboundCall, Callable[[DaftError], object]] = {}
         # By the state of the call of `take_part`, until that is over.
         self._open: dict[Any, _Taking] = {}
+        # Whether the last that a member has begun is told, by the group, its epoch, the member and the key.
+        self._last: WeakValueDictionary[Hashable, asyncio.Event] = WeakValueDictionary()
         # Set when an actor of this process is gone, for members that have asked.
         self._gone: dict[ActorId, asyncio.Event] = {}
 
@@ -194,6 +147,11 @@ class Keyed(Actor):
             raise _apart(part.title, call.apart)
         target = Target(self._caller, self._process.id, KEYED, part.roster.id, None)
         taking = _Taking(part, call)
+        line = part.roster.id, part.roster.epoch, part.rank, part.key
+        taking.before, self._last[line] = self._last.get(line), taking.told
+        terms = current_terms.get()
+        if terms is not None:
+            taking.deadline = terms.deadline
         result: Ref[Any] = target.call(_TAKE_PART.named(part.label), (Opaque(taking), value), {})
         state = state_of(result)
         state.mark_seen()
@@ -201,11 +159,22 @@ class Keyed(Actor):
         taking.outcome = state_of(outcome)
         self._open[state] = taking
         # Who drops the result has taken part nevertheless.
-        state.watch(self._open.pop, interested=True)
+        state.watch(self._over, interested=True)
         if call is not None and call.apart is not None:
             # Meanwhile, on the loop; this is a thread.
             self.withdraw(call, call.apart)
         return outcome
+
+    def _over(self, state: Any) -> None:
+        """A call of `take_part` is over."""
+        taking = self._open.pop(state)
+        late = taking.deadline is not None and self._process.loop.time() + TICK >= taking.deadline
+        if taking.has_begun or taking.withdrawn is not None or late or self._process.closed is not None:
+            taking.told.set()
+        else:
+            # The value was the result of a call that failed.
+            excuse = self._excuse(taking, "value", state.error)
+            self._process.tasks.create_task(excuse, name=f"excuse a member from {taking.part.label}")
 
     def withdraw(self, call: InboundCall, why: DaftError | None) -> None:
         """A call of a member fails: it has not taken part in what not all have come to.
@@ -262,12 +231,12 @@ class Keyed(Actor):
         try:
             await result.content.ready()
             return await result.content
-        except Exception as error:
+        except Exception:
             if taking.withdrawn is not None:
                 raise _apart(taking.part.title, taking.withdrawn) from None
             if not taking.has_begun:
-                # The value was the result of a call that failed.
-                await self._excuse(taking.part, "value", error)
+                # The others get this error, and not that of the call of this member.
+                await taking.told.wait()
             raise
 
     # Unordered: what waits for its value does not hold up the next one.
@@ -280,12 +249,13 @@ class Keyed(Actor):
         try:
             terms, nbytes, brought = part.terms(value), *self._pack(part, value)
         except Exception as error:
-            await self._excuse(part, "value", error)
+            await self._excuse(taking, "value", error)
             raise
         coming = Coming(part.key, part.title, part.rank, terms)
         del value
+        await taking.turn()
         try:
-            answer = await self._join(part, coming, nbytes, brought)
+            answer = await self._join(taking, part.op, coming, nbytes, brought)
             if isinstance(brought, Opaque):
                 # From now on the member may write to it.
                 await brought.content.ready()
@@ -294,18 +264,21 @@ class Keyed(Actor):
             add_note(error, f"raised for {part.title}")
             raise
 
-    async def _join(self, part: Part, coming: Coming, nbytes: int | None, brought: Packed) -> Any:
-        roster, member = part.roster, _target_of(part.roster.members[part.meets_at])
+    async def _join(self, taking: _Taking, op: Reducer, coming: Coming, nbytes: int | None, brought: Packed) -> Any:
+        part, roster = taking.part, taking.part.roster
+        member = _target_of(roster.members[part.meets_at])
         peer, actor = _known_place(member) or await _find(part, member)
         while True:
             where = actor, roster.id, roster.epoch, part.along, roster.size
             joining = Joining(*where, coming, part.timeout, nbytes)
             target = Target(self._caller, peer, KEYED, roster.id, None)
             try:
-                answer = target.call(_JOIN.named(part.label), (joining, brought, part.op), {})
+                answer = target.call(_JOIN.named(part.label), (joining, brought, op), {})
             except SerializationError as error:
-                await self._excuse(part, "op", error)
+                await self._excuse(taking, "op", error)
                 raise
+            if coming.fault is None:
+                taking.told.set()
             if part.timeout is not None:
                 # The answer itself is not cancelled: this member has come.
                 state_of(answer).mark_seen()
@@ -333,12 +306,17 @@ class Keyed(Actor):
                 if before == (peer, actor):
                     raise
 
-    async def _excuse(self, part: Part, what: str, error: Exception) -> None:
+    async def _excuse(self, taking: _Taking, what: str, error: BaseException) -> None:
         """Come with a fault, so that the others do not wait for this member."""
+        part = taking.part
         fault = ValueError(f"{part.title}: the {what} of rank {part.rank} cannot be used: {error}")
         coming = Coming(part.key, part.title, part.rank, {}, fault)
-        with suppress(ValueError):
-            await self._join(replace(part, op="sum"), coming, None, None)
+        try:
+            await taking.turn()
+            with suppress(ValueError, DaftError):
+                await self._join(taking, "sum", coming, None, None)
+        finally:
+            taking.told.set()
 
     def _pack(self, part: Part, value: Any) -> tuple[int | None, Packed]:
         """The size of a tensor or an array, and what is brought."""
@@ -514,12 +492,6 @@ async def _in_time(part: Part, waiting: Awaitable[T]) -> T:
             f"{part.title}: rank {part.meets_at}, where the members meet for this key, did not answer in "
             f"{part.timeout + GRACE:g} s"
         ) from None
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    """The name of a function; of another callable, that of its class."""
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _apart(title: str, why: DaftError) -> DaftError:

@@ -191,7 +191,9 @@ def _actors(owner: Owner, seen: Iterable[Seen], names: Iterable[NamedActor]) -> 
         for label, actor in views.items():
             child, child_names = children.pop((process.id, label), (None, ()))
             own_names = child_names or named.get((process.id, label), ())
-            info = ActorInfo(label, "", own_names, 0, owner.nodes.name_of(process.id), (), alive=True)
+            info = ActorInfo(
+                label, owner.class_in(label), own_names, 0, owner.nodes.name_of(process.id), (), alive=True
+            )
             info = in_process(info, process, actor, 0 if view is None else view.stored_bytes)
             yield info if child is None else _with_restarts(info, child)
     for (peer, label), (child, child_names) in children.items():

@@ -131,8 +131,11 @@ class Faults:
         """Kill a node of `daft_cluster`, with its actors.
 
         Raises:
-            KeyError: There is none with this name.
+            ValueError: There is none with this name.
         """
+        if name not in self._nodes:
+            has = f"it has {', '.join(self._nodes)}" if self._nodes else "mark the test with `daft(nodes=2)`"
+            raise ValueError(f"`daft_cluster` has no node {name!r}: {has}")
         os.kill(self._nodes[name], signal.SIGKILL)
 
     async def _inside(self, actor: object, what: str, *args: object) -> None:

@@ -96,7 +96,9 @@ async def test_a_process_that_is_stopped_delays_no_scrape_and_its_counters_do_no
         os.kill(info.pid, signal.SIGCONT)
     for found in several:
         assert value(found, "aiodaft_process_up", process=info.name) == 0
-        assert value(found, "aiodaft_actor_state", actor=info.name, state="silent") == 1
+        # With the labels that it had before.
+        who = {"actor": info.name, "class": "Echo", "node": info.node}
+        assert value(found, "aiodaft_actor_state", state="silent", **who) == 1
         gone = {key for key, its in found if ("actor", info.name) in its or ("process", info.name) in its}
         assert gone.isdisjoint({"aiodaft_actor_calls_total", "aiodaft_process_cpu_seconds_total"})
     assert value(await scrape(metrics), "aiodaft_actor_calls_total", actor=info.name) == 1

@@ -182,6 +182,8 @@ async def test_actors_have_nodes(daft_cluster: aiodaft.Runtime, daft_faults: Fau
     assert await second.add(1) == 2
     waiting = second.wait()
     await second.add(0)
+    with pytest.raises(ValueError, match="no node 'n3': it has n1, n2"):
+        await daft_faults.kill_node("n3")
     await daft_faults.kill_node("n2")
     with pytest.raises((aiodaft.ActorDied, aiodaft.PeerLost)):
         await waiting

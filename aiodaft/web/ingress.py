@@ -67,6 +67,7 @@ class Ingress:
         self._admission = None if limit is None else Admission(limit, queue)
         self._probes = probes
         self._heap = Heap()
+        self._is_up = False
         self._state: Mapping[str, object] = {}
         self._paths: Mapping[str, Answer] = {}
 
@@ -78,6 +79,11 @@ class Ingress:
             else:
                 await Lifespan(receive, send, self._heap.settle).run(self._app, scope, self._open(self._actors, scope))
             return
+        if self._actors is not None and not self._is_up:
+            raise RuntimeError(
+                "the actors of this Ingress are not up, because its lifespan was not run: servers run that of the app "
+                "that they are given, not of one that is mounted in it, and uvicorn none with --lifespan off"
+            )
         if "state" not in scope:
             # The server does not pass on the state of the lifespan.
             scope["state"] = dict(self._state)
@@ -91,13 +97,13 @@ class Ingress:
     @asynccontextmanager
     async def _open(self, actors: Actors, scope: Any) -> AsyncGenerator[None, None]:
         async with self._open_runtime() as rt, actors(rt) as state, RunningProbes(self._probes, rt) as paths:
-            self._state, self._paths = state, paths
+            self._state, self._paths, self._is_up = state, paths, True
             scope.setdefault("state", {}).update(state)
             try:
                 yield
             finally:
                 self._heap.unsettle()
-                self._state = self._paths = {}
+                self._state, self._paths, self._is_up = {}, {}, False
 
     async def _serve(self, scope: Any, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()

@@ -281,6 +281,11 @@ async def no_actors(rt: aiodaft.Runtime) -> AsyncGenerator[dict[str, object], No
     yield {}
 
 
+async def test_an_ingress_whose_lifespan_was_not_run_says_so() -> None:
+    with pytest.raises(RuntimeError, match="its lifespan was not run"):
+        await Ingress(lasting_app, no_actors)({"type": "http"}, FakeServer().receive, FakeServer().send)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 async def test_garbage_is_looked_for_in_what_came_since_the_app_is_up(frozen: bool) -> None:
     server, found = FakeServer(), list[tuple[bool, int]]()

@@ -7,6 +7,7 @@ release of this series would fail in the same way. `tests/support/record_session
 from __future__ import annotations
 
 import asyncio
+import pickle
 import socket
 import sys
 import threading
@@ -30,6 +31,9 @@ from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.errors import decode_failure
 from aiodaft.exceptions import CallCancelled, DaftError
 from aiodaft_transport import Key, default_name
+
+# How pickles begin.
+_PICKLED = pickle.PROTO + b"\5"
 
 
 class Recording(NamedTuple):
@@ -77,9 +81,11 @@ async def program(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> Asyn
 
 
 def comparable(message: Message) -> Any:
-    """A message without what differs from run to run: pids, and the lines of tracebacks."""
+    """A message without what differs from run to run, or between Pythons: pids, the lines of tracebacks, pickles."""
     if message[0] == m.HELLO:
         return message[:4]
+    if message[0] == m.RESULT and _PICKLED in message[2]:
+        return message[:2], repr(decode(m.read_result(message)[1][0]))
     if message[0] == m.ERROR:
         number, encoded, executed = m.read_error(message)
         error = decode_failure(encoded, executed)

@@ -101,7 +101,8 @@ async def by_eager_task(wait: Wait, drive: Drive) -> None:
 
 
 CALLERS = [by_task, by_timeout, by_sibling, by_anyio_scope, by_anyio_deadline, by_anyio_group]
-if sys.version_info >= (3, 12):
+# On all of Python 3.13, uvloop gives factories of tasks an argument that this one takes from 3.13.3 on.
+if sys.version_info >= (3, 12) and not (3, 13) <= sys.version_info < (3, 13, 3):
     CALLERS.append(by_eager_task)
 
 

@@ -1,4 +1,4 @@
-"""Loops that tasks run inside of tasks, as libraries with synchronous interfaces do in notebooks (nest_asyncio)."""
+"""Loops that tasks run inside of tasks, as libraries with synchronous interfaces do in notebooks (nest_asyncio2)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SUPPORT = Path(__file__).parent.parent / "support"
 SCRIPT = """
     import asyncio, sys
     sys.path.insert(0, {support!r})
-    import nest_asyncio
+    import nest_asyncio2
     import aiodaft
     from actors import Echo
 
     async def main():
         loop = asyncio.get_running_loop()
-        nest_asyncio.apply(loop)
+        nest_asyncio2.apply(loop)
         async with aiodaft.Runtime(preload=()) as rt:
             echo = await rt.spawn(Echo)
             async with aiodaft.compile(lambda x: echo.echo(x)) as graph:

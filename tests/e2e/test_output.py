@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,9 @@ async def test_progress_bars_and_lines_without_a_newline_are_shown_as_they_are_p
 async def test_a_bar_of_the_program_stays_below_what_actors_show(
     module_rt: aiodaft.Runtime, terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without its thread.
+    # Without its thread, and without the process that keeps its lock from Python 3.14 on.
     monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    tqdm.set_lock(threading.RLock())
     gates = [str(tmp_path / name) for name in ("first", "second")]
     for gate in gates:
         os.mkfifo(gate)

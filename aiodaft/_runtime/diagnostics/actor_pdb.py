@@ -79,8 +79,11 @@ class ActorPdb(pdb.Pdb):
 
 def _yields(frame: FrameType) -> bool:
     """Whether a frame that returns to its caller will go on, because it waits or has given an item."""
-    code = frame.f_code.co_code
-    return 0 <= frame.f_lasti < len(code) and dis.opname[code[frame.f_lasti]] == "YIELD_VALUE"
+    code, at = frame.f_code.co_code, frame.f_lasti
+    if at > 0 and dis.opname[code[at]] == "RESUME":
+        # Python 3.13 says where it will go on, which is the instruction behind.
+        at -= 2
+    return at >= 0 and dis.opname[code[at]] == "YIELD_VALUE"
 
 
 def _raised_at(error: Any) -> tuple[CodeType | None, int]:

@@ -23,5 +23,9 @@ def aside(target: TextIO) -> AbstractContextManager[object]:
 
 
 def _bars() -> Any:
-    """The class that knows them; None if the program does not use tqdm."""
-    return getattr(sys.modules.get("tqdm"), "tqdm", None)
+    """The class that knows them; None if there are none.
+
+    The first bar makes the lock of all. From Python 3.14 on that lock starts a process.
+    """
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    return bars if bars is not None and bars._instances else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Callable, Mapping
 from contextvars import Context
 from dataclasses import astuple
@@ -27,6 +26,7 @@ from aiodaft._runtime.node.pid_namespace import prefix_of
 from aiodaft._runtime.node.shipped_code import ShippedCode
 from aiodaft._runtime.node.surroundings import NodeOptions
 from aiodaft._runtime.owning import Owner
+from aiodaft._runtime.platform.capabilities import has_fork_server
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.tasks import shield_from_anyio
@@ -83,7 +83,8 @@ class Runtime(Scope):
             machine; then CUDA tensors go from GPU to GPU.
         preload: Modules that workers share instead of each importing them. Default: numpy and torch, if they are
             loaded here.
-        fork: False starts every worker by exec, for code that fails in a forked process.
+        fork: False starts every worker by exec, for code that fails in a forked process. Default: True where the system
+            has a fork server, as Linux does.
         uvloop: Whether workers run on uvloop. Default: if it is installed.
         isolation: "pidns" puts the actors into a PID namespace: all processes that they start end with their fork
             server, also if that is killed. The actors' `os.getpid()` then differs from the pid outside.
@@ -159,7 +160,7 @@ class Runtime(Scope):
                 telemetry=packed_setup(telemetry, codec),
             ),
             node=NodeOptions(
-                sys.platform == "linux" if fork is None else fork,
+                has_fork_server() if fork is None else fork,
                 preload,
                 prefix_of(isolation),
                 has_uvloop() if uvloop is None else uvloop,

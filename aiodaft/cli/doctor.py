@@ -16,6 +16,7 @@ from typing import Any, Final
 import click
 
 from aiodaft._protocol.node.resources import gpu_names
+from aiodaft._runtime.platform.capabilities import missing
 from aiodaft._runtime.platform.gpu_claims import machine_gpus
 from aiodaft._runtime.platform.interfaces import interfaces
 from aiodaft.bench.actors import Echo
@@ -23,6 +24,7 @@ from aiodaft.program import run
 from aiodaft.runtime import Runtime
 from aiodaft_transport import NAMES, TransportError, default_name
 from aiodaft_transport.cuda.libcuda import CudaDriver
+from aiodaft_transport.system import usable_cpus
 
 from .between_hosts import examine_hosts
 from .options import address_argument, key_file_option
@@ -64,7 +66,7 @@ async def _examine_machine(output: Output) -> bool:
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         **{package: _version(package) for package in ("uvloop", "torch", "numpy")},
         "gpus": len(gpu_names(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": usable_cpus(),
         "interfaces": interfaces(),
         "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }
@@ -76,6 +78,9 @@ async def _examine_machine(output: Output) -> bool:
     for what, value in shown.items():
         output.line(f"{what:16} {'not installed' if value is None else value}")
     output.document["machine"] = found
+    output.document["missing"] = lacking = missing()
+    for what, so in lacking.items():
+        output.line(f"{what:16} {click.style('not on this system', 'yellow')}: {so}")
     tried = output.document["transports"] = {}
     for name in NAMES:
         tried[name] = await _try(name, partial(_message, name), output, ", the default" * (name == default_name()))

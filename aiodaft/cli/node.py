@@ -24,6 +24,7 @@ from aiodaft._runtime.coordination.state import store_at
 from aiodaft._runtime.node.local_node import Machine
 from aiodaft._runtime.node.node_process import NodeProcess, NodeProcessOptions
 from aiodaft._runtime.node.surroundings import NodeOptions
+from aiodaft._runtime.platform.capabilities import has_fork_server
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.interfaces import interface_to
 from aiodaft._runtime.process import MSGPACK, ProcessOptions
@@ -223,7 +224,7 @@ def make_node(
             1_000_000,
             MSGPACK,
         ),
-        node=NodeOptions(sys.platform == "linux", None, (), has_uvloop()),
+        node=NodeOptions(has_fork_server(), None, (), has_uvloop()),
     )
     return NodeProcess(options, machine, coordinator, env)
 

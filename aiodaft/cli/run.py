@@ -7,8 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
@@ -23,6 +22,7 @@ from aiodaft._runtime.node.node_process import NodeProcess
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.interfaces import interface_to
 from aiodaft._runtime.platform.linux import die_with_parent
+from aiodaft._runtime.platform.private_file import private_file
 from aiodaft.exceptions import DaftError, LaunchFailed
 from aiodaft.launch.rendezvous import meet, published
 from aiodaft.launch.task import ALONE, Task, find_task
@@ -93,7 +93,7 @@ async def _lead(task: Task, job: _Job, meeting: Path) -> int:
     try:
         if task is not ALONE:
             await _gather(node, task.size, job.wait, meeting, address, identity)
-        with _key_file(identity) as key_file:
+        with private_file("aiodaft-key", identity.packed()) as key_file:
             environment = {**os.environ, "AIODAFT_ADDRESS": address, VARIABLE: key_file}
             return await _script_ended(job.command, environment, node, forward=not task.signals_all)
     finally:
@@ -115,18 +115,6 @@ async def _gather(
                 await node.wait_nodes(lambda count: count >= size)
     except TimeoutError:
         raise LaunchFailed(f"not all {size} tasks of the job came within {patience:g} s") from None
-
-
-@contextmanager
-def _key_file(identity: Identity) -> Generator[str]:
-    """A key file in memory, for processes of this user on this machine, as long as this process lives."""
-    fd = os.memfd_create("aiodaft-key", os.MFD_CLOEXEC)
-    try:
-        os.fchmod(fd, 0o600)
-        os.write(fd, identity.packed())
-        yield f"/proc/{os.getpid()}/fd/{fd}"
-    finally:
-        os.close(fd)
 
 
 async def _script_ended(

@@ -19,7 +19,7 @@ from aiodaft._runtime.connections.connection import Connection, Handler
 from aiodaft._runtime.node.local_node import LocalNode
 from aiodaft._runtime.node.worker import WorkerProcess
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.linux import IS_LINUX, is_stopped, status_of
+from aiodaft._runtime.platform.linux import SEES_PROCESSES, is_stopped, status_of
 from aiodaft._runtime.process import current_process
 from aiodaft.actor import Actor, target_of
 from aiodaft.exceptions import ActorDied, DaftError
@@ -78,7 +78,7 @@ class Faults:
         pid = (await _process(runtime, target)).pid
         self._stopped.add(pid)
         os.kill(pid, signal.SIGSTOP)
-        while IS_LINUX and not is_stopped(pid) and status_of(pid) is None:  # noqa: ASYNC110 - the kernel tells nobody
+        while SEES_PROCESSES and not is_stopped(pid) and status_of(pid) is None:  # noqa: ASYNC110 - the kernel tells nobody
             await asyncio.sleep(0)
 
     async def resume(self, actor: object) -> None:

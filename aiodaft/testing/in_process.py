@@ -26,6 +26,7 @@ from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft._runtime.process import closed
 from aiodaft.exceptions import PeerLost, SpawnFailed
 from aiodaft.runtime import Runtime
+from aiodaft_transport import default_name
 
 # Pids from here on belong to no process of the machine: a signal to one reaches nothing.
 FIRST_PID: Final = 10_000_000
@@ -50,7 +51,7 @@ def in_process(**options: Any) -> Runtime:
     unfit = sorted(_NEEDS_PROCESSES & options.keys())
     if unfit:
         raise ValueError(f"{', '.join(unfit)}: the actors of this runtime have no processes of their own")
-    fixed: dict[str, Any] = {"cpus": 64, "gpus": 0, "transport": "shm", "preload": (), "uvloop": False}
+    fixed: dict[str, Any] = {"cpus": 64, "gpus": 0, "transport": default_name(), "preload": (), "uvloop": False}
     with patch.dict(os.environ):
         # A node would start processes.
         os.environ.pop("AIODAFT_ADDRESS", None)

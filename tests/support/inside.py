@@ -41,6 +41,7 @@ def launcher_of(rt: aiodaft.Runtime) -> WorkerLauncher:
     """What starts the workers of this machine."""
     site = rt._opened.site
     assert isinstance(site, LocalNode)
+    assert isinstance(site.launcher, WorkerLauncher)
     return site.launcher
 
 

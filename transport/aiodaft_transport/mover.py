@@ -6,7 +6,6 @@ read, or sends nothing, holds up no other transfer.
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import threading
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiodaft_transport.exceptions import PeerGone, TransportError
 from aiodaft_transport.memory.pull import BasePull
+from aiodaft_transport.system import Doorbell, usable_cpus
 
 if TYPE_CHECKING:
     from aiodaft_transport.abc import Host
@@ -78,8 +78,8 @@ class _Thread:
     def __init__(self, call_soon: Callable[[Callable[[], object]], object]) -> None:
         self._call_soon = call_soon
         self._selector = selectors.DefaultSelector()
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        self._wakeup = Doorbell()
+        self._selector.register(self._wakeup.fd, selectors.EVENT_READ)
         # New and stopped moves.
         self._orders: deque[_Move] = deque()
         self._closing = False
@@ -91,14 +91,14 @@ class _Thread:
     def order(self, move: _Move) -> None:
         """Begin a move, or end one that is stopped."""
         self._orders.append(move)
-        os.eventfd_write(self._wakeup, 1)
+        self._wakeup.ring()
 
     def close(self) -> None:
         """End the thread and its moves, within one step."""
         self._closing = True
-        os.eventfd_write(self._wakeup, 1)
+        self._wakeup.ring()
         self._thread.join()
-        os.close(self._wakeup)
+        self._wakeup.close()
 
     def _run(self) -> None:
         with self._selector:
@@ -113,7 +113,7 @@ class _Thread:
                 self._end(move, TransportError("the transport is closed"))
 
     def _take_orders(self) -> None:
-        os.eventfd_read(self._wakeup)
+        self._wakeup.heard()
         while self._orders:
             move = self._orders.popleft()
             if move.stopped:
@@ -144,7 +144,7 @@ class Mover:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._threads: list[_Thread] = []
-        self._most = min(_MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // _PROCESSORS_PER_THREAD))
+        self._most = min(_MOST_THREADS, max(1, usable_cpus() // _PROCESSORS_PER_THREAD))
         self._closed = False
 
     async def send(self, connection: socket.socket, memory: memoryview) -> None:

@@ -8,6 +8,7 @@ from typing import Final
 from aiodaft_transport.abc import Host, Transport
 from aiodaft_transport.exceptions import Unreachable
 from aiodaft_transport.shm import ShmTransport
+from aiodaft_transport.system import shares_memory
 from aiodaft_transport.tcp import TcpTransport
 from aiodaft_transport.ucx import INTERFACE_VARIABLE
 
@@ -27,8 +28,8 @@ def check_name(name: str) -> str:
         raise Unreachable("CUDA tensors use transport 'cuda' automatically; name a transport for host memory here")
     if name not in NAMES:
         raise Unreachable(f"there is no transport {name!r}; there are {', '.join(NAMES)}")
-    if name == "shm" and not hasattr(os, "memfd_create"):
-        raise Unreachable("transport 'shm' needs memfd_create, which this system does not have; use 'tcp'")
+    if name == "shm" and not shares_memory():
+        raise Unreachable("transport 'shm' needs memfd_create and eventfd, which this system does not have; use 'tcp'")
     if name == "ucx":
         from aiodaft_transport.ucx.find_library import load  # noqa: PLC0415 - loaded only if chosen
 
@@ -38,7 +39,7 @@ def check_name(name: str) -> str:
 
 def default_name() -> str:
     """The best transport between processes of this host."""
-    return "shm" if hasattr(os, "memfd_create") else "tcp"
+    return "shm" if shares_memory() else "tcp"
 
 
 def reached_by() -> tuple[str, ...]:

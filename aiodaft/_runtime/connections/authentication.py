@@ -15,10 +15,17 @@ from aiodaft_transport.handshake import MAGIC
 _OPTIONS: Final = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
+    # Not every system has each of them, or gives it this name.
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in (
+            ("TCP_KEEPIDLE", 2),
+            ("TCP_KEEPINTVL", 1),
+            ("TCP_KEEPCNT", 3),
+            ("TCP_USER_TIMEOUT", 10_000),
+        )
+        if hasattr(socket, name)
+    ),
 )
 # The most milliseconds until TCP sends a packet again; else a short partition is felt for up to twice its length.
 _RTO_MAX_MS: Final = 44

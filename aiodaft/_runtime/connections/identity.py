@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, Final, NoReturn
 
+from aiodaft._runtime.platform.private_file import private_file
 from aiodaft.exceptions import KeyFileError
 from aiodaft_transport import Key
 from aiodaft_transport.handshake import KEY_SIZE
@@ -106,11 +107,9 @@ class Identity:
             # No session is resumed: tickets would only be more to read.
             context.num_tickets = 0
         context.load_verify_locations(cadata=self.certificate)
-        # OpenSSL reads files only; this one has no name, and ends here.
-        fd = os.memfd_create("aiodaft-identity", os.MFD_CLOEXEC)
-        with open(fd, "wb", buffering=0) as file:
-            file.write(self._pair)
-            context.load_cert_chain(f"/proc/self/fd/{fd}")
+        # OpenSSL reads files only.
+        with private_file("aiodaft-identity", self._pair) as path:
+            context.load_cert_chain(path)
         return context
 
 

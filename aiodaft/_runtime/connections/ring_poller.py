@@ -29,6 +29,7 @@ from typing import Final, Protocol
 from aiodaft._protocol.connections.pace import Idle, Pace
 from aiodaft._runtime.connections.shm_ring import HEAD, ORDERED, RingPair, barrier
 from aiodaft._runtime.platform.wakeup import Wakeups
+from aiodaft_transport.system import usable_cpus
 
 # Looks at rings in one turn of the loop; together they take less than ten microseconds.
 _LOOKS: Final = 64
@@ -61,7 +62,7 @@ class RingPoller:
         self._context = copy_context()
         # Number of turns of the loop with polling.
         self.turns = 0
-        self.pace = Pace(may_poll=ORDERED and len(os.sched_getaffinity(0)) > 1)
+        self.pace = Pace(may_poll=ORDERED and usable_cpus() > 1)
         self.polling = False
 
     def add(self, ring: RingPair, user: RingUser) -> None:

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import struct
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Final, NamedTuple
 
+from aiodaft._runtime.platform.linux import SEES_PROCESSES
+
 # What gloo reads of a new connection: the number of the pair that it is for.
 _PAIR: Final = struct.Struct("=q")
 # Seconds that a connection inside this machine may take.
 _CONNECT_WITHIN: Final = 1.0
+# Where the system shows the descriptors of a process.
+_DESCRIPTORS: Final = "/proc/self/fd" if SEES_PROCESSES else "/dev/fd"
 
 
 class TorchSockets:
@@ -71,12 +76,12 @@ class _Opened(NamedTuple):
     accepted: list[socket.socket]
 
 
-def _sockets() -> dict[int, str]:
+def _sockets() -> dict[int, int]:
     """The sockets of this process: their descriptors and inodes."""
-    found: dict[int, str] = {}
-    for name in os.listdir("/proc/self/fd"):
+    found: dict[int, int] = {}
+    for name in os.listdir(_DESCRIPTORS):
         with suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith("socket:"):
-                found[int(name)] = target
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(name)] = status.st_ino
     return found

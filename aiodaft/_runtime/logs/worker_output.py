@@ -143,11 +143,12 @@ class OutputReader:
         ends: list[int] = []
         for stream in (1, 2):
             try:
-                reading[stream], writing = os.pipe2(os.O_CLOEXEC)
+                reading[stream], writing = os.pipe()
             except OSError:
                 Sockets().close_all([*reading.values(), *ends])
                 raise
-            with suppress(OSError):
+            # Where pipes have another size than this one asks for, they keep it.
+            with suppress(OSError, AttributeError):
                 fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
             os.set_blocking(reading[stream], False)
             ends.append(writing)

@@ -15,7 +15,6 @@ import select
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -24,6 +23,7 @@ from typing import Final
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.node.environment import change_environment
+from aiodaft._runtime.node.fresh_worker import start_fresh
 from aiodaft._runtime.node.orders import (
     Exited,
     Failed,
@@ -42,7 +42,6 @@ from aiodaft._runtime.platform.linux import (
     describe_status,
     die_with_parent,
     fill_standard_streams,
-    fresh_python,
     is_thread,
     kill,
     reap,
@@ -254,22 +253,7 @@ class ForkServer:
 
 
 def _exec_worker(order: Spawn, fds: list[int]) -> int:
-    reading, writing = os.pipe()
-    with open(writing, "wb") as pipe:
-        pipe.write(order.settings)
-    connection, out, err, heartbeat = fds
-    try:
-        process = subprocess.Popen(
-            fresh_python("aiodaft._runtime.node.worker_main", connection, reading, heartbeat, front=order.code),
-            env={**os.environ, **order.environment},
-            pass_fds=(connection, reading, heartbeat),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
-    finally:
-        os.close(reading)
+    process = start_fresh(order, os.environ, fds)
     # Reaped with all others; the object must not do it as well.
     process.returncode = 0
     return process.pid

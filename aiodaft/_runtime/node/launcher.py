@@ -10,19 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Final
 
-from aiodaft._protocol.ids import PeerId, is_worker
 from aiodaft._protocol.node.postmortem import Ending
 from aiodaft._runtime.logs.console import Console
-from aiodaft._runtime.logs.entries import Source
-from aiodaft._runtime.logs.relay import Relay
-from aiodaft._runtime.logs.worker_output import OutputReader
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.forkserver_watch import ForkServerWatch
-from aiodaft._runtime.node.heartbeat import HeartbeatWatch
 from aiodaft._runtime.node.orders import (
     Exited,
     Failed,
@@ -35,30 +29,24 @@ from aiodaft._runtime.node.orders import (
     unpacked,
 )
 from aiodaft._runtime.node.worker import Worker
+from aiodaft._runtime.node.workers import Launcher
 from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.platform.exhaustion import refusal
 from aiodaft._runtime.platform.linux import (
-    UNKNOWN,
     fresh_python,
-    is_stopped,
     kill,
     kill_tree,
     process_tree,
-    status_of,
 )
 from aiodaft._runtime.platform.tasks import logger
-from aiodaft._runtime.process import ProcessOptions
 from aiodaft.exceptions import SpawnFailed
 
 # Modules that the fork server imports for all workers if this process has them: slow to import, safe to fork.
 _PRELOADED: Final = ("numpy", "torch")
 
-# Seconds that the fork server usually needs to report an end.
-_REPORT_TIME: Final = 0.1
 
-
-class WorkerLauncher:
-    """Starts and ends the workers of this node."""
+class WorkerLauncher(Launcher):
+    """Has a fork server start and end the workers of this node."""
 
     def __init__(
         self,
@@ -70,13 +58,11 @@ class WorkerLauncher:
         timeouts: Timeouts,
         console: Console,
     ) -> None:
-        self._loop = loop
+        super().__init__(loop, timeouts, console)
         # The command that isolates the fork server; see pid_namespace.py.
         self._prefix = prefix
         self._fork = fork
         self._preload = preload
-        self._timeouts = timeouts
-        self._output = OutputReader(console)
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         # Why there is no fork server any more.
@@ -88,15 +74,6 @@ class WorkerLauncher:
         # The environment of the fork server.
         self._environment: dict[str, str] = {}
         self._writable = asyncio.Event()
-        # The workers that were ordered and have not ended, as far as is known.
-        self.workers: dict[PeerId, Worker] = {}
-        self.on_ended: Callable[[Worker, Ending], object] = lambda worker, ending: None
-        # Called with the reason when there is no fork server any more, and so never a worker again.
-        self.on_server_lost: Callable[[str], object] = lambda why: None
-        # Takes output to the program on another machine that shows it; None if this process does.
-        self.relay_to: Callable[[PeerId], Relay | None] = lambda program: None
-        # Called when a command wants to ask something, with the pid of the fork server outside its PID namespace.
-        self.on_visit: Callable[[int], object] = lambda pid: None
 
     @property
     def pid(self) -> int | None:
@@ -106,21 +83,6 @@ class WorkerLauncher:
     async def spawn(
         self, settings: WorkerSettings, inherited: WorkerEnvironment, environment: dict[str, str], label: str
     ) -> tuple[Worker, socket.socket]:
-        """Start a worker.
-
-        Args:
-            settings: Its settings.
-            inherited: The environment that it inherits from the controller.
-            environment: Variables for this worker alone.
-            label: The actor it is started for.
-
-        Returns:
-            The worker, and this process's end of the socket to it. Once its `started` is done, it has a pid.
-
-        Raises:
-            SpawnFailed: The fork server cannot be started, does not answer, or is gone, or there are no descriptors
-                for the worker. `started` raises it, too.
-        """
         if self._process is None and self._lost is None:
             self._start()
         self._check_server()
@@ -140,32 +102,7 @@ class WorkerLauncher:
         self.workers[worker.id] = worker
         return worker, ours
 
-    def _open_worker(
-        self, options: ProcessOptions, label: str, opened: ExitStack
-    ) -> tuple[Worker, socket.socket, list[int]]:
-        """A worker, this end of the socket to it, and the worker's descriptors, which `opened` closes."""
-        owner = options.owner if is_worker(options.owner) else ""
-        source, relay = Source(options.id, label, node=options.node, owner=owner), self.relay_to(options.program)
-        try:
-            output, *ends = self._output.open(source, relay)
-            for end in ends:
-                opened.callback(os.close, end)
-            ours, theirs = socket.socketpair()
-            opened.enter_context(theirs)
-            try:
-                watched, answering = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            except OSError:
-                ours.close()
-                raise
-            opened.enter_context(answering)
-        except OSError as error:
-            raise SpawnFailed(refusal(error, f"{label} cannot be started")) from error
-        worker = Worker(options.id, label, output, HeartbeatWatch(watched, self._loop, is_stopped))
-        worker.relay = relay
-        return worker, ours, [theirs.fileno(), *ends, answering.fileno()]
-
     def kill(self, worker: Worker, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a worker that has not ended."""
         if self._socket is not None and not worker.ended.done():
             # The fork server kills it: only the parent knows that the pid still belongs to the worker.
             with suppress(OSError):
@@ -179,32 +116,6 @@ class WorkerLauncher:
             # The fork server has not reaped it, so the pid still belongs to it.
             kill(worker.pid, signal.SIGKILL)
             self._forget(worker, Ending(None, "SIGKILL"))
-
-    async def wait_end(self, worker: Worker, seconds: float) -> bool:
-        """Wait for the end of a worker; False if it has not ended after `seconds`.
-
-        A stopped or busy fork server does not report the end: then this asks the kernel.
-        """
-        for patience in (min(_REPORT_TIME, seconds), max(0.0, seconds - _REPORT_TIME)):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(patience):
-                    await asyncio.shield(worker.ended)
-                return True
-            status = status_of(worker.pid) if worker.pid else None
-            if status not in {None, UNKNOWN}:
-                break
-        if status is None:
-            return False
-        self._forget(worker, Ending(*status))
-        return True
-
-    def _forget(self, worker: Worker, ending: Ending) -> None:
-        """Note the end of a worker, and ignore later reports of it."""
-        if self.workers.pop(worker.id, None) is not None:
-            worker.heartbeat.close()
-            # The owner of its actors hears of it before callers, who then find them being restarted.
-            self.on_ended(worker, ending)
-            worker.ended.set_result(ending)
 
     # The end.
 
@@ -221,7 +132,6 @@ class WorkerLauncher:
             worker.started.cancel()
 
     def abandon(self) -> None:
-        """Like `aclose`, without a running loop. Blocks."""
         self._leave()
         if self._process is not None:
             self._hasten(self._process)
@@ -264,7 +174,6 @@ class WorkerLauncher:
         process.wait()
 
     def stay_behind(self) -> None:
-        """In a forked child: leave the fork server to the parent."""
         self._leave()
         if self._process is not None:
             # Only the parent can wait for it.

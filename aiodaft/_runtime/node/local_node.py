@@ -14,16 +14,20 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.relay import Relay
 from aiodaft._runtime.node.contact import CoordinatorContact
+from aiodaft._runtime.node.exec_launcher import ExecLauncher
 from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.nodes import Nodes
 from aiodaft._runtime.node.shipped_code import host_code
 from aiodaft._runtime.node.surroundings import NodeOptions
 from aiodaft._runtime.node.worker import Tenant
+from aiodaft._runtime.node.workers import Launcher
 from aiodaft._runtime.peer import Peer
+from aiodaft._runtime.platform.capabilities import has_fork_server
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.gpu_claims import GpuClaims
 from aiodaft.exceptions import DaftError, OutcomeUnknown, ProtocolError
+from aiodaft_transport.system import usable_cpus
 
 # Seconds that a controller gets to connect again after its connection broke.
 _ORPHAN_GRACE: Final = 2.0
@@ -48,7 +52,7 @@ class Machine:
         self.gpu_names = gpu_names(machine, os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
         self.claims = GpuClaims([] if share_gpus else [id_named(name, machine) for name in self.gpu_names])
         self.resources: Resources[Tenant] = Resources(
-            cpus=len(os.sched_getaffinity(0)) if cpus is None else cpus,
+            cpus=usable_cpus() if cpus is None else cpus,
             gpus=len(self.gpu_names) if gpus is None else gpus,
             custom=custom,
             claims=self.claims,
@@ -97,7 +101,7 @@ class LocalNode:
         console: Console,
     ) -> None:
         env, process = peer.process.env, peer.process
-        launcher: Callable[..., WorkerLauncher] = env.launcher or WorkerLauncher
+        launcher: Callable[..., Launcher] = env.launcher or (WorkerLauncher if has_fork_server() else ExecLauncher)
         self._peer = peer
         self._nodes = nodes
         # The last connection of each controller that has one no more, until it connects again or is given up.

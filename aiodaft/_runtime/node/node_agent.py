@@ -25,7 +25,6 @@ from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.diagnostics.native_dump import take_dump
 from aiodaft._runtime.node.draining import Draining
 from aiodaft._runtime.node.environment import WorkerSettings
-from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.owners import FarOwners, Owners
 from aiodaft._runtime.node.postmortem import (
     activity,
@@ -39,6 +38,7 @@ from aiodaft._runtime.node.postmortem import (
 from aiodaft._runtime.node.shipped_code import ShippedCode
 from aiodaft._runtime.node.surroundings import NodeOptions, Offer, OtherNodes
 from aiodaft._runtime.node.worker import Conditions, Place, Tenant, Worker, WorkerProcess
+from aiodaft._runtime.node.workers import Launcher
 from aiodaft._runtime.peer import NodeContact
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.platform.tasks import logger
@@ -56,7 +56,7 @@ class NodeAgent(NodeContact):
         connections: Connections,
         owners: Owners,
         others: OtherNodes,
-        launcher: WorkerLauncher,
+        launcher: Launcher,
         machine: Offer,
         options: NodeOptions,
     ) -> None:

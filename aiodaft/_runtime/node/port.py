@@ -9,7 +9,7 @@ from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections.authentication import Authenticated
 from aiodaft._runtime.connections.data_streams import FROM_AFAR
 from aiodaft._runtime.connections.far import ANY_NODE, Answer, FarConnections
-from aiodaft._runtime.node.launcher import WorkerLauncher
+from aiodaft._runtime.node.workers import Launcher
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.tasks import logger
 
@@ -17,7 +17,7 @@ from aiodaft._runtime.platform.tasks import logger
 class NodePort:
     """Hands on what its listener accepts."""
 
-    def __init__(self, peer: Peer, far: FarConnections, launcher: WorkerLauncher) -> None:
+    def __init__(self, peer: Peer, far: FarConnections, launcher: Launcher) -> None:
         self._peer = peer
         self._far = far
         self._launcher = launcher

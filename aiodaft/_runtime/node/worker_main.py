@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn, TextIO, cast
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
@@ -26,12 +30,13 @@ from aiodaft._runtime.diagnostics.telemetry import begin_telemetry, end_telemetr
 from aiodaft._runtime.logs.json_lines import trace_ids
 from aiodaft._runtime.logs.sender import send_records
 from aiodaft._runtime.node.environment import WorkerSettings
+from aiodaft._runtime.node.fresh_worker import BY_KERNEL
 from aiodaft._runtime.node.heartbeat import Heartbeat
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.fork_hooks import leave_signals, when_forked
-from aiodaft._runtime.platform.linux import die_with_parent
+from aiodaft._runtime.platform.linux import die_with_parent, kill_group
 from aiodaft._runtime.process import opened
 from aiodaft._runtime.serialization.errors import encode_error
 from aiodaft.exceptions import DaftError, ProtocolError, RuntimeClosed
@@ -138,15 +143,37 @@ def _stream(fd: int, mode: str) -> TextIO:
     return cast("TextIO", stream)
 
 
-def main(connection: int, settings: int, heartbeat: int) -> None:
-    """Entry point of a worker that was started by exec."""
-    die_with_parent(os.getppid())
-    with open(settings, "rb") as pipe:
-        packed = pipe.read()
-    sys.exit(_serve(packed, connection, heartbeat))
+def main(connection: int, settings: int, heartbeat: int, lifeline: int) -> None:
+    """Entry point of a worker that was started by exec; see `start_fresh`."""
+    with open(settings, "rb") as file:
+        packed = file.read()
+    leave: Callable[[int], object] = os._exit
+    if lifeline == BY_KERNEL:
+        die_with_parent(os.getppid())
+    else:
+        threading.Thread(target=_end_with, args=(lifeline,), name="aiodaft lifeline", daemon=True).start()
+        leave = partial(_leave, lifeline)
+    sys.exit(_serve(packed, connection, heartbeat, leave))
 
 
-def _serve(packed: bytes, connection: int, heartbeat: int) -> int:
+def _end_with(lifeline: int) -> None:
+    """Wait for the end of the parent; then end, with the processes that this one has started."""
+    os.read(lifeline, 1)
+    threading.Event().wait(_EXIT_GRACE)
+    kill_group(os.getpid())
+
+
+def _leave(lifeline: int, status: int) -> None:
+    """End this process; if its parent is gone, which would do that, with the processes that this one has started."""
+    ending = select.poll()
+    ending.register(lifeline, select.POLLIN)
+    # The connection to the parent may have ended before the lifeline.
+    if ending.poll(_EXIT_GRACE * 1000 if status else 0):
+        kill_group(os.getpid())
+    os._exit(status)
+
+
+def _serve(packed: bytes, connection: int, heartbeat: int, leave: Callable[[int], object] = os._exit) -> int:
     # Both are for the controller, which ends its actors: a terminal, Slurm and systemd send them to every process. Not
     # SIG_IGN for SIGTERM, since the programs that an actor starts would inherit it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -175,7 +202,8 @@ def _serve(packed: bytes, connection: int, heartbeat: int) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         # The process does not wait for `def` methods and user threads.
-        os._exit(status)
+        leave(status)
+    return status
 
 
 def _exit_as(error: BaseException) -> NoReturn:

@@ -57,7 +57,8 @@ class Env:
         sockets: What connects processes.
         thread: Makes a thread beside a loop, from the thread's name and the loop.
         remembered: How many processes that ended are remembered, to say how they did.
-        launcher: Starts worker processes; takes the arguments of `WorkerLauncher`. None: `WorkerLauncher`.
+        launcher: Starts worker processes; takes the arguments of `WorkerLauncher`. None: `WorkerLauncher`, or
+            `ExecLauncher` where there is no fork server.
         network: Leads to other machines; see `far.Network`. None: TCP, with the key of the cluster.
         timeouts: How long the runtime waits.
     """

@@ -19,7 +19,10 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 # Neither an exit code nor a signal.
 UNKNOWN: Final = (None, None)
 
-IS_LINUX: Final = sys.platform == "linux"
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+# What the kernel does at the end of a process, and what it shows of processes; other systems have neither.
+HAS_PRCTL: Final = hasattr(_libc, "prctl")
+SEES_PROCESSES: Final = os.path.exists("/proc/self/stat")
 
 
 def fill_standard_streams() -> None:
@@ -38,22 +41,26 @@ def importable_path() -> list[str]:
     return [str(entry) for entry in sys.path]
 
 
-def fresh_python(module: str, *numbers: int, front: Sequence[str] = ()) -> list[str]:
-    """The command of a new interpreter that calls `main(*numbers)` of a module, with this process's `sys.path`.
+def fresh_python(module: str, *numbers: int, front: Sequence[str] = (), path: Sequence[str] | None = None) -> list[str]:
+    """The command of a new interpreter that calls `main(*numbers)` of a module.
 
-    `front` is put before that path when the module is loaded.
+    Args:
+        module: The module.
+        numbers: The arguments of its `main`.
+        front: Put before `path` when the module is loaded.
+        path: Its `sys.path`. Default: that of this process.
     """
     first, last = 1 + len(numbers), 1 + len(numbers) + len(front)
     code = (
         f"import sys; sys.path[:] = sys.argv[{last}:]; from {module} import main; "
         f"sys.path[:0] = sys.argv[{first}:{last}]; main(*map(int, sys.argv[1:{first}]))"
     )
-    return [sys.executable, "-c", code, *map(str, numbers), *front, *importable_path()]
+    return [sys.executable, "-c", code, *map(str, numbers), *front, *(importable_path() if path is None else path)]
 
 
 def _prctl(option: int, value: int) -> None:
-    if IS_LINUX:
-        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    if HAS_PRCTL:
+        _libc.prctl(option, value, 0, 0, 0)
 
 
 def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
@@ -66,7 +73,7 @@ def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
 
 def is_thread(process: int, thread: int) -> bool:
     """Whether a process still has a thread; True for the process 0, which is not visible from this PID namespace."""
-    return not IS_LINUX or not process or os.path.exists(f"/proc/{process}/task/{thread}")
+    return not SEES_PROCESSES or not process or os.path.exists(f"/proc/{process}/task/{thread}")
 
 
 def adopt_orphans() -> None:
@@ -144,6 +151,13 @@ def kill(pid: int, number: int) -> None:
             os.kill(pid, number)
 
 
+def kill_group(leader: int) -> None:
+    """Kill the process group of a process that leads one; nothing if none of it is left."""
+    # Some systems refuse it if only the remains of processes are left.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 def reap() -> list[tuple[int, int]]:
     """Reap the children that ended; returns the pid and status of each."""
     ended: list[tuple[int, int]] = []
@@ -163,7 +177,7 @@ def status_of(pid: int) -> tuple[int | None, str | None] | None:
     """
     fields = _stat_of(pid)
     if not fields:
-        return UNKNOWN if fields is not None and IS_LINUX else None
+        return UNKNOWN if fields is not None and SEES_PROCESSES else None
     return describe_status(int(fields[-1])) if fields[0] in {b"Z", b"X"} else None
 
 
@@ -228,5 +242,9 @@ def _stat_of(pid: int) -> list[bytes] | None:
 
 def describe_status(status: int) -> tuple[int | None, str | None]:
     """Exit code, or name of the signal, of an ended process."""
-    code = os.waitstatus_to_exitcode(status)
+    return describe_exit(os.waitstatus_to_exitcode(status))
+
+
+def describe_exit(code: int) -> tuple[int | None, str | None]:
+    """The same, of the exit code as `subprocess` gives it."""
     return (code, None) if code >= 0 else (None, signal.Signals(-code).name)

@@ -6,6 +6,25 @@ import os
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Final
+
+from aiodaft._runtime.platform.capabilities import keeps_messages_apart
+
+# A message may have this many bytes where it is a datagram.
+_LONGEST: Final = 8192
+
+
+def message_pair() -> tuple[socket.socket, socket.socket]:
+    """Connected sockets within this machine that keep messages apart.
+
+    Datagrams, where there is nothing better: then neither end notices that the other one is closed.
+    """
+    if keeps_messages_apart():
+        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    for end in pair:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LONGEST)
+    return pair
 
 
 class Sockets:

@@ -15,6 +15,7 @@ import click
 from aiodaft._runtime.platform.meeting_place import debug_address, may_debug
 
 from ..output import Failed
+from .programs import check_can_ask
 
 _READ_SIZE: Final = 64 << 10
 
@@ -26,6 +27,7 @@ def debug(pid: int | None) -> int:
 
     It waits until Ctrl-C, or until the process ends. Of several actors at breakpoints, one is debugged after the other.
     """
+    check_can_ask()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         whose = "all programs of this user" if pid is None else f"process {pid}"
         process = _opened(pid)

@@ -18,6 +18,7 @@ from click.shell_completion import CompletionItem
 
 from aiodaft._runtime.diagnostics.attach import END, FAILED, ITEM, Messages, encoded
 from aiodaft._runtime.diagnostics.native_dump import offers_dump
+from aiodaft._runtime.platform.capabilities import can_be_asked, missing
 from aiodaft._runtime.platform.meeting_place import VISIT, address, other_end
 from aiodaft.cli.output import Failed
 
@@ -114,8 +115,9 @@ async def programs(wanted: str | None) -> AsyncGenerator[Found, None]:
         wanted: The pid of a program, or the id of one of its runtimes; None for all.
 
     Raises:
-        Failed: The process belongs to another user.
+        Failed: The process belongs to another user, or this system has no way to programs.
     """
+    check_can_ask()
     servers = _fork_servers()
     leading = [server for server in servers if wanted is not None and wanted in map(str, server.parents)]
     for server in leading:
@@ -179,7 +181,7 @@ def command_of(pid: int) -> str:
 
 
 def _complete_pid(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    pids = {server.parents[0] for server in _fork_servers() if server.may_be_asked}
+    pids = {server.parents[0] for server in _fork_servers() if server.may_be_asked} if can_be_asked() else set[int]()
     return [CompletionItem(str(pid), help=command_of(pid)) for pid in sorted(pids) if str(pid).startswith(incomplete)]
 
 
@@ -190,6 +192,12 @@ pid_option: Final = click.option(
     shell_complete=_complete_pid,
     help="The program, or the id of one of its runtimes.  [default: the only one of this user]",
 )
+
+
+def check_can_ask() -> None:
+    """Raise Failed where commands find no program."""
+    if not can_be_asked():
+        raise Failed(f"this command needs what this system does not have: {missing()['commands']}")
 
 
 # The way to a program.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import mmap as memory
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, fcntl
-from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 from aiodaft_transport.memory.block_pool import DEFAULT_KEEP, BlockPool, PooledBlock, PooledSegment
 
@@ -73,8 +74,8 @@ class Arena(BlockPool[Segment]):
 def _huge_memory(size: int) -> mmap:
     region = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     # Copying from another process is twice as fast in large pages, and faulting them in five times.
-    with suppress(OSError):
-        region.madvise(MADV_HUGEPAGE)
+    with suppress(OSError, AttributeError):
+        region.madvise(memory.MADV_HUGEPAGE)
     return region
 
 
@@ -83,7 +84,7 @@ def _sealed_memfd(size: int) -> int:
     try:
         os.ftruncate(fd, size)
         # A peer that shrank the file would make every reader die of SIGBUS.
-        fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(fd)
         raise

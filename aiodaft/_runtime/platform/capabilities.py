@@ -1,0 +1,63 @@
+"""What this operating system offers. aiodaft is made for Linux; with less, it is good for development.
+
+Nothing asks for the name of the system: only for what it can do. What transports need is in `aiodaft_transport.system`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from functools import cache
+
+from aiodaft._runtime.platform.linux import HAS_PRCTL, SEES_PROCESSES
+from aiodaft_transport.system import shares_memory
+
+
+@cache
+def keeps_messages_apart() -> bool:
+    """Whether there are connections within this machine that keep messages apart."""
+    # Some systems know the name and refuse the socket.
+    try:
+        for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET):
+            end.close()
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+@cache
+def has_fork_server() -> bool:
+    """Whether workers can be forked from a process that ends with this one, and that gets what they leave behind."""
+    return HAS_PRCTL and keeps_messages_apart()
+
+
+def can_be_asked() -> bool:
+    """Whether commands in other terminals can find programs of this machine, and ask them."""
+    return SEES_PROCESSES and hasattr(socket, "SO_PEERCRED") and has_fork_server()
+
+
+def missing() -> dict[str, str]:
+    """What this system does not have, and what follows from it; nothing on Linux."""
+    followed = {
+        "fork server": (
+            has_fork_server(),
+            "each process of actors is a new interpreter, which takes longer to start; programs that an actor started "
+            "end with it unless they have left its process group",
+        ),
+        "shared memory": (shares_memory(), "values travel over `tcp` also between processes of this machine"),
+        "/proc": (
+            SEES_PROCESSES,
+            "a process that is stopped is reported and not killed, errors do not say whether the kernel killed one for "
+            "want of memory, and `rt.stack()` does not show where C code blocks a process",
+        ),
+        "commands": (
+            can_be_asked(),
+            "`aiodaft ps`, `top`, `stack`, `logs`, `trace`, `memory`, `kill` and `debug` cannot ask programs: use "
+            "`rt.overview()`, `rt.trace()` or the dashboard",
+        ),
+        "CPU affinity": (
+            hasattr(os, "sched_getaffinity"),
+            "`Runtime()` offers all CPUs: say `Runtime(cpus=...)` for less",
+        ),
+    }
+    return {what: so for what, (is_there, so) in followed.items() if not is_there}

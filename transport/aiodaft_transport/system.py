@@ -1,0 +1,47 @@
+"""What the operating system offers to transports, and what does instead where that is missing."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import suppress
+from typing import Final
+
+_ONE: Final = (1).to_bytes(8, "little")
+_READ_SIZE: Final = 4096
+
+
+def shares_memory() -> bool:
+    """Whether processes can pass memory without a name to each other, of which no process can shrink the other's."""
+    return hasattr(os, "memfd_create") and hasattr(os, "eventfd") and hasattr(fcntl, "F_ADD_SEALS")
+
+
+def usable_cpus() -> int:
+    """The CPUs that this process may run on, as far as the system says."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Doorbell:
+    """Wakes a thread that waits for descriptors. Owns its descriptors: one where there are eventfds, else a pipe."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "eventfd"):
+            self.fd = self._button = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        else:
+            self.fd, self._button = os.pipe()
+            os.set_blocking(self.fd, False)
+            os.set_blocking(self._button, False)
+
+    def ring(self) -> None:
+        """Make `fd` readable. In any thread."""
+        # A pipe may be full: then it is readable.
+        with suppress(BlockingIOError):
+            os.write(self._button, _ONE)
+
+    def heard(self) -> None:
+        """Make `fd` unreadable until the next ring."""
+        os.read(self.fd, _READ_SIZE)
+
+    def close(self) -> None:
+        for fd in {self.fd, self._button}:
+            os.close(fd)

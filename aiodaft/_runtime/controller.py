@@ -22,7 +22,7 @@ from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.attach import Answers, Visits
 from aiodaft._runtime.diagnostics.loop_watch import LoopWatch
 from aiodaft._runtime.diagnostics.native_dump import offer_dump, withdraw_dump
-from aiodaft._runtime.diagnostics.telemetry import begin_telemetry
+from aiodaft._runtime.diagnostics.telemetry import begin_telemetry, set_up_telemetry
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.levels import LevelWatch
 from aiodaft._runtime.logs.recent import Recent
@@ -122,6 +122,7 @@ class Controller(Owner):
 
         Raises:
             OSError: The folder for files with logs cannot be made.
+            Exception: What the setup of telemetry raises.
             RuntimeClosed: It was opened before.
             ValueError: A runtime with another codec is open.
         """
@@ -130,7 +131,10 @@ class Controller(Owner):
         options = self.options
         check_codec(options.process.codec)
         cluster = self._cluster
+        # These can fail: there is nothing yet that would have to be closed.
         console = Console(options.logs)
+        if options.process.telemetry:
+            set_up_telemetry(options.process.telemetry)
         key = Key(options.env.token(32)) if cluster is None else cluster.network.key
         peer = Peer(options.process, key, options.env)
         process = peer.process
@@ -152,7 +156,7 @@ class Controller(Owner):
             self.site.on_back = self._node_back
             self.directory.on_shown = self.site.console.show
         if options.process.telemetry:
-            begin_telemetry(options.process.telemetry, peer.caller, peer.host, peer.inbound, peer.graphs)
+            begin_telemetry(peer.caller, peer.host, peer.inbound, peer.graphs)
         peer.objects.on_unheld = root.fail
         peer.on_forked = self._stay_behind
         opened(process, peer.stay_behind)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -122,6 +125,20 @@ async def test_a_run_of_a_graph_is_a_span_with_its_steps(module_rt: aiodaft.Runt
         assert [(step.name, step.kind) for step in steps] == [("Worker/double", "SERVER")] * 2
 
 
+async def test_a_run_that_fails_ends_its_span_once(
+    module_rt: aiodaft.Runtime, folder: SpanFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = await module_rt.spawn(Worker), await module_rt.spawn(Worker)
+    async with aiodaft.compile(lambda: [one.fail(), other.fail()]) as graph:
+        for failed in graph():
+            with pytest.raises(ValueError, match="it must fail"):
+                await failed
+    assert (await folder.span("run of a graph", "CLIENT")).status == "ERROR"
+    # The SDK warns of a second end, which would be over by now.
+    await one.double(b"")
+    assert [record for record in caplog.records if record.name.startswith("opentelemetry")] == []
+
+
 async def test_a_trace_from_outside_and_baggage_come_to_the_libraries_in_an_actor(
     module_rt: aiodaft.Runtime, folder: SpanFolder
 ) -> None:
@@ -169,6 +186,28 @@ async def test_actors_work_without_telemetry_where_it_cannot_be_set_up(
         async with aiodaft.Runtime(preload=(), telemetry=fail) as rt:
             assert await (await rt.spawn(Worker)).double(b"x") == b"xx"
             assert "OSError: no collector answers" in await ear.hears("could not be set up")
+
+
+async def test_a_program_whose_telemetry_cannot_be_set_up_has_opened_nothing() -> None:
+    code = """
+import asyncio, gc, aiodaft
+from span_files import fail
+
+async def main():
+    try:
+        async with aiodaft.Runtime(telemetry=fail):
+            raise AssertionError("it is open")
+    except OSError as error:
+        print(error)
+
+asyncio.run(main())
+gc.collect()
+"""
+    # In a process of its own: this one has been set up.
+    command = sys.executable, "-X", "dev", "-W", "error", "-c", code
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+    process = await asyncio.create_subprocess_exec(*command, env=env, stdout=PIPE, stderr=PIPE)
+    assert await process.communicate() == (b"no collector answers\n", b"")
 
 
 async def test_spans_are_sent_before_the_process_of_an_actor_ends(

@@ -181,8 +181,8 @@ class Spans:
         def over(state: RefState) -> None:
             nonlocal left
             left -= 1
-            if state.error is not None or not left:
-                # Once it has ended, this does nothing.
+            # Several results fail with one step.
+            if span.is_recording() and (state.error is not None or not left):
                 _end(span, state.error)
 
         for ref in refs.values():

@@ -44,19 +44,25 @@ def packed_setup(setup: Setup | None, codec: str) -> bytes:
     return bytes(cloudpickle.dumps(setup))
 
 
-def begin_telemetry(packed: bytes, caller: Caller, host: Host, inbound: Inbound, graphs: Graphs) -> None:
-    """Set up OpenTelemetry in this process, unless it has a tracer provider, and make spans from now on.
+def set_up_telemetry(packed: bytes) -> None:
+    """Set up OpenTelemetry in this process, unless it has a tracer provider.
 
     Raises:
         ImportError: OpenTelemetry is not installed here.
         Exception: What the setup raises.
     """
     try:
-        from aiodaft._runtime.diagnostics.spans import Spans, has_provider  # noqa: PLC0415 - optional
+        from aiodaft._runtime.diagnostics.spans import has_provider  # noqa: PLC0415 - optional
     except ImportError as error:
         raise ImportError("telemetry needs OpenTelemetry: pip install 'aiodaft[otel]'") from error
     if not has_provider():
         _unpacked(packed)()
+
+
+def begin_telemetry(caller: Caller, host: Host, inbound: Inbound, graphs: Graphs) -> None:
+    """Make spans from now on, in a process that is set up."""
+    from aiodaft._runtime.diagnostics.spans import Spans  # noqa: PLC0415 - optional
+
     Spans(caller, host, inbound, graphs).begin()
 
 

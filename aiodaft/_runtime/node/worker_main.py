@@ -26,7 +26,7 @@ from aiodaft._runtime.connections.identity import Identity
 from aiodaft._runtime.connections.network import TcpNetwork
 from aiodaft._runtime.diagnostics.breakpoints import debug_at
 from aiodaft._runtime.diagnostics.native_dump import offer_dump
-from aiodaft._runtime.diagnostics.telemetry import begin_telemetry, end_telemetry
+from aiodaft._runtime.diagnostics.telemetry import begin_telemetry, end_telemetry, set_up_telemetry
 from aiodaft._runtime.logs.json_lines import trace_ids
 from aiodaft._runtime.logs.sender import send_records
 from aiodaft._runtime.node.environment import WorkerSettings
@@ -226,7 +226,8 @@ def _reseed() -> None:
 
 def _begin_telemetry(peer: Peer) -> None:
     try:
-        begin_telemetry(peer.process.options.telemetry, peer.caller, peer.host, peer.inbound, peer.graphs)
+        set_up_telemetry(peer.process.options.telemetry)
+        begin_telemetry(peer.caller, peer.host, peer.inbound, peer.graphs)
     except Exception as error:  # noqa: BLE001 - actors work without it
         log_error("this process of actors has no telemetry: it could not be set up", error)
 

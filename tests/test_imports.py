@@ -21,8 +21,10 @@ HEAVY = {
 # Of the standard library, what takes milliseconds that few programs need.
 SLOW = {"hashlib", "hmac", "pathlib", "platform", "secrets", "urllib"}
 
+# It loads first what has effects of its own: typing registers types with copyreg, and ctypes may open the file of libffi.
 LOOK = """
     import asyncio, asyncio.events, atexit, copyreg, gc, json, logging, os, resource, signal, sys, threading, warnings
+    import ctypes, typing
 
     def children():
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -159,6 +161,7 @@ def test_a_runtime_without_tensors_loads_no_torch_anywhere() -> None:
 
 
 def test_tensors_of_the_host_load_nothing_that_is_for_gpus() -> None:
+    pytest.importorskip("torch")
     code = f"""
         import asyncio, json, sys
         sys.path.insert(0, {str(SUPPORT)!r})

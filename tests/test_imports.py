@@ -21,7 +21,7 @@ HEAVY = {
 # Of the standard library, what takes milliseconds that few programs need.
 SLOW = {"hashlib", "hmac", "pathlib", "platform", "secrets", "urllib"}
 
-# It loads first what has effects of its own: typing registers types with copyreg, and ctypes may open the file of libffi.
+# It loads first what has effects of its own: typing registers types with copyreg, and ctypes may open libffi.
 LOOK = """
     import asyncio, asyncio.events, atexit, copyreg, gc, json, logging, os, resource, signal, sys, threading, warnings
     import ctypes, typing

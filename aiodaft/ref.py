@@ -310,7 +310,14 @@ class Refs(Generic[T_co]):
 
     async def _values(self) -> list[T_co]:
         # Awaits all at the same time, so that a cancellation cancels all.
-        results = await asyncio.gather(*self._refs, *map(_ended, self._besides), return_exceptions=True)
+        waits = asyncio.gather(*self._refs, *map(_ended, self._besides), return_exceptions=True)
+        try:
+            results = await asyncio.shield(waits)
+        except asyncio.CancelledError:
+            # Only now: tasks that are cancelled before they have begun to wait would leave the calls as they are.
+            waits.cancel()
+            await waits
+            raise
         errors = [result for result in results if isinstance(result, BaseException)]
         if len(errors) > 1:
             raise BaseExceptionGroup(f"{len(errors)} members failed", errors)

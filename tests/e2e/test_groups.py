@@ -254,6 +254,15 @@ async def test_cancelling_refs_cancels_every_member(rt: aiodaft.Runtime) -> None
             await refs
     for member in group:
         assert (await member.history())[-1] == "y ended"
+    refs = group.all(Member.held, "z")
+    for member in group:
+        await begun(member, 3)
+    # Before the tasks that wait for the members have taken their first step.
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await refs
+    for member in group:
+        assert (await member.history())[-1] == "z ended"
 
 
 async def test_an_error_of_one_member_comes_when_all_are_over(rt: aiodaft.Runtime) -> None:

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from actors import Sleeper
 from cancelled import Subject
+from inside import peer_of, producer_of
 from leaks import is_alive
 
 import aiodaft
 from aiodaft._protocol.diagnostics.trace_context import TraceContext
-from aiodaft._runtime.platform.context import Terms, received_terms, sent_terms
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._runtime.calls.call import Request
+from aiodaft._runtime.platform.context import Terms, current_terms, deadline_of, received_terms, sent_terms
 from aiodaft.exceptions import RemoteProtocolError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -31,6 +34,26 @@ async def test_a_deadline_ends_the_call_here_and_there(rt: aiodaft.Runtime) -> N
             await sleeper.sleep(60)
     assert caught.value.executed is None
     assert "sleep cleaned up" in await sleeper.history()
+
+
+async def test_what_the_runtime_tells_itself_has_no_deadline(
+    rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeper, peer = await rt.spawn(Sleeper), peer_of(rt)
+    process = PeerId(producer_of(sleeper.sleep(0)))
+    deadlines: list[float | None] = []
+
+    class Sends:
+        def submit(self, request: Request) -> None:
+            deadlines.append(deadline_of(current_terms.get()))
+            peer.caller.direct.submit(request)
+
+    monkeypatch.setattr(peer.caller, "outgoing", Sends())
+    async with aiodaft.deadline(60):
+        sleeper.sleep.tell(0)
+        # A ref that is dropped in a block that is late must be free nevertheless.
+        peer.give_back(process, CallId(0))
+    assert [deadline is None for deadline in deadlines] == [False, True]
 
 
 @pytest.mark.parametrize("awaited", ["inside", "outside"])

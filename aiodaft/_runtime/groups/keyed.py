@@ -275,7 +275,7 @@ class Keyed(Actor):
             try:
                 answer = target.call(_JOIN.named(part.label), (joining, brought, op), {})
             except SerializationError as error:
-                await self._excuse(taking, "op", error)
+                await self._excuse(taking, "op" if callable(op) else "value", error)
                 raise
             if coming.fault is None:
                 taking.told.set()

@@ -408,6 +408,28 @@ def test_the_same_program_runs_on_every_loop_and_nothing_is_warned_of(run: str, 
     assert done.stdout.splitlines() == ["['sleep began', 'sleep cleaned up']", loop, "done"]
 
 
+def test_a_program_whose_telemetry_cannot_be_set_up_has_opened_nothing() -> None:
+    code = f"""
+import asyncio, gc, sys
+sys.path.insert(0, {str(SUPPORT)!r})
+import aiodaft
+from span_files import fail
+
+async def main():
+    try:
+        async with aiodaft.Runtime(telemetry=fail):
+            raise AssertionError("it is open")
+    except OSError as error:
+        print(error)
+
+asyncio.run(main())
+gc.collect()
+"""
+    command = [sys.executable, "-X", "dev", "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
+    assert (done.stdout, done.stderr) == ("no collector answers\n", "")
+
+
 async def test_two_runtimes_live_side_by_side() -> None:
     async with aiodaft.Runtime(gpus=1, preload=()) as one, aiodaft.Runtime(gpus=1, preload=()) as two:
         first, second = await one.on(gpus=1).spawn(Echo), await two.on(gpus=1).spawn(Echo)

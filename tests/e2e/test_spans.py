@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -186,28 +183,6 @@ async def test_actors_work_without_telemetry_where_it_cannot_be_set_up(
         async with aiodaft.Runtime(preload=(), telemetry=fail) as rt:
             assert await (await rt.spawn(Worker)).double(b"x") == b"xx"
             assert "OSError: no collector answers" in await ear.hears("could not be set up")
-
-
-async def test_a_program_whose_telemetry_cannot_be_set_up_has_opened_nothing() -> None:
-    code = """
-import asyncio, gc, aiodaft
-from span_files import fail
-
-async def main():
-    try:
-        async with aiodaft.Runtime(telemetry=fail):
-            raise AssertionError("it is open")
-    except OSError as error:
-        print(error)
-
-asyncio.run(main())
-gc.collect()
-"""
-    # In a process of its own: this one has been set up.
-    command = sys.executable, "-X", "dev", "-W", "error", "-c", code
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
-    process = await asyncio.create_subprocess_exec(*command, env=env, stdout=PIPE, stderr=PIPE)
-    assert await process.communicate() == (b"no collector answers\n", b"")
 
 
 async def test_spans_are_sent_before_the_process_of_an_actor_ends(

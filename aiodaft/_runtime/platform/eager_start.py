@@ -126,7 +126,11 @@ class Deferred(Coroutine[Any, Any, None]):
         # As tasks do: cancel the future, which then raises the same message here.
         if asyncio.isfuture(awaited) and isinstance(thrown, asyncio.CancelledError) and awaited.cancel(*thrown.args):
             return awaited
-        return self._context.run(self.coro.throw, thrown)
+        try:
+            return self._context.run(self.coro.throw, thrown)
+        finally:
+            # The error's frames lead here: they must not lead back to the error.
+            del kind, error, thrown
 
     def _take_awaited(self) -> Any:
         awaited, self._awaited, self._fresh = self._awaited, None, False

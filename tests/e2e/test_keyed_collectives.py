@@ -378,6 +378,23 @@ async def test_when_a_step_of_a_graph_fails_the_others_do_not_wait_for_it(rt: ai
     assert await group.all(Keyer.meetings) == [0, 0, 0]
 
 
+@pytest.mark.parametrize("joined", [False, True])
+async def test_when_a_step_of_a_graph_dies_the_others_do_not_wait_for_it(rt: aiodaft.Runtime, joined: bool) -> None:
+    group = await rt.on(restart=Restart(intensity=9, backoff=AT_ONCE)).group(2, Keyer)
+
+    def gather(a: Any, b: Any) -> Any:
+        # The value of the dead one goes to the owner, or to the other member.
+        found = group.each(Keyer.gather_after_death, [a, b])
+        return group[0].count(*found) if joined else tuple(found)
+
+    async with aiodaft.compile(gather) as graph:
+        results = graph(False, True)
+        for result in [results] if joined else results:
+            with pytest.raises(ActorDied):
+                await result
+    assert await group.all(Keyer.meetings) == [0, 0]
+
+
 async def test_an_error_whose_text_cannot_be_made_is_told_too(rt: aiodaft.Runtime) -> None:
     group = await rt.group(2, Keyer)
     with pytest.raises(ExceptionGroup, match="2 members failed"):

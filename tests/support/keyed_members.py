@@ -76,6 +76,14 @@ class Keyer(Actor):
         return [*await early, *await self.group.all_gather(fails, key="late")]
 
     @method
+    async def gather_after_death(self, dies: bool) -> list[int]:
+        """Die; or gather in what the group is after that."""
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        group = await self.group.changed()
+        return await group.all_gather(group.rank, key="after")
+
+    @method
     async def count(self, *values: Any) -> int:
         return len(values)
 

@@ -350,6 +350,8 @@ class GraphOwner:
         self._fail_lost(run, run.lose(remote), copy_error(error).with_executed(False))
 
     def _fail_lost(self, run: OwnerRun, values: list[int], error: DaftError) -> None:
+        if values:
+            self.step_failed(run.number, error)
         for value in values:
             if value in run.states:
                 run.states[value].on_error(copy_error(error))

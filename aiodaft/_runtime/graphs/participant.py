@@ -273,8 +273,16 @@ class ParticipantRun(Share[Flowing]):
 
     def lost(self, remote: PeerId, error: DaftError) -> None:
         """Fail the values that a lost process has not sent."""
-        for index in self.expected_from(remote):
+        expected = self.expected_from(remote)
+        for index in expected:
             self._take(index, GraphValue.of_error(copy_error(error), executed=error.executed), at_once=False)
+        if expected:
+            self.tell_owner(error)
+
+    def tell_owner(self, why: DaftError) -> None:
+        """Tell the owner that a step has failed, so that the other strands do not wait for it in collectives."""
+        participant = self.participant
+        participant.context.agent_of(self.owner).step_failed.tell(participant.number, self.number, why)
 
     def note_failure(self, why: DaftError) -> None:
         """Another step of the run has failed, in some process."""
@@ -537,10 +545,9 @@ class StrandCall(InboundCall):
         return GraphValue.of_error(caught, executed=executed)
 
     def _tell_others(self, why: DaftError) -> None:
-        """Tell the owner of an error, so that the other strands do not wait for this one in collectives."""
-        participant = self.run.participant
-        participant.context.process.call_soon(partial(self.hosted.undone, self, None))
-        participant.context.agent_of(participant.owner).step_failed.tell(participant.number, self.run.number, why)
+        """This strand takes part in no collective any more, and the others do not wait for it."""
+        self.run.participant.context.process.call_soon(partial(self.hosted.undone, self, None))
+        self.run.tell_owner(why)
 
     # Results, on the loop.
 

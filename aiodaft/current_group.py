@@ -213,6 +213,7 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         Raises:
             ActorDied, PeerLost: The sender is gone, or without `source` all other members are. What came before is
                 received first. If the sender was restarted, only a receive that waited when it died fails.
+            CallCancelled: This is a call of `group.all`, `each` or a graph, and that of another member has failed.
             ValueError: There is no such rank.
             RuntimeError: As for `send`.
 

@@ -55,6 +55,22 @@ async def test_a_receive_may_come_before_its_message_and_after_it(rt: aiodaft.Ru
     assert await a.recv_message(0) == aiodaft.Message(None, 0, 0)
 
 
+async def test_a_receive_does_not_wait_for_a_member_that_waits_for_one_whose_call_has_failed(
+    rt: aiodaft.Runtime,
+) -> None:
+    group = await rt.group(3, Member)
+    with pytest.raises(ExceptionGroup) as info:
+        await group.each(Member.recv_or_fail, [None, 0, 1])
+    assert sorted(type(error).__name__ for error in info.value.exceptions) == ["CallCancelled"] * 2 + ["ValueError"]
+    for error in info.value.exceptions:
+        assert "ValueError: a bad batch" in f"{type(error).__name__}: {error}"
+    # Later calls are not concerned.
+    late = group[2].recv(1)
+    await until_waiting(group[2])
+    await group[1].send(2, "late")
+    assert await late == "late"
+
+
 async def test_a_receive_selects_by_sender_and_tag(rt: aiodaft.Runtime) -> None:
     group = await rt.group(3, Member)
     for rank, value, tag in [(0, "a", "x"), (0, "b", 7), (1, "c", "x"), (1, "d", 7), (0, "e", 7)]:

@@ -47,6 +47,13 @@ class Member(Actor):
         return await self.group.recv(source=source, tag=tag)
 
     @method
+    async def recv_or_fail(self, source: int | None) -> Any:
+        """Receive from a member; fail if there is none."""
+        if source is None:
+            raise ValueError("a bad batch")
+        return await self.group.recv(source=source)
+
+    @method
     async def recv_now(self, source: int | None = None, tag: int | str | None = None) -> Any:
         """With the group as it is now."""
         return await aiodaft.current_group().recv_message(source=source, tag=tag)

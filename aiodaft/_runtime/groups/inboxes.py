@@ -13,14 +13,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Final
 
 from aiodaft._protocol.groups.inbox import BYTES, Admit, Command, Inbox, Message, Stage, Tag, Wish
 from aiodaft._protocol.ids import INBOXES, ActorId, number_of
 from aiodaft._runtime.actors.enlisted import Enlisted
+from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.channels import QueuedItem
+from aiodaft._runtime.groups.keyed import Keyed, apart
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.serialization.encoder import is_plain
@@ -139,6 +143,7 @@ class Inboxes(Actor):
 
         Raises:
             ActorDied, PeerLost: They are gone, or the member is.
+            CallCancelled: Another call of the same call of the group has failed.
         """
         box = self._box(group, member)
         receive, commands = box.inbox.ask(wish, senders)
@@ -151,13 +156,27 @@ class Inboxes(Actor):
                     watch = self._watch(box, number, target, group)
                     box.watches[number] = self.process.tasks.create_task(watch, name=f"watch {target.label}")
         try:
-            return await waiter
+            with self._ending(waiter, group):
+                return await waiter
         except BaseException:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 box.run(box.inbox.put_back(waiter.result()))
             else:
                 box.inbox.give_up(receive)
             raise
+
+    def _ending(self, waiter: asyncio.Future[Message], group: str) -> AbstractContextManager[None]:
+        """In the block, the wait ends when another call of the same call of a group has failed."""
+        call = current_call.get()
+        if call is None or waiter.done():
+            return nullcontext()
+
+        def end(why: DaftError) -> None:
+            if not waiter.done():
+                waiter.set_exception(apart(f"recv of {group}", why))
+
+        # Who tells it may be a thread.
+        return self.process.part(Keyed).ending(call, lambda why: self.process.call_soon(partial(end, why)))
 
     def limit(self, group: str, member: ActorId, messages: int, nbytes: int) -> None:
         """Bound the inbox of a member."""

@@ -130,7 +130,7 @@ class Keyed(Actor):
         # By the actor where they meet, the group and the epoch; with the axes by which it is a part.
         self._places: dict[tuple[ActorId, str, int], tuple[MeetingPlace, Along]] = {}
         # What else ends with a call that takes part in nothing any more.
-        self._ends: dict[InboundCall, Callable[[DaftError], object]] = {}
+        self._ends: dict[InboundCall, list[Callable[[DaftError], object]]] = {}
         # By the state of the call of `take_part`, until that is over.
         self._open: dict[Any, _Taking] = {}
         # Whether the last that a member has begun is told, by the group, its epoch, the member and the key.
@@ -144,7 +144,7 @@ class Keyed(Actor):
         """Take part; returns a ref of what the member gets, at once and in any thread."""
         call = current_call.get()
         if call is not None and call.apart is not None:
-            raise _apart(part.title, call.apart)
+            raise apart(part.title, call.apart)
         target = Target(self._caller, self._process.id, KEYED, part.roster.id, None)
         taking = _Taking(part, call)
         line = part.roster.id, part.roster.epoch, part.rank, part.key
@@ -184,8 +184,9 @@ class Keyed(Actor):
             why: Why it takes part in nothing any more. None: because it has ended.
         """
         call.apart = why or call.apart
-        if why is not None and call in self._ends:
-            self._ends[call](why)
+        if why is not None:
+            for end in self._ends.get(call, ()):
+                end(why)
         for state, taking in list(self._open.items()):
             if taking.call is call:
                 ended = f"{call.label} of {call.hosted.name} ended before all had come"
@@ -197,13 +198,16 @@ class Keyed(Actor):
     @contextmanager
     def ending(self, call: InboundCall, end: Callable[[DaftError], object]) -> Generator[None]:
         """In the block, `end` is called with the reason if the call takes part in nothing any more."""
-        self._ends[call] = end
+        ends = self._ends.setdefault(call, [])
+        ends.append(end)
         try:
             if call.apart is not None:
                 self._process.call_soon(partial(end, call.apart))
             yield
         finally:
-            del self._ends[call]
+            ends.remove(end)
+            if not ends:
+                self._ends.pop(call, None)
 
     @method(ordered=False)
     async def beside_failed(self, number: int, why: DaftError) -> bool:
@@ -233,7 +237,7 @@ class Keyed(Actor):
             return await result.content
         except Exception:
             if taking.withdrawn is not None:
-                raise _apart(taking.part.title, taking.withdrawn) from None
+                raise apart(taking.part.title, taking.withdrawn) from None
             if not taking.has_begun:
                 # The others get this error, and not that of the call of this member.
                 await taking.told.wait()
@@ -494,8 +498,8 @@ async def _in_time(part: Part, waiting: Awaitable[T]) -> T:
         ) from None
 
 
-def _apart(title: str, why: DaftError) -> DaftError:
-    """The error of a collective in which a call does not take part any more."""
+def apart(title: str, why: DaftError) -> DaftError:
+    """The error of a collective, or of a receive, in which a call does not take part any more."""
     error = copy_error(why)
     add_note(error, f"raised for {title}")
     return error

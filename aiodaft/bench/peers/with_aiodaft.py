@@ -57,11 +57,15 @@ async def open_lines(count: int) -> AsyncGenerator[Lines]:
 @asynccontextmanager
 async def open_graphs(count: int) -> AsyncGenerator[Lines]:
     """Start actors, and compile graphs of them."""
+
+    def chain(value: int | aiodaft.Ref[int]) -> aiodaft.Ref[int]:
+        return c.same(b.same(a.same(value)))
+
     async with (
         aiodaft.Runtime(preload=()) as rt,
         rt.group(3, Echo) as (a, b, c),
         aiodaft.compile(a.same) as one,
-        aiodaft.compile(lambda value: c.same(b.same(a.same(value)))) as three,
+        aiodaft.compile(chain) as three,
     ):
         yield {
             **runs(serving.COMPILED, lambda: one(1), partial(many, lambda: one(1), 4000)),

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, Final, NoReturn, cast
 
 import pytest
 
@@ -19,7 +19,7 @@ from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.node.contact import CoordinatorContact
 from aiodaft._runtime.node.membership import Membership, watch_members
 from aiodaft._runtime.process import Process
-from aiodaft.exceptions import CoordinatorUnavailable, DaftError
+from aiodaft.exceptions import CoordinatorUnavailable, DaftError, RuntimeClosed
 from aiodaft.testing import AutojumpLoop
 
 LEASE: Final = 8.0
@@ -350,3 +350,14 @@ async def test_a_list_of_nodes_that_makes_no_sense_does_not_end_the_watch() -> N
     async with node(Contact(coordinator), "n1"):
         assert (await seen.get()).name == "n1"
     watching.cancel()
+
+
+@in_virtual_time
+async def test_the_watch_of_nodes_ends_with_its_runtime_and_says_nothing() -> None:
+    async def closed(known: int) -> NoReturn:
+        raise RuntimeClosed("the runtime is closed")
+
+    contact: Any = SimpleNamespace(is_closed=True, now=SimpleNamespace(watch_members=closed))
+    nodes: Any = None
+    async with asyncio.timeout(60):
+        await watch_members(contact, nodes)

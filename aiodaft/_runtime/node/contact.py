@@ -45,10 +45,15 @@ class CoordinatorContact:
         with suppress(PeerLost):
             self._address = self._nodes.address_of(self._caller.process.coordinator)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is not asked any more, because this runtime is closed."""
+        return self._caller.process.closed is not None
+
     def free_names(self, process: PeerId, actor: ActorId | None) -> None:
         """An actor, or all of a process, has ended: free its names as soon as the coordinator answers."""
         self._ended[process, actor] = None
-        if not self._freeing and self._caller.process.closed is None:
+        if not self._freeing and not self.is_closed:
             self._freeing = True
             self._caller.process.create_task(self._free_names(), name="free names")
 

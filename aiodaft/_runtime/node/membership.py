@@ -242,6 +242,8 @@ async def watch_members(coordinator: CoordinatorContact, nodes: Nodes) -> None:
             batch = await coordinator.now.watch_members(view.revision)
             changes = view.take(batch)
         except DaftError as error:
+            if coordinator.is_closed:
+                return
             logger.warning("the coordinator does not answer: %s", error)
             await asyncio.sleep(_PAUSE)
             await coordinator.find_again()

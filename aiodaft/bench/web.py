@@ -56,7 +56,17 @@ async def serving(name: str) -> AsyncGenerator[str]:
         command = (sys.executable, "-m", "aiodaft.bench.web_app", name, str(descriptor))
         process = await asyncio.create_subprocess_exec(*command, pass_fds=[descriptor])
     try:
+        await _answered(port)
         yield f"http://127.0.0.1:{port}/"
     finally:
         process.send_signal(signal.SIGTERM)
         await process.wait()
+
+
+async def _answered(port: int) -> None:
+    """Wait for a first answer: what a server takes to start is not measured."""
+    answer, request = await asyncio.open_connection("127.0.0.1", port)
+    request.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+    await answer.read()
+    request.close()
+    await request.wait_closed()

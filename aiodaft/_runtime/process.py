@@ -32,6 +32,9 @@ PartT = TypeVar("PartT")
 PICKLE: Final = "pickle"
 MSGPACK: Final = "msgpack"
 
+# uvloop's clock counts whole milliseconds.
+_TICK: Final = 1e-3
+
 
 class ProcessOptions(NamedTuple):
     """How a process takes part in a runtime.
@@ -113,6 +116,10 @@ class Process:
     def is_here(self) -> bool:
         """Whether this is the loop's own thread."""
         return threading.get_ident() == self._thread
+
+    def is_past(self, deadline: float | None) -> bool:
+        """Whether a deadline has passed, as far as the clock of the loop can say."""
+        return deadline is not None and self.loop.time() + _TICK >= deadline
 
     def note_failure(self, what: Kind, actor: str, error: BaseException, method: str = "") -> None:
         """Remember a failure in this process, for `rt.overview()`. On the loop."""

@@ -25,8 +25,8 @@ def missing() -> str:
 
 async def run(bench: Bench) -> None:
     """Measure requests that an actor answers, next to those that a coroutine of the server answers."""
-    if missing():
-        print(f"web: there is no {missing()}: left out", file=sys.stderr)
+    if lacking := missing():
+        print(f"web: there is no {lacking}: left out", file=sys.stderr)
         return
     async with AsyncExitStack() as stack:
         urls = {name: await stack.enter_async_context(serving(name)) for name in ("local", *_LINES)}
@@ -35,9 +35,7 @@ async def run(bench: Bench) -> None:
 
 
 async def _compare(bench: Bench, what: str, ours: str, floor: str) -> None:
-    async def rate(url: str, clients: int) -> float:
-        return await requests_per_second(url, clients)
-
+    rate = requests_per_second
     for url in (ours, floor):
         await rate(url, 64)
     pairs = [(1e6 / await rate(ours, 1), 1e6 / await rate(floor, 1)) for _ in range(bench.turns)]

@@ -67,8 +67,8 @@ class Ingress:
         self._admission = None if limit is None else Admission(limit, queue)
         self._probes = probes
         self._heap = Heap()
-        self._is_up = False
-        self._state: Mapping[str, object] = {}
+        # None: the actors are not up.
+        self._state: Mapping[str, object] | None = None
         self._paths: Mapping[str, Answer] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -79,14 +79,14 @@ class Ingress:
             else:
                 await Lifespan(receive, send, self._heap.settle).run(self._app, scope, self._open(self._actors, scope))
             return
-        if self._actors is not None and not self._is_up:
+        if self._actors is not None and self._state is None:
             raise RuntimeError(
                 "the actors of this Ingress are not up, because its lifespan was not run: servers run that of the app "
                 "that they are given, not of one that is mounted in it, and uvicorn none with --lifespan off"
             )
         if "state" not in scope:
             # The server does not pass on the state of the lifespan.
-            scope["state"] = dict(self._state)
+            scope["state"] = dict(self._state or {})
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif probe := self._paths.get(scope["path"].removeprefix(scope.get("root_path", ""))):
@@ -97,13 +97,13 @@ class Ingress:
     @asynccontextmanager
     async def _open(self, actors: Actors, scope: Any) -> AsyncGenerator[None, None]:
         async with self._open_runtime() as rt, actors(rt) as state, RunningProbes(self._probes, rt) as paths:
-            self._state, self._paths, self._is_up = state, paths, True
+            self._state, self._paths = state, paths
             scope.setdefault("state", {}).update(state)
             try:
                 yield
             finally:
                 self._heap.unsettle()
-                self._state, self._paths, self._is_up = {}, {}, False
+                self._state, self._paths = None, {}
 
     async def _serve(self, scope: Any, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()

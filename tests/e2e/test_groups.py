@@ -246,23 +246,16 @@ async def test_cancelling_refs_cancels_every_member(rt: aiodaft.Runtime) -> None
         await refs
     assert caught.group_contains(aiodaft.CallCancelled)
     assert len(caught.value.exceptions) == 3
-    refs = group.all(Member.held, "y")
-    for member in group:
-        await begun(member, 2)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.1):
-            await refs
-    for member in group:
-        assert (await member.history())[-1] == "y ended"
-    refs = group.all(Member.held, "z")
-    for member in group:
-        await begun(member, 3)
-    # Before the tasks that wait for the members have taken their first step.
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0):
-            await refs
-    for member in group:
-        assert (await member.history())[-1] == "z ended"
+    # With 0, before the tasks that wait for the members have taken their first step.
+    for count, (name, seconds) in enumerate([("y", 0.1), ("z", 0)], 2):
+        refs = group.all(Member.held, name)
+        for member in group:
+            await begun(member, count)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await refs
+        for member in group:
+            assert (await member.history())[-1] == f"{name} ended"
 
 
 async def test_an_error_of_one_member_comes_when_all_are_over(rt: aiodaft.Runtime) -> None:

@@ -36,8 +36,6 @@ logger = logging.getLogger("aiodaft")
 
 # Replaced, never changed. A dict is passed on faster than a read-only view of it.
 _NO_KWARGS: Final[dict[str, Any]] = {}
-# uvloop's clock counts whole milliseconds.
-TICK: Final = 1e-3
 # The number of stopped actors that a process remembers by name.
 _REMEMBERED: Final = 1024
 
@@ -498,8 +496,7 @@ class HostedActor:
 
     def is_late(self, call: InboundCall, error: BaseException) -> bool:
         """Whether a call ended because of its deadline: the calls that it made have the same, and may fail first."""
-        is_over = call.deadline is not None and self._process.loop.time() + TICK >= call.deadline
-        return call.stage is LATE or (is_over and isinstance(error, DeadlineExceeded))
+        return call.stage is LATE or (self._process.is_past(call.deadline) and isinstance(error, DeadlineExceeded))
 
     def _refuse(self, call: InboundCall) -> None:
         if self.moves and not call.begun:

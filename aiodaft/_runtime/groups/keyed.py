@@ -21,7 +21,7 @@ from aiodaft._protocol.groups.collective import meets_with_values, plan_of, resu
 from aiodaft._protocol.groups.meeting import Coming
 from aiodaft._protocol.ids import KEYED, ActorId, CallId, PeerId
 from aiodaft._runtime.actors.enlisted import Enlisted
-from aiodaft._runtime.actors.hosted_actor import TICK, InboundCall, current_call
+from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.graphs.captured_call import Opaque
@@ -168,13 +168,14 @@ class Keyed(Actor):
     def _over(self, state: Any) -> None:
         """A call of `take_part` is over."""
         taking = self._open.pop(state)
-        late = taking.deadline is not None and self._process.loop.time() + TICK >= taking.deadline
-        if taking.has_begun or taking.withdrawn is not None or late or self._process.closed is not None:
+        process = self._process
+        late = process.is_past(taking.deadline)
+        if taking.has_begun or taking.withdrawn is not None or late or process.closed is not None:
             taking.told.set()
         else:
             # The value was the result of a call that failed.
             excuse = self._excuse(taking, "value", state.error)
-            self._process.tasks.create_task(excuse, name=f"excuse a member from {taking.part.label}")
+            process.tasks.create_task(excuse, name=f"excuse a member from {taking.part.label}")
 
     def withdraw(self, call: InboundCall, why: DaftError | None) -> None:
         """A call of a member fails: it has not taken part in what not all have come to.

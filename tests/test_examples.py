@@ -55,6 +55,14 @@ def test_two_models_equal_one_and_nothing_passes_the_controller(options: tuple[s
     assert "hosted_actor.py" not in output
 
 
+@pytest.mark.timeout(60)
+def test_two_models_on_one_device_write_what_one_process_writes() -> None:
+    output = run_example("one_gpu.py", "--tokens", "12")
+    assert all(re.search(rf"{what} processe?s?: +[\d,]+ tokens/s", output) for what in ("one", "two"))
+    assert re.search(r"both models on: \w", output)
+    assert re.search(r"are equal, bit for bit; [1-9]\d+ different tokens", output)
+
+
 @pytest.mark.timeout(180)
 def test_send_and_recv_equal_calls_and_the_comparison_says_what_each_takes() -> None:
     output = run_example("two_models_compared.py", "--steps", "3")

@@ -9,6 +9,7 @@ import fractions
 import functools
 import importlib
 import pathlib
+import pickle
 import sys
 import threading
 import tracemalloc
@@ -29,6 +30,7 @@ import aiodaft
 from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.encoder import PLAIN as PLAIN_PAYLOAD
 from aiodaft._runtime.serialization.encoder import Names, encode
+from aiodaft._runtime.serialization.pickling import pickle_code
 from aiodaft._runtime.serialization.small import SMALL, encode_small
 
 
@@ -466,6 +468,18 @@ def test_a_class_with_a_cached_property_travels() -> None:
     assert copied.__doc__ == "Made once."
     lazy = Lazy()
     assert lazy.cached is lazy.cached
+
+
+def test_code_that_uses_a_module_of_a_class_of_its_own_travels() -> None:
+    def set_up() -> object:
+        return torch.backends.cuda, torch.backends.cudnn
+
+    assert type(torch.backends.cudnn) is not type(torch)
+    assert isinstance(set_up, types.FunctionType)
+    copied = pickle.loads(pickle_code(set_up))
+    assert copied is not set_up
+    assert copied() == (torch.backends.cuda, torch.backends.cudnn)
+    assert round_trip(torch.backends.cudnn) is torch.backends.cudnn
 
 
 def test_functions_classes_and_closures() -> None:

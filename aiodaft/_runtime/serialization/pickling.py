@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache, cached_property
-from types import CodeType, FunctionType, TracebackType
+from types import CodeType, FunctionType, ModuleType, TracebackType
 from typing import Any, Final, Protocol, cast
 
 from aiodaft._runtime.process import Process, current_process, refuses_pickle
@@ -166,6 +166,9 @@ def _code_pickler() -> type:
 
     class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
         def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:
+                # By its name. Of itself, cloudpickle tries this only with a plain module: torch.backends is none.
+                return self.dispatch_table[ModuleType](obj)
             if not isinstance(obj, CodeType):
                 return super().reducer_override(obj)
             reduced: Any = self.dispatch_table[CodeType](obj)

@@ -15,6 +15,7 @@ from . import (
     collectives,
     compare,
     dispatch,
+    gpu,
     graphs,
     hosts,
     payloads,
@@ -49,15 +50,14 @@ _SUITES: Final[dict[str, Callable[[Bench], Awaitable[None]]]] = {
     "scale": scale.run,
     "hosts": hosts.run,
     "web": web.run,
+    "gpu": gpu.run,
 }
 
 
-async def _measure(suites: list[str], turns: int) -> Bench:
-    bench = Bench(turns)
+async def _measure(bench: Bench, suites: list[str]) -> None:
     for suite in suites:
         print(f"measuring {suite} ...", file=sys.stderr)
         await _SUITES[suite](bench)
-    return bench
 
 
 def _compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -91,8 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     suites = options.suite or list(_SUITES)
     if options.plot and "dispatch" not in suites:
         parser.error("--plot draws a comparison, or the suite dispatch")
-    bench = run(_measure(suites, options.turns))
-    print(as_json(bench.results) if options.json else table(bench.results))
+    bench = Bench(options.turns)
+    try:
+        run(_measure(bench, suites))
+    finally:
+        # What was measured before an error took its time.
+        print(as_json(bench.results) if options.json else table(bench.results))
     if options.plot:
         dispatch.plot(bench.curves, options.plot)
 

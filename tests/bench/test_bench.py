@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench_holder import HostHolder
 from clusters import cluster_of
 
-from aiodaft.bench import collectives, dispatch, refs, reshard, scale, tracing, web, workflows
+from aiodaft.bench import collectives, dispatch, gpu, refs, reshard, scale, tracing, web, workflows
 from aiodaft.bench.compare import comparison
 from aiodaft.bench.floors import Copy, open_echo, run_python
 from aiodaft.bench.results import Bench, Result, as_json, in_turns, table
@@ -161,6 +162,36 @@ def test_another_host_is_compared_with_bare_sockets_and_needs_a_node(
     alone = run_bench("hosts", "--turns", "1", "--json")
     assert json.loads(alone.stdout)["results"] == []
     assert b"hosts needs $AIODAFT_ADDRESS" in alone.stderr
+
+
+@pytest.mark.timeout(60)
+async def test_tensors_on_a_gpu_are_compared_with_copies_and_with_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench(1)
+    await gpu.run(bench, HostHolder, {4096: 2, 1 << 40: 2}, many=10, most=2)
+    assert all(result.value > 0 and result.floor for result in bench.results if result.unit not in ("B", "messages"))
+    lines = {result.name: result for result in bench.results}
+    assert [lines[f"4 KiB, {kind}"].budget for kind in ("fresh", "kept", "lent")] == [">= 0.9"] * 3
+    assert lines["4 KiB, 2 in flight / torch IPC, clone"].floor_name == "torch IPC, clone"
+    assert lines["through the host, lines above"].within
+    # A call to each actor and the answers, the order to send and the grant, and the return of the memory.
+    assert 4 <= lines["a tensor from actor to actor"].value <= 12
+    assert "gpu: 1024 GiB needs 12288 GiB of free memory: left out" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+def test_without_a_gpu_its_lines_are_left_out_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    ended = run_bench("gpu", "--json")
+    assert ended.returncode == 0
+    assert json.loads(ended.stdout)["results"] == []
+    assert ended.stderr.decode().splitlines()[1:] == ["gpu: there is no GPU that torch can use: left out"]
+
+
+def test_what_was_measured_before_an_error_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIODAFT_ADDRESS", "nowhere")
+    ended = run_bench("hosts", "--json")
+    assert ended.returncode == 1
+    assert json.loads(ended.stdout)["results"] == []
 
 
 def test_an_unknown_suite_is_refused() -> None:

@@ -1,0 +1,31 @@
+"""What the benchmark of GPUs measures, on a GPU that is memory of the host."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from aiodaft import method
+from aiodaft.bench.gpu_actors import GpuHolder
+from aiodaft.testing.devices import use_host_devices
+
+
+class HostHolder(GpuHolder):
+    """Torch's own processes have memory of the host as well."""
+
+    device: ClassVar[str] = "cpu"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = use_host_devices(0)
+
+    @method
+    async def gpu(self) -> tuple[str, int]:
+        return "memory of the host", 1 << 30
+
+    def _new(self, size: int) -> Tensor:
+        return self.driver.bytes(size)
+
+    def _wait(self) -> None:
+        """What the processor copies is copied."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
 import torch
+from actors import Box
 from here import current_peer
 from tensor_keepers import TensorKeeper
 from torch import Tensor
 
+import aiodaft
 from aiodaft import method
 
 # About a second of a GPU's time.
@@ -54,6 +57,20 @@ class GpuKeeper(TensorKeeper):
         self.tensor.fill_(value)
 
     @method
+    async def make_pinned(self, size: int, value: float) -> Tensor:
+        """Memory of the host that the GPU can reach."""
+        self.tensor = torch.full((size,), value, pin_memory=True)
+        return self.tensor
+
+    @method
+    async def lend_again(self) -> Tensor:
+        return aiodaft.borrow(self.tensor)
+
+    @method
+    async def lend_part(self, size: int, value: float, start: int, stop: int) -> Tensor:
+        return aiodaft.borrow(self._make(size, value)[start:stop])
+
+    @method
     async def several(self, size: int) -> list[Any]:
         base = self._make(size, 1.0)
         parameter = torch.nn.Parameter(torch.ones(size, device=self.device))
@@ -84,7 +101,8 @@ class GpuKeeper(TensorKeeper):
     @method
     def capture_graph(self, rounds: int) -> float:
         """Capture a graph, in the mode that forbids other threads nearly everything, and replay it."""
-        x = torch.zeros(1 << 16, device=self.device)
+        # The kernel is loaded before the capture.
+        x = torch.zeros(1 << 16, device=self.device).add_(0.0)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -112,7 +130,22 @@ class GpuKeeper(TensorKeeper):
         return traffic.payload_sent, traffic.device_sent
 
     @method
+    async def take_behind(self, box: Box, size: int) -> float:
+        """Have a value written into a tensor behind a second of other work of the same stream."""
+        target = torch.zeros(size, device=self.device)
+        torch.cuda._sleep(LONG)
+        await box.ref.into(target)
+        return float(target.sum())
+
+    @method
+    async def pulls(self) -> int:
+        """How many copies from other processes the GPU was told to make, and has not reported as made."""
+        remotes = self.peer.store.devices.transport.remotes.values()
+        return sum(pull.event is not None for remote in remotes for pull in remote.pulls)
+
+    @method
     async def blocks(self) -> int:
+        gc.collect()
         return self.peer.store.devices.transport.live_blocks()
 
     @method

@@ -1,0 +1,42 @@
+"""What the tests of tests/gpu have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from cuda_actors import GpuKeeper
+
+import aiodaft
+
+# Elements of float32 in a MiB.
+MIB = 1 << 18
+GIB = 1 << 30
+_NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.timeout(120),
+]
+# For a file whose tests differ by the event loop, and for one whose tests do not.
+ON_BOTH_LOOPS = [*_NEEDS_GPU, pytest.mark.asyncio(loop_scope="module")]
+ON_ONE_LOOP = [*_NEEDS_GPU, pytest.mark.asyncio(loop_scope="module", loop_factories=["uvloop"])]
+
+
+async def keepers(rt: aiodaft.Runtime | aiodaft.Scope, count: int, *devices: int, **options: Any) -> list[GpuKeeper]:
+    """Actors on one GPU, which begin side by side."""
+
+    async def begin() -> GpuKeeper:
+        keeper = await rt.spawn(GpuKeeper, *devices, **options)
+        # torch is loaded, and there is a context, before anything is counted.
+        await keeper.make(1, 0.0).ready()
+        return keeper
+
+    return list(await asyncio.gather(*(begin() for _ in range(count))))
+
+
+async def all_given_back(keeper: GpuKeeper) -> None:
+    """Wait until no value of an actor is in the memory that it exports."""
+    while await keeper.blocks():
+        await asyncio.sleep(0)

@@ -63,6 +63,7 @@ from aiodaft.methods import method
 from aiodaft.overview import Overview
 from aiodaft.placement import Mesh, Placement, Slice, Spawned
 from aiodaft.program import run, start, stop
+from aiodaft.read_only import read_only
 from aiodaft.ref import Ref, Refs, Stream, borrow, lazy
 from aiodaft.resharding import Layout, ReshardPlan, Sharding, reshard
 from aiodaft.runtime import Runtime
@@ -156,6 +157,7 @@ __all__ = [
     "local",
     "method",
     "policies",
+    "read_only",
     "reduce",
     "reduce_scatter",
     "register",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, P
 
 from aiodaft._protocol.calls.following import check_retries
 from aiodaft._protocol.calls.mailbox import Rules, check_concurrency, check_max_queue
+from aiodaft.read_only import is_read_only
 from aiodaft_transport import check_name
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class MethodSpec:
     """A remote method, for caller and callee."""
 
     __slots__ = (
-        "_fitting", "_hidden", "_signature", "bound", "fn", "high", "is_stream", "label", "low", "name", "retries",
-        "rules", "transport",
+        "_fitting", "_hidden", "_signature", "bound", "fn", "high", "is_stream", "label", "low", "name", "read_only",
+        "retries", "rules", "transport",
     )  # fmt: skip
 
     def __init__(self, label: str, name: str, fn: Callable[..., Any], options: Options, *, hidden: int = 0) -> None:
@@ -81,6 +82,7 @@ class MethodSpec:
         # The number of leading arguments that are the runtime's own.
         self._hidden = hidden
         self.is_stream = inspect.isasyncgenfunction(fn)
+        self.read_only = is_read_only(fn)
         # A method with a transport of its own: `check` examines every call, because the transport may not work here.
         fewest, most = _arity(fn) if transport is None else (1.0, 0.0)
         self.low, self.high = fewest, most

@@ -23,7 +23,9 @@ from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.process import current_process
 from aiodaft._runtime.serialization.small import host_accelerators
 from aiodaft_transport.cuda.device import IDENTITY_SIZE, Event, Export, Landing, Span
-from aiodaft_transport.exceptions import DeviceError, Unreachable
+from aiodaft_transport.cuda.reading import Reading
+from aiodaft_transport.exceptions import DeviceError, OutOfDeviceMemory, Unreachable
+from aiodaft_transport.memory.address import view_at
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +69,8 @@ class HostDriver:
         self.out_of_reach: set[bytes] = set()
         self.broken: str | None = None
         self.memory_left = memory
+        # Memory that the tensor library keeps for later: it gives it back when it is asked to.
+        self.cached = 0
         self.made = 0
         # What is mapped, by address; and the descriptors of what was allocated here.
         self.mapped: dict[int, mmap] = {}
@@ -77,9 +81,12 @@ class HostDriver:
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
 
+    def memory(self, device: int) -> int:
+        return 1 << 30
+
     def allocate(self, device: int, nbytes: int) -> int:
         if nbytes > self.memory_left:
-            raise DeviceError(f"{nbytes} bytes of device memory cannot be allocated: out of memory")
+            raise OutOfDeviceMemory(f"{nbytes} bytes of device memory cannot be allocated: out of memory")
         self.memory_left -= nbytes
         self.made += 1
         fd = os.memfd_create("device", os.MFD_CLOEXEC)
@@ -184,12 +191,11 @@ class HostDriver:
         weakref.finalize(tensor.untyped_storage(), self.free, device, address).atexit = False
         return tensor
 
-    def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
-        """A tensor of bytes that looks at an address."""
+    def tensor_at(self, address: int, nbytes: int, owner: object = None) -> torch.Tensor:
+        """A tensor of bytes that looks at an address, and keeps the owner of the memory."""
         import torch  # noqa: PLC0415 - optional
 
-        memory = (ctypes.c_char * nbytes).from_address(address)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.frombuffer(view_at(address, nbytes, owner), dtype=torch.uint8)
 
     def _map(self, fd: int, size: int) -> int:
         region = mmap(fd, size)
@@ -219,8 +225,8 @@ class HostAccelerators:
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
         start = tensor.untyped_storage().data_ptr()
-        known = self.driver.allocated
-        return 0 if any(base <= start < base + len(self.driver.mapped[base]) for base in known) else None
+        known = list(self.driver.mapped.items())
+        return 0 if any(base <= start < base + len(region) for base, region in known) else None
 
     def current_stream(self, device: int) -> int:
         return 0
@@ -231,13 +237,20 @@ class HostAccelerators:
     def using(self, streams: Sequence[Any]) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def give_back(self, device: int) -> None:
+        self.driver.memory_left += self.driver.cached
+        self.driver.cached = 0
+
     def land(self, identities: Sequence[bytes], source: bytes, nbytes: int) -> Landing:
         memory = self.driver.bytes(nbytes)
         return Landing(memory, 0, memory.data_ptr(), nbytes, 7)
 
-    def take_over(self, memory: torch.Tensor) -> None:
+    def take_over(self, memory: torch.Tensor | Reading) -> torch.Tensor:
+        if isinstance(memory, Reading):
+            memory.used_by(0)
+            memory = self.driver.tensor_at(memory.address, memory.nbytes, memory)
         assert self.device_of(memory) == 0
+        return memory
 
-    def copy(self, memory: torch.Tensor) -> torch.Tensor:
-        self.take_over(memory)
-        return self.driver.bytes(memory.nbytes).copy_(memory)
+    def copy(self, memory: torch.Tensor | Reading) -> torch.Tensor:
+        return self.driver.bytes(memory.nbytes).copy_(self.take_over(memory))

@@ -110,6 +110,77 @@ async def test_what_is_lent_is_read_where_it_is(rt: aiodaft.Runtime) -> None:
         await b.where(ref)
 
 
+async def test_who_only_reads_gets_no_copy(rt: aiodaft.Runtime, here: HostDriver) -> None:
+    a, b, c = [await rt.spawn(DeviceKeeper, number) for number in (0, 0, 5)]
+    ref, before = a.make(SIZE, 2.0), here.copied
+    assert await asyncio.gather(*(b.peek(ref) for _ in range(8))) == [2.0 * SIZE] * 8
+    # Also what this process passes, in a list.
+    mine = here.tensor(SIZE).fill_(3.0)
+    assert await b.peek_on_thread([ref, mine], factor=0.5) == 2.5 * SIZE
+    # The process that made it, and one with another GPU, which needs a copy.
+    assert await a.peek(ref) == await c.peek(ref) == 2.0 * SIZE
+    # One snapshot of each value, and the copy.
+    assert [(await actor.traffic())["copied"] for actor in (a, b, c)] == [4 * SIZE, 0, 4 * SIZE]
+    assert here.copied == before + 4 * SIZE
+    # Without a snapshot, nothing at all is copied.
+    lent = a.lend(SIZE, 4.0)
+    assert await b.peek(lent) == 4.0 * SIZE
+    await lent.released()
+    assert (await a.traffic())["copied"] == 4 * SIZE
+
+
+async def test_memory_that_is_read_in_place_stays_until_the_reader_drops_it(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
+    await b.hold_on(a.make(SIZE, 7.0))
+    gc.collect()
+    for value in range(4):
+        await b.where(a.make(SIZE, float(value)))
+    assert await a.blocks() >= 1
+    assert await b.let_go() == 7.0
+    while await a.blocks():
+        await asyncio.sleep(0)
+    lent = a.lend(SIZE, 5.0)
+    await b.hold_on(lent)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await lent.released()
+    assert await b.let_go() == 5.0
+    await lent.released()
+
+
+async def test_a_write_to_what_is_only_to_be_read_is_an_error(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
+    with pytest.raises(aiodaft.BorrowError, match=r"break_promise is declared @read_only, but wrote to .* args\[0\]"):
+        await b.break_promise(a.make(10, 1.0))
+    # Also where each reader has memory of its own.
+    with pytest.raises(aiodaft.BorrowError):
+        await b.break_promise(torch.zeros(3))
+
+
+async def test_a_reader_in_place_outlives_the_process_that_made_the_value() -> None:
+    async with aiodaft.Runtime(unhandled="log") as rt:
+        use_host_devices(0)
+        a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
+        await b.hold_on(a.make(SIZE, 7.0))
+        a.die.tell()
+        with pytest.raises(aiodaft.ActorDied):
+            await a.blocks()
+        assert await b.let_go() == 7.0
+
+
+async def test_a_full_device_is_emptied_first_and_then_named(rt: aiodaft.Runtime, here: HostDriver) -> None:
+    b, size = await rt.spawn(DeviceKeeper, 0), 5 << 20
+    tensor, larger = here.tensor(size).fill_(1.0), here.tensor(2 * size)
+    left, here.memory_left, here.cached = here.memory_left, 0, 4 * size
+    try:
+        assert await b.peek(tensor) == size
+        with pytest.raises(aiodaft.ResourceExhausted, match=r"out of memory: free memory of the GPU, or send .*borrow"):
+            await b.peek(larger)
+        assert await b.peek(tensor) == size
+    finally:
+        here.memory_left += left
+
+
 @pytest.mark.parametrize("lent", [False, True], ids=["items", "lent items"])
 async def test_streams_carry_them(rt: aiodaft.Runtime, here: HostDriver, lent: bool) -> None:
     a, before = await rt.spawn(DeviceKeeper, 0), here.copied

@@ -81,6 +81,33 @@ class DeviceKeeper(TensorKeeper):
         return float(tensor[0])
 
     @method
+    @aiodaft.read_only
+    async def peek(self, tensor: Tensor) -> float:
+        """The sum of a tensor, which is not copied for it."""
+        return float(tensor.sum())
+
+    @method
+    @aiodaft.read_only
+    def peek_on_thread(self, tensors: list[Tensor], *, factor: float) -> float:
+        return sum(float(tensor.sum()) for tensor in tensors) * factor
+
+    @method
+    @aiodaft.read_only
+    async def hold_on(self, tensor: Tensor) -> None:
+        """Keep a part of it."""
+        self.tensor = tensor[1:]
+
+    @method
+    async def let_go(self) -> float:
+        first, self.tensor = float(self.tensor[0]), None
+        return first
+
+    @method
+    @aiodaft.read_only
+    async def break_promise(self, tensor: Tensor) -> None:
+        tensor.add_(1.0)
+
+    @method
     async def traffic(self) -> dict[str, int]:
         traffic = self.peer.connections.traffic()
         return {

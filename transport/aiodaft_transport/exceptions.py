@@ -23,6 +23,10 @@ class DeviceError(TransportError):
     """An accelerator or its driver failed: what it says, and what was being done."""
 
 
+class OutOfDeviceMemory(DeviceError):
+    """An accelerator has no memory left."""
+
+
 class HandshakeError(TransportError):
     """The other side of a connection could not prove that it belongs to this cluster."""
 

@@ -71,7 +71,7 @@ class Arguments:
             self._fail(call, needed_by(place, _name(call), one[-1]))
             return
         try:
-            received = await self._receive(one, place)
+            received = await self._receive(call, one, place)
             value = await self._store.decode(received, refs=received.refs)
         except Exception as error:  # noqa: BLE001 - the call fails with it
             self._fail(call, needed_by(error, _name(call), one[-1]))
@@ -87,16 +87,18 @@ class Arguments:
         else:
             self._put(call, one, value)
 
-    async def _receive(self, one: Awaited, place: Place | Delivery) -> ReceivedValue:
+    async def _receive(self, call: InboundCall, one: Awaited, place: Place | Delivery) -> ReceivedValue:
+        in_place = call.spec.read_only
         if isinstance(place, ReceivedValue):
             return place
         if isinstance(place, Delivery):
+            place.in_place = in_place
             return await self._transfer.receive(place)
         if isinstance(place, StoredValue):
-            return await self._transfer.take_own(place)
+            return await self._transfer.take_own(place, in_place=in_place)
         assert not isinstance(place, Plain | BaseException)
         _, owner, number, _, _ = one
-        return await self._transfer.pull(owner, number, place)
+        return await self._transfer.pull(owner, number, place, in_place=in_place)
 
     def _put(self, call: InboundCall, one: Awaited, value: Any) -> None:
         cast("list[Any]", call.args)[one[0]] = value
@@ -126,6 +128,7 @@ class Arguments:
             self._process.tasks.start(self._slot(args.connection, call, slot), name="pull an argument")
             for slot in slots
         ]
+        args.in_place = call.spec.read_only
         try:
             call.received = await self._transfer.receive(args)
             call.slots = [await value for value in values]
@@ -160,7 +163,7 @@ class Arguments:
             return await self._transfer.receive(Delivery(self._store, connection, payload, inline, refs))
         owner, number, producer, label = slot
         try:
-            return await self._transfer.pull(owner, number, producer)
+            return await self._transfer.pull(owner, number, producer, in_place=call.spec.read_only)
         except Exception as error:  # noqa: BLE001 - the call fails with it
             failed = needed_by(error, _name(call), label)
         try:

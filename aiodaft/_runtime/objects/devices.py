@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiodaft._runtime.serialization.encoded import Encoded
 from aiodaft._runtime.serialization.tensors import loaded_torch
-from aiodaft_transport import Grant, Unreachable
+from aiodaft.exceptions import ResourceExhausted
+from aiodaft_transport import Grant, OutOfDeviceMemory, Unreachable
 from aiodaft_transport.cuda.device import DeviceBlock, DeviceHost, Driver, Landing, Span
 from aiodaft_transport.cuda.libcuda import CudaDriver
+from aiodaft_transport.cuda.reading import Reading
 from aiodaft_transport.cuda.transport import CudaTransport
 
 if TYPE_CHECKING:
@@ -47,12 +50,16 @@ class Accelerators(Protocol):
         """Make these the current streams of this thread."""
         ...
 
+    def give_back(self, device: int) -> None:
+        """Give memory back to the device that the tensor library keeps for later. May wait for the device."""
+        ...
+
     def land(self, identities: Sequence[bytes], source: bytes, nbytes: int) -> Landing:
         """Memory for bytes that come from the device `source`: a tensor of bytes on that device if it is here."""
         ...
 
-    def take_over(self, memory: Any) -> None:
-        """A thread begins to use memory that bytes have landed in."""
+    def take_over(self, memory: Any) -> torch.Tensor:
+        """What has landed, or is read where it lies, as a tensor of bytes that this thread begins to use."""
         ...
 
     def copy(self, memory: Any) -> Any:
@@ -79,7 +86,8 @@ class Devices:
             A block for each device that has buffers of the value which are not lent.
 
         Raises:
-            DeviceError: There is no memory left, or a device failed.
+            ResourceExhausted: A device has no memory for the copy.
+            DeviceError: A device failed.
             Unreachable: The memory cannot be lent.
         """
         lent: list[DeviceBlock] = []
@@ -126,7 +134,16 @@ class Devices:
                 originals.append(source.keep)
                 # From now on, a write to the tensor comes after the copy.
                 source.keep = source.version = None
-        return self.transport.capture(device, spans, nbytes, self.kind.current_stream(device), originals)
+        capture = partial(self.transport.capture, device, spans, nbytes, self.kind.current_stream(device), originals)
+        with suppress(OutOfDeviceMemory):
+            return capture()
+        self.kind.give_back(device)
+        try:
+            return capture()
+        except OutOfDeviceMemory as error:
+            raise ResourceExhausted(
+                f"{error}: free memory of the GPU, or send a tensor without a copy, with aiodaft.borrow()"
+            ) from error
 
     def _land(self, source: bytes, nbytes: int) -> Landing:
         return self.kind.land(self.transport.driver.identities, source, nbytes)
@@ -160,6 +177,11 @@ class Gpus:
                 stack.enter_context(_torch().cuda.stream(stream))
             yield
 
+    def give_back(self, device: int) -> None:
+        torch = _torch()
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+
     def land(self, identities: Sequence[bytes], source: bytes, nbytes: int) -> Landing:
         torch = _torch()
         device = identities.index(source) if source in identities else 0
@@ -169,13 +191,18 @@ class Gpus:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
         return Landing(memory, device, memory.data_ptr(), nbytes, stream.cuda_stream)
 
-    def take_over(self, memory: torch.Tensor) -> None:
-        # Else torch would reuse the memory, once it is garbage, while this thread's stream still reads it.
-        memory.record_stream(_torch().cuda.current_stream(memory.device))
+    def take_over(self, memory: torch.Tensor | Reading) -> torch.Tensor:
+        library = _torch()
+        # Else the memory would be reused, once it is garbage, while this thread's stream still reads it.
+        if isinstance(memory, Reading):
+            memory.used_by(self.current_stream(memory.device))
+            tensor: torch.Tensor = library.as_tensor(memory, device=f"cuda:{memory.device}")
+            return tensor
+        memory.record_stream(library.cuda.current_stream(memory.device))
+        return memory
 
-    def copy(self, memory: torch.Tensor) -> torch.Tensor:
-        self.take_over(memory)
-        return memory.clone()
+    def copy(self, memory: torch.Tensor | Reading) -> torch.Tensor:
+        return self.take_over(memory).clone()
 
     def _landing_stream(self, device: int) -> Any:
         if device not in self._landing_streams:
@@ -184,6 +211,7 @@ class Gpus:
         return self._landing_streams[device]
 
 
+@cache
 def _torch() -> ModuleType:
     try:
         import torch  # noqa: PLC0415 - optional package

@@ -256,9 +256,9 @@ class Store:
         if received.payload[0] in (SMALL, NAMED):
             return decode_small(received.payload, received.heard)
         blobs = received.blobs if received.inline is None else [memoryview(bytearray(received.inline))]
-        for blob in blobs:
-            if not isinstance(blob, memoryview):
-                self.devices.kind.take_over(blob)
+        if not all(isinstance(blob, memoryview) for blob in blobs):
+            take_over = self.devices.kind.take_over
+            blobs = [blob if isinstance(blob, memoryview) else take_over(blob) for blob in blobs]
         return decode(
             received.payload,
             blobs,

@@ -55,7 +55,7 @@ class Delivery:
     when the delivery is dropped.
     """
 
-    __slots__ = ("_store", "blobs", "connection", "granted", "inline", "payload", "refs")
+    __slots__ = ("_store", "blobs", "connection", "granted", "in_place", "inline", "payload", "refs")
 
     def __init__(self, store: Store, connection: Route, payload: bytes, blobs: Any, refs: tuple[Any, ...]) -> None:
         self._store = store
@@ -67,6 +67,8 @@ class Delivery:
         self.granted: deque[Blob] = deque(blobs if isinstance(blobs, tuple) else ())
         # What was fetched.
         self.blobs: list[Any] = []
+        # Who gets it only reads it: memory of an accelerator is read where it lies.
+        self.in_place = False
 
     def fetch_now(self) -> bool:
         """Fetch what is mapped here. Returns whether to receive and decode it never waits."""
@@ -134,9 +136,15 @@ class Transfer:
     # The consumer.
 
     async def pull(
-        self, owner: PeerId, number: CallId, producer: PeerId, into: IntoTensor | None = None
+        self,
+        owner: PeerId,
+        number: CallId,
+        producer: PeerId,
+        into: IntoTensor | None = None,
+        *,
+        in_place: bool = False,
     ) -> ReceivedValue:
-        """Get a value; straight into the tensor of `into` if it fits.
+        """Get a value: straight into the tensor of `into` if it fits, or in place for who only reads it.
 
         Raises:
             OwnerDied: Its owner is gone.
@@ -149,7 +157,7 @@ class Transfer:
             if route.asked == local:
                 place = await self._locate_here(key)
                 if isinstance(place, StoredValue):
-                    return await self.take_own(place, into)
+                    return await self.take_own(place, into, in_place=in_place)
                 if isinstance(place, ReceivedValue):
                     return place
                 if isinstance(place, Plain):
@@ -161,7 +169,7 @@ class Transfer:
                     lost = False
                     connection = self._connections.to(route.asked)
                     try:
-                        answer = await self._ask(fetching, connection, key, into)
+                        answer = await self._ask(fetching, connection, key, into, in_place=in_place)
                     except TransportError as error:
                         # The asked process lives; this one cannot get the value.
                         answer = error
@@ -174,13 +182,14 @@ class Transfer:
                         self.relays.leave(route.asked, key, relay)
 
     async def _ask(
-        self, fetching: Fetching, connection: Connection, key: Key, into: IntoTensor | None
+        self, fetching: Fetching, connection: Connection, key: Key, into: IntoTensor | None, *, in_place: bool
     ) -> ReceivedValue | Elsewhere:
         answer = await self._question(connection, key)
         if isinstance(answer, Plain):
             return _received(answer)
         if not isinstance(answer, Delivery):
             return answer
+        answer.in_place = in_place
         self.relays.answered(fetching, key)
         via = answer.granted[0][0] if answer.granted else None
         if via == "tcp" and len(answer.granted) == 1 and into is None and not connection.shares_memory:
@@ -306,7 +315,9 @@ class Transfer:
             if into is not None and into.fits(delivery.payload, size_of(grant)):
                 memory = self._store.memory_in(into.target, name, grant, connection)
             delivery.granted.popleft()
-            if memory is None:
+            if delivery.in_place and name == DEVICE_NAME:
+                view = await self._store.devices.transport.read(grant, connection)
+            elif memory is None:
                 view = await transport.fetch(grant, connection)
             else:
                 fetching = transport.fetch_into(grant, connection, memory)
@@ -323,7 +334,9 @@ class Transfer:
         self.locate(key, lambda found: None if place.done() else place.set_result(found))
         return await place
 
-    async def take_own(self, stored: StoredValue, into: IntoTensor | None = None) -> ReceivedValue:
+    async def take_own(
+        self, stored: StoredValue, into: IntoTensor | None = None, *, in_place: bool = False
+    ) -> ReceivedValue:
         """Receive a value that this process stores; unchanged objects of this process are used as they are."""
         if not (stored.packed or stored.encoded.on_device or into is not None):
             received = stored.objects()
@@ -333,6 +346,7 @@ class Transfer:
         await self._store.make_ready(stored)
         loopback = self._connections.loopback
         delivery = Delivery(self._store, loopback, stored.payload, stored.blobs_for(loopback), ())
+        delivery.in_place = in_place
         received = await self.receive(delivery, into)
         received.refs = stored.refs
         received.origin = stored.origin

@@ -11,11 +11,13 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from aiodaft_transport.abc import Host
 from aiodaft_transport.exceptions import TransportError
-from aiodaft_transport.memory.block_pool import BlockPool, PooledBlock, PooledSegment
+from aiodaft_transport.memory.block_pool import DEFAULT_KEEP, BlockPool, PooledBlock, PooledSegment
 
 T = TypeVar("T")
 
 IDENTITY_SIZE: Final = 16
+# Which part of the memory of a device its pool keeps free for later values: 1 GiB of 64.
+_KEPT_PART: Final = 64
 
 
 class Span(NamedTuple):
@@ -49,8 +51,16 @@ class Driver(Protocol):
         """For each device of this process, an identity that all processes share."""
         ...
 
+    def memory(self, device: int) -> int:
+        """How many bytes of memory a device has."""
+        ...
+
     def allocate(self, device: int, nbytes: int) -> int:
-        """Address of new memory that can be exported."""
+        """Address of new memory that can be exported. May wait for the device.
+
+        Raises:
+            OutOfDeviceMemory: There is no memory left.
+        """
         ...
 
     def free(self, device: int, address: int) -> None:
@@ -218,7 +228,9 @@ class DevicePool(BlockPool[DeviceSegment]):
         made: dict[int, DeviceSegment],
         on_segment_closed: Callable[[int], object],
     ) -> None:
-        super().__init__(next_number=next_number, on_segment_closed=on_segment_closed)
+        # Free memory is memory that nobody else has: only of a large device is more of it kept.
+        keep = max(DEFAULT_KEEP, driver.memory(device) // _KEPT_PART)
+        super().__init__(keep=keep, next_number=next_number, on_segment_closed=on_segment_closed)
         self._driver = driver
         self._device = device
         # Gets each segment by its number.

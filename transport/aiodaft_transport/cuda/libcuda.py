@@ -16,11 +16,12 @@ from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_
 from typing import Any, Final
 
 from aiodaft_transport.cuda.device import IDENTITY_SIZE, Event, Export, Span
-from aiodaft_transport.exceptions import DeviceError, Unreachable
+from aiodaft_transport.exceptions import DeviceError, OutOfDeviceMemory, Unreachable
 
 _LIBRARY: Final = "libcuda.so.1"
 
 _OK: Final = 0
+_OUT_OF_MEMORY: Final = 2
 _NOT_READY: Final = 600
 # Errors of opening memory if one GPU cannot reach the other: no peer access, mapping failed, too many peers.
 _OUT_OF_REACH: Final = (217, 205, 711)
@@ -48,6 +49,7 @@ _FUNCTIONS: Final[dict[str, list[Any]]] = {
     "cuGetErrorString": [c_int, POINTER(c_char_p)],
     "cuDeviceGetCount": [POINTER(c_int)],
     "cuDeviceGet": [POINTER(c_int), c_int],
+    "cuDeviceTotalMem_v2": [POINTER(c_size_t), c_int],
     "cuDeviceGetUuid_v2": [POINTER(_Identity), c_int],
     "cuDevicePrimaryCtxRetain": [POINTER(c_void_p), c_int],
     "cuDevicePrimaryCtxRelease_v2": [c_int],
@@ -91,11 +93,18 @@ class CudaDriver:
     def identities(self) -> Sequence[bytes]:
         return self._identities
 
+    def memory(self, device: int) -> int:
+        size = c_size_t()
+        status = self._library.cuDeviceTotalMem_v2(byref(size), self._devices[device])
+        self._check(status, f"the memory of GPU {device} cannot be measured")
+        return size.value
+
     def allocate(self, device: int, nbytes: int) -> int:
         address = c_uint64()
         with self._on(device):
             status = self._library.cuMemAlloc_v2(byref(address), nbytes)
-        self._check(status, f"{nbytes} bytes of GPU memory cannot be allocated")
+        kind = OutOfDeviceMemory if status == _OUT_OF_MEMORY else DeviceError
+        self._check(status, f"{nbytes:,} bytes of GPU memory cannot be allocated for a value", kind)
         return address.value
 
     def free(self, device: int, address: int) -> None:

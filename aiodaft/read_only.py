@@ -1,0 +1,106 @@
+"""Methods that only read their arguments."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
+
+from aiodaft.exceptions import BorrowError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["is_read_only", "read_only"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Names of arguments, their tensors, and the versions of these.
+_Versions: TypeAlias = "list[tuple[str, torch.Tensor, int]]"
+
+_MARK: Final = "__aiodaft_read_only__"
+
+
+def read_only(fn: F, /) -> F:
+    """Declare that a method does not write to its arguments; it goes below `@aiodaft.method`.
+
+    Then tensors on a GPU that the method's process has, too, are not copied for it: it gets tensors that lie in the
+    memory of the value itself, whichever process made that, and any number of such methods share it. The memory is
+    kept for as long as the method, or its actor, keeps such a tensor or a view of it.
+
+    A write to a tensor among the arguments, or directly inside a list, tuple or dict of them, is detected when the
+    method returns: its call raises BorrowError. By then others may have read what it wrote. Writes that torch does not
+    count, such as those of a kernel of your own, are not detected.
+
+    Raises:
+        TypeError: It is not a function.
+        BorrowError: From the call: the method wrote to an argument.
+    """
+    if not inspect.isfunction(fn):
+        raise TypeError(f"@read_only goes on a function, below @method, not on {fn!r:.80}")
+    name: str = fn.__qualname__
+    checked: Callable[..., Any]
+    if inspect.isasyncgenfunction(fn):
+
+        @wraps(fn)
+        async def checked(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+            before, items = _versions(args, kwargs), fn(*args, **kwargs)
+            try:
+                async for item in items:
+                    yield item
+            finally:
+                await items.aclose()
+            _check(name, before)
+
+    elif inspect.iscoroutinefunction(fn):
+
+        @wraps(fn)
+        async def checked(*args: Any, **kwargs: Any) -> Any:
+            before = _versions(args, kwargs)
+            result = await fn(*args, **kwargs)
+            _check(name, before)
+            return result
+
+    else:
+
+        @wraps(fn)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            before = _versions(args, kwargs)
+            result = fn(*args, **kwargs)
+            _check(name, before)
+            return result
+
+    setattr(checked, _MARK, True)
+    return cast(F, checked)
+
+
+def is_read_only(fn: object) -> bool:
+    """Whether a function is declared to write to none of its arguments."""
+    return getattr(fn, _MARK, False)
+
+
+def _versions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Versions:
+    named = [*((f"args[{index}]", value) for index, value in enumerate(args[1:])), *kwargs.items()]
+    return [(which, tensor, tensor._version) for which, value in named for tensor in _tensors(value)]
+
+
+def _check(name: str, before: _Versions) -> None:
+    for which, tensor, version in before:
+        if tensor._version != version:
+            raise BorrowError(
+                f"{name} is declared @read_only, but wrote to a tensor of {which}, which others may read: "
+                "let it write to x.clone(), or remove @read_only"
+            )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that count their versions: a value itself, or those directly in it."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+    for one in inside:
+        if isinstance(one, torch.Tensor) and not one.is_inference():
+            yield one

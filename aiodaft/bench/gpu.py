@@ -48,13 +48,14 @@ class _Actors(NamedTuple):
         """How often a sample moves a tensor of so many bytes."""
         return max(2, min(self.most, _SAMPLE // size))
 
-    async def move(self, make: Make, size: int) -> None:
-        """Have a tensor made by `a` and taken by `b`."""
-        await self.b.take(make(size))
+    async def move(self, make: Make, size: int, *, look: bool = False) -> None:
+        """Have a tensor made by `a` and taken by `b`, or only read by it."""
+        await (self.b.look if look else self.b.take)(make(size))
 
-    def moves(self, make: Make, size: int, in_flight: int = 1) -> Sample:
+    def moves(self, make: Make, size: int, in_flight: int = 1, *, look: bool = False) -> Sample:
         """Measures the seconds that this takes, of so many under way."""
-        return _seconds(partial(self.move, make, size), self._rounds(size, in_flight) * in_flight, in_flight)
+        move = partial(self.move, make, size, look=look)
+        return _seconds(move, self._rounds(size, in_flight) * in_flight, in_flight)
 
     def copies(self, size: int, in_flight: int = 1) -> Sample:
         """Measures the seconds that a copy within the memory of the GPU takes."""
@@ -142,15 +143,19 @@ def _seconds(call: Callable[[], Awaitable[object]], count: int, in_flight: int =
 
 
 async def _large(bench: Bench, actors: _Actors, size: int, in_flight: int) -> None:
-    """Tensors of all kinds next to copies within the GPU, and fresh ones next to those of torch."""
+    """Tensors of all kinds next to copies within the GPU, and lent ones next to those of torch."""
     a = actors.a
     for at_once, name in ((1, _text(size)), (in_flight, f"{_text(size)}, {in_flight} in flight")):
         for kind, make in (("fresh", a.fresh), ("kept", a.kept), ("lent", a.lent)):
             ours, floor = actors.moves(make, size, at_once), actors.copies(size, at_once)
-            await bench.compare(f"{name}, {kind}", ours, floor, _COPY, ">= 0.9", size=size)
+            await bench.compare(f"{name}, {kind}", ours, floor, _COPY, size=size)
+        for kind, make in (("fresh", a.fresh), ("lent", a.lent)):
+            ours, floor = actors.moves(make, size, at_once, look=True), actors.copies(size, at_once)
+            await bench.compare(f"{name}, {kind}, read only", ours, floor, _COPY, ">= 0.9", size=size)
+        # Each with the same number of copies: of torch's, the producer must not write to the tensor meanwhile.
         for what, clone in _IPC.items():
-            ours, floor = actors.moves(a.fresh, size, at_once), actors.sends(size, at_once, clone=clone)
-            await bench.compare(f"{name} / {what}", ours, floor, what, ">= 1.0", size=size)
+            ours, floor = actors.moves(a.lent, size, at_once, look=not clone), actors.sends(size, at_once, clone=clone)
+            await bench.compare(f"{name}, lent / {what}", ours, floor, what, ">= 1.0", size=size)
 
 
 async def _second_consumer(bench: Bench, actors: _Actors, size: int) -> None:
@@ -165,11 +170,20 @@ async def _second_consumer(bench: Bench, actors: _Actors, size: int) -> None:
             taken += await timed(c.take(ref))
         return taken / repeats
 
+    async def second_look() -> float:
+        taken = 0.0
+        for _ in range(repeats):
+            ref = a.fresh(size)
+            await b.look(ref)
+            taken += await timed(c.look(ref))
+        return taken / repeats
+
     async def to_both() -> None:
         ref = a.fresh(size)
         await asyncio.gather(b.take(ref), c.take(ref))
 
     await bench.compare(f"{_text(size)}, second consumer", second, actors.copies(size), _COPY, size=size)
+    await bench.compare(f"{_text(size)}, second reader", second_look, actors.moves(a.number, _KIB), "an int")
     ours, floor = _seconds(to_both, repeats), actors.moves(a.fresh, size)
     await bench.compare(f"{_text(size)}, to two at once / to one", ours, floor, "one consumer", size=size)
 
@@ -178,6 +192,12 @@ async def _small(bench: Bench, actors: _Actors, many: int) -> None:
     """Small tensors, one at a time and many at once."""
     a, name = actors.a, "1 KiB by ref"
     ours = actors.moves(a.fresh, _KIB)
+    await bench.compare(
+        f"{name}, lent, read only / an int",
+        actors.moves(a.lent, _KIB, look=True),
+        actors.moves(a.number, _KIB),
+        "an int",
+    )
     for what, make in (("an int", a.number), ("a tensor of the host", a.of_host)):
         await bench.compare(f"{name} / {what}", ours, actors.moves(make, _KIB), what)
     for what, clone in _IPC.items():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from aiodaft.actor import Actor
 from aiodaft.methods import method
+from aiodaft.read_only import read_only
 from aiodaft.ref import borrow
 
 if TYPE_CHECKING:
@@ -68,6 +69,12 @@ class GpuHolder(Actor):
     async def take(self, value: Any) -> int:
         """The size of a tensor, or a number; the GPU has no work with it."""
         return value if isinstance(value, int) else len(value)
+
+    @method
+    @read_only
+    async def look(self, value: torch.Tensor) -> int:
+        """The same of a tensor that is only read."""
+        return len(value)
 
     @method
     def copies(self, size: int, repeats: int, in_flight: int) -> float:

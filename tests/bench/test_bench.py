@@ -170,8 +170,8 @@ async def test_tensors_on_a_gpu_are_compared_with_copies_and_with_torch(capsys: 
     await gpu.run(bench, HostHolder, {4096: 2, 1 << 40: 2}, many=10, most=2)
     assert all(result.value > 0 and result.floor for result in bench.results if result.unit not in ("B", "messages"))
     lines = {result.name: result for result in bench.results}
-    assert [lines[f"4 KiB, {kind}"].budget for kind in ("fresh", "kept", "lent")] == [">= 0.9"] * 3
-    assert lines["4 KiB, 2 in flight / torch IPC, clone"].floor_name == "torch IPC, clone"
+    assert [lines[f"4 KiB, {kind}, read only"].budget for kind in ("fresh", "lent")] == [">= 0.9"] * 2
+    assert lines["4 KiB, 2 in flight, lent / torch IPC, clone"].floor_name == "torch IPC, clone"
     assert lines["through the host, lines above"].within
     # A call to each actor and the answers, the order to send and the grant, and the return of the memory.
     assert 4 <= lines["a tensor from actor to actor"].value <= 12

@@ -133,3 +133,53 @@ async def test_registering_a_pinned_tensor_works_and_one_of_a_gpu_needs_none(sha
         await a.make_pinned(MIB, 5.0).into(pinned)
         assert pinned.min() == pinned.max() == 5.0
         assert await a.where(pinned) == ("cpu", "", 5.0 * MIB)
+
+
+async def test_who_only_reads_gets_no_copy(shared: list[GpuKeeper], shared_runtime: aiodaft.Runtime) -> None:
+    a, b = shared
+    ref, lent = a.make(64 * MIB, 2.0), a.lend(64 * MIB, 3.0)
+    for reader in (b, a, b):
+        assert await reader.peek(ref) == (2.0 * 64 * MIB, pytest.approx(0, abs=1 << 20))
+    assert await b.peek(lent) == (3.0 * 64 * MIB, pytest.approx(0, abs=1 << 20))
+    # What this process passes.
+    assert (await b.peek(torch.full((MIB,), 4.0, device="cuda")))[0] == 4.0 * MIB
+    await lent.released()
+    del ref
+    await all_given_back(a)
+
+
+async def test_what_is_read_stays_until_the_gpu_has_read_it(shared: list[GpuKeeper]) -> None:
+    a, b = shared
+    await all_given_back(a)
+    await b.peek_late(a.make(64 * MIB, 1.0))
+    # Each of them may get the memory of the one before.
+    for value in range(2, 6):
+        await b.where(a.make(64 * MIB, float(value)))
+    assert await b.let_go() == 64.0 * MIB
+    await all_given_back(a)
+
+
+async def test_what_a_reader_keeps_outlives_who_made_it(
+    shared: list[GpuKeeper], shared_runtime: aiodaft.Runtime
+) -> None:
+    _, b = shared
+    async with shared_runtime.scope() as scope:
+        (a,) = await keepers(scope, 1)
+        await b.hold_on(a.make(64 * MIB, 7.0))
+        lent = a.lend(MIB, 5.0)
+        await b.hold_on(lent)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await lent.released()
+        assert await b.let_go() == 5.0
+        await lent.released()
+        await b.hold_on(a.make(64 * MIB, 7.0))
+        await shared_runtime.kill(a)
+    assert await b.let_go() == 7.0
+    assert (await b.where(torch.ones(MIB, device="cuda")))[2] == MIB
+
+
+async def test_a_write_to_what_is_only_to_be_read_is_an_error(shared: list[GpuKeeper]) -> None:
+    a, b = shared
+    with pytest.raises(aiodaft.BorrowError, match=r"break_promise is declared @read_only, but wrote to .* args\[0\]"):
+        await b.break_promise(a.make(MIB, 1.0))

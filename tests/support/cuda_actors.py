@@ -13,7 +13,7 @@ from tensor_keepers import TensorKeeper
 from torch import Tensor
 
 import aiodaft
-from aiodaft import method
+from aiodaft import method, read_only
 
 # About a second of a GPU's time.
 LONG = 1_500_000_000
@@ -81,6 +81,40 @@ class GpuKeeper(TensorKeeper):
         """What kind of device a tensor is on here, which one it is everywhere, and the sum of it."""
         uuid = str(torch.cuda.get_device_properties(tensor.device).uuid) if tensor.is_cuda else ""
         return tensor.device.type, uuid, float(tensor.sum())
+
+    @method
+    @read_only
+    async def peek(self, tensor: Tensor) -> tuple[float, int]:
+        """The sum of a tensor that is not copied for this, and the most memory that torch has had in the meantime."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        total = float(tensor.sum(dtype=torch.float64))
+        return total, torch.cuda.max_memory_allocated(self.device) - before
+
+    @method
+    @read_only
+    def peek_late(self, tensor: Tensor) -> None:
+        """Have the GPU read a tensor after a second, and drop it at once."""
+        torch.cuda._sleep(LONG)
+        self.tensor = tensor.sum()
+
+    @method
+    @read_only
+    async def hold_on(self, tensor: Tensor) -> None:
+        """Keep a part of it."""
+        self.tensor = tensor[1:]
+
+    @method
+    def let_go(self) -> float:
+        """The first element of what is kept, which is dropped."""
+        first = float(self.tensor.view(-1)[0])
+        self.tensor = torch.zeros(0, device=self.device)
+        return first
+
+    @method
+    @read_only
+    def break_promise(self, tensor: Tensor) -> None:
+        tensor.add_(1.0)
 
     @method
     def add_in_place(self, tensor: Tensor, value: float) -> float:

@@ -16,8 +16,8 @@ from aiodaft_transport.memory.block_pool import DEFAULT_KEEP, BlockPool, PooledB
 T = TypeVar("T")
 
 IDENTITY_SIZE: Final = 16
-# Which part of the memory of a device its pool keeps free for later values: 1 GiB of 64.
-_KEPT_PART: Final = 64
+# Which part of the memory of a device its pool keeps free for later values: 1 GiB of 32.
+_KEPT_PART: Final = 32
 
 
 class Span(NamedTuple):

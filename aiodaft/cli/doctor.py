@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import click
 
-from aiodaft._protocol.node.resources import gpu_names
+from aiodaft._protocol.node.gpu_names import gpu_names
 from aiodaft._runtime.platform.capabilities import missing
-from aiodaft._runtime.platform.gpu_claims import machine_gpus
 from aiodaft._runtime.platform.interfaces import interfaces
+from aiodaft._runtime.platform.machine_gpus import machine_gpus
 from aiodaft.bench.actors import Echo
 from aiodaft.program import run
 from aiodaft.runtime import Runtime

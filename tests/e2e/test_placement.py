@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from actors import Echo, Entered, NeedsGpu, SlowStart
+from cuda_library import fake_cuda
 from inside import awaited, controller_of
 from probes import Half, HalfChild, Probe
 
 import aiodaft
+from aiodaft._protocol.node.gpu_names import Gpu
+from aiodaft._runtime.platform.env import Env
 
 
 async def free(rt: aiodaft.Runtime) -> Mapping[str, float]:
@@ -182,11 +186,12 @@ async def test_cpus_are_the_number_of_threads_unless_the_user_has_set_that(monke
 
 
 async def test_gpus_of_a_restricted_controller_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-abc")
-    async with aiodaft.Runtime(preload=()) as rt:
-        assert (await rt.resources())[0]["gpus"] == 2
-        assert await (await rt.spawn(NeedsGpu)).visible() == "5"
-        assert await (await rt.spawn(NeedsGpu)).visible() == "GPU-abc"
+    machine = Env(gpus=lambda: [Gpu(f"nvidia{number}", f"GPU-{number}") for number in range(8)])
+    # "gpu1" ends the list, as CUDA has it.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-3,MIG-abc,gpu1,0")
+    async with aiodaft.Runtime(preload=(), env=machine, share_gpus=True) as rt:
+        assert (await rt.resources())[0]["gpus"] == 3
+        assert [await (await rt.spawn(NeedsGpu)).visible() for _ in range(3)] == ["5", "GPU-3", "MIG-abc"]
 
 
 async def test_on_overrides_the_class_line_and_children_inherit_it() -> None:
@@ -283,6 +288,30 @@ async def test_preloaded_modules_are_there_and_wrong_ones_harm_nothing() -> None
         assert await (await rt.spawn(Probe)).has_module("colorsys")
     async with aiodaft.Runtime(preload=()) as rt:
         assert not await (await rt.spawn(Probe)).has_module("colorsys")
+
+
+async def test_no_worker_is_forked_from_a_process_in_which_a_module_has_initialised_cuda(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = fake_cuda(tmp_path)
+    if library is None:
+        pytest.skip("there is no compiler of C")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "asks.py").write_text("import os; ASKS_THE_DRIVER = os.environ['PYTORCH_NVML_BASED_CUDA_CHECK']")
+    (tmp_path / "early.py").write_text(f"import ctypes; ctypes.CDLL({str(library)!r}).cuInit(0)")
+    async with aiodaft.Runtime(preload=("asks", "early", "colorsys"), gpus=1) as rt:
+        probe, other = await rt.on(gpus=1).spawn(Probe), await rt.spawn(Probe)
+        for module in ("asks", "early", "colorsys"):
+            assert not await probe.has_module(module)
+            assert not await other.has_module(module)
+        assert await probe.environ("CUDA_VISIBLE_DEVICES") == "0"
+        assert await probe.environ("PYTORCH_NVML_BASED_CUDA_CHECK") is None
+        assert await probe.call(other, [1]) == [1]
+    (warning,) = [record.message for record in caplog.records if "CUDA" in record.message]
+    assert "the import of early initialises CUDA" in warning
+    async with aiodaft.Runtime(preload=("asks",)) as rt:
+        assert await (await rt.spawn(Probe)).has_module("asks")
+    assert len([record for record in caplog.records if "CUDA" in record.message]) == 1
 
 
 @pytest.mark.parametrize(("uvloop", "module"), [(True, "uvloop"), (False, "asyncio")])

@@ -14,7 +14,6 @@ from cuda_memory import Hoarder
 from on_gpu import GIB, MIB, ON_ONE_LOOP, keepers
 
 import aiodaft
-from aiodaft_transport import DeviceError
 
 pytestmark = ON_ONE_LOOP
 
@@ -78,7 +77,7 @@ async def test_a_value_for_which_the_consumer_has_no_memory_fails_there_alone(mo
     poor, rich = await module_rt.spawn(Hoarder, limit=GIB), await module_rt.spawn(Hoarder)
     value = rich.make(2 * GIB, 6)
     for _ in range(2):
-        with pytest.raises((DeviceError, torch.OutOfMemoryError), match="out of memory"):
+        with pytest.raises((aiodaft.ResourceExhausted, torch.OutOfMemoryError), match="out of memory"):
             await poor.first(value)
     # Others get it, and the poor one gets less.
     assert int((await value)[-1]) == 6

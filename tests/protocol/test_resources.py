@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiodaft._protocol.node.resources import Demand, Resources, Wish, gpu_names, id_named
+from aiodaft._protocol.node.resources import Demand, Resources, Wish
 from aiodaft.exceptions import InsufficientResources
 
 _SLACK = 1e-6
@@ -386,13 +386,3 @@ def test_a_gpu_is_claimed_while_a_part_of_it_is_in_use() -> None:
     assert claims.mine == {0}
     ledger.give_back("b")
     assert claims.mine == set()
-
-
-def test_names_of_gpus_lead_to_those_of_the_machine() -> None:
-    gpus, allowed = ["GPU-a1", "GPU-b2", "GPU-c3"], "2, GPU-b,MIG-7,-1,9"
-    assert gpu_names(gpus, None) == ["0", "1", "2"]
-    assert gpu_names(gpus, None, 4) == ["0", "1", "2", "3"]
-    assert gpu_names(gpus, allowed) == ["2", "GPU-b", "MIG-7", "9"]
-    assert gpu_names(gpus, allowed, 1) == ["2"]
-    assert [id_named(name, gpus) for name in gpu_names(gpus, allowed, 6)] == ["GPU-c3", "GPU-b2", "MIG-7", "", "", ""]
-    assert id_named("MIG-7", []) == ""

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
@@ -15,8 +16,9 @@ from inside import awaited
 from probes import Probe
 
 import aiodaft
+from aiodaft._protocol.node.gpu_names import Gpu
 from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.platform.gpu_claims import GpuClaims, machine_gpus
+from aiodaft._runtime.platform.gpu_claims import GpuClaims
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def gpu() -> str:
 
 def machine(*gpus: str) -> Env:
     """A machine with these GPUs."""
-    return Env(gpus=lambda: gpus)
+    return Env(gpus=lambda: [Gpu(gpu) for gpu in gpus])
 
 
 def test_a_gpu_is_claimed_by_one_at_a_time_and_the_other_hears_by_whom(gpu: str) -> None:
@@ -161,9 +163,38 @@ async def test_a_forked_child_keeps_no_claim(gpu: str) -> None:
         await asyncio.to_thread(os.waitpid, child, 0)
 
 
-def test_the_machines_gpus_are_read_from_the_driver(tmp_path: Path) -> None:
-    assert machine_gpus(str(tmp_path / "gpus")) == []
-    for place, text in (("0000:81:00.0", "Model: \t\t H200\nGPU UUID: \t GPU-b2\n"), ("0000:01:00.0", "Model: X\n")):
-        (tmp_path / "gpus" / place).mkdir(parents=True)
-        (tmp_path / "gpus" / place / "information").write_text(text)
-    assert machine_gpus(str(tmp_path / "gpus")) == ["0000:01:00.0", "GPU-b2"]
+_PROGRAM = """
+import sys
+import aiodaft
+from aiodaft._protocol.node.gpu_names import Gpu
+from aiodaft._runtime.platform.env import Env
+
+async def main():
+    async with aiodaft.Runtime(preload=(), env=Env(gpus=lambda: [Gpu(sys.argv[1])])) as rt:
+        actor = await rt.on(gpus=0.5).spawn(aiodaft.Actor)
+        print((await rt.info(actor)).gpus, flush=True)
+        sys.stdin.read()
+
+aiodaft.run(main())
+"""
+
+
+@pytest.fixture
+def other(gpu: str) -> Iterator[subprocess.Popen[str]]:
+    """A program with an actor on half of the GPU."""
+    command = [sys.executable, "-c", _PROGRAM, gpu]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "(0,)\n"
+        yield program
+        program.kill()
+
+
+async def test_two_programs_do_not_give_away_the_same_gpu_and_a_kill_frees_it(
+    gpu: str, other: subprocess.Popen[str]
+) -> None:
+    async with aiodaft.Runtime(preload=(), env=machine(gpu)) as rt:
+        with pytest.raises(aiodaft.InsufficientResources, match=rf"GPU 0 is in use by pid {other.pid} \("):
+            await rt.spawn(NeedsGpu)
+        other.kill()
+        assert await (await rt.on(wait=20).spawn(NeedsGpu)).visible() == "0"

@@ -32,6 +32,7 @@ from aiodaft._runtime.serialization.encoder import PLAIN as PLAIN_PAYLOAD
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.pickling import pickle_code
 from aiodaft._runtime.serialization.small import SMALL, encode_small
+from aiodaft._runtime.serialization.tensors import tensor_in
 
 
 def round_trip(value: Any, *, patient: bool = False) -> Any:
@@ -329,6 +330,14 @@ def test_any_nesting_arrives_equal(value: Any) -> None:
     got = round_trip(value)
     assert got == value
     assert type(got) is type(value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, see tests/gpu")
+def test_a_tensor_of_a_gpu_that_came_through_host_memory_stays_there_without_one() -> None:
+    for size in (0, 3):
+        spec = [0, "float32", [size], [1], 0, 0, "cuda"]
+        tensor = tensor_in(torch.ones(size).view(torch.uint8), spec)
+        assert torch.equal(tensor, torch.ones(size))
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -57,6 +57,10 @@ class GpuKeeper(TensorKeeper):
         self.tensor.fill_(value)
 
     @method
+    async def make_on(self, device: int, size: int) -> Tensor:
+        return torch.zeros(size, device=torch.device("cuda", device))
+
+    @method
     async def make_pinned(self, size: int, value: float) -> Tensor:
         """Memory of the host that the GPU can reach."""
         self.tensor = torch.full((size,), value, pin_memory=True)

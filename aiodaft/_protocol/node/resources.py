@@ -367,29 +367,6 @@ class Resources(Generic[HolderT]):
         return {"cpus": demand.cpus, "gpus": demand.gpus}.get(name, demand.custom.get(name, 0.0))
 
 
-def gpu_names(machine: Sequence[str], allowed: str | None, declared: object = None) -> list[str]:
-    """The names that CUDA has for the GPUs of this process: numbers of the machine, or ids if it may use only some.
-
-    `machine` are the ids of all GPUs, `allowed` is CUDA_VISIBLE_DEVICES, `declared` their number if the user gives it.
-    """
-    visible = [name for entry in (allowed or "").split(",") if (name := entry.strip()) not in ("", "-1")]
-    if declared is None:
-        return [str(gpu) for gpu in range(len(machine))] if allowed is None else visible
-    # `Resources` refuses anything but a number.
-    count = declared if isinstance(declared, int) else 0
-    return [visible[gpu] if gpu < len(visible) else str(gpu) for gpu in range(count)]
-
-
-def id_named(name: str, machine: Sequence[str]) -> str:
-    """The id of the GPU with this name in CUDA; "" if the machine does not have it."""
-    if name.isdigit():
-        return machine[int(name)] if int(name) < len(machine) else ""
-    if name.startswith("MIG-"):
-        return name if machine else ""
-    # CUDA also takes the beginning of an id.
-    return next((found for found in machine if found.startswith(name)), "")
-
-
 def _check_amounts(cpus: float, gpus: float, custom: Mapping[str, float]) -> None:
     if builtin := {"cpus", "gpus"} & custom.keys():
         raise ValueError(f"ask for {' and '.join(sorted(builtin))} by that argument, not among other resources")

@@ -18,7 +18,8 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from aiodaft._protocol.ids import PeerId
@@ -32,6 +33,7 @@ from aiodaft._runtime.node.orders import (
     Message,
     Spawn,
     Spawned,
+    Unforkable,
     Visited,
     packed,
     unpacked,
@@ -48,6 +50,7 @@ from aiodaft._runtime.platform.linux import (
     session_of,
     visible_pid,
 )
+from aiodaft._runtime.platform.machine_gpus import has_initialized_cuda
 from aiodaft._runtime.platform.meeting_place import VISIT
 from aiodaft_transport.folders import remove, sweep
 
@@ -57,6 +60,8 @@ _MAX_FDS: Final = 4
 _LAST_GRACE: Final = 0.3
 # Seconds from the signal of a thread's end to its end, at most.
 _LAST_BREATH: Final = 0.2
+# Read by torch, which else initialises CUDA.
+_CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 class ForkServer:
@@ -166,11 +171,8 @@ class ForkServer:
         self._code.update(map(os.path.dirname, order.code))
         change_environment(self._environment, order.changes)
         try:
-            if self._fork:
-                self._import_all(order.modules)
-                pid = self._fork_worker(order, fds)
-            else:
-                pid = _exec_worker(order, fds)
+            self._import_all(order.modules)
+            pid = self._fork_worker(order, fds) if self._fork else _exec_worker(order, fds)
         except Exception:  # noqa: BLE001 - the node handles every failure
             self._send(Failed(order.worker, traceback.format_exc()))
         else:
@@ -178,12 +180,16 @@ class ForkServer:
             self._send(Spawned(order.worker, visible_pid(pid)))
 
     def _import_all(self, modules: list[str]) -> None:
+        """Import modules, up to one that initialises CUDA: no child could use it, so none is forked from then on."""
         for name in modules:
-            if name not in sys.modules:
+            if self._fork and name not in sys.modules:
                 self._send(Importing(name))
                 # An actor that needs the module raises a better error.
-                with suppress(Exception):
+                with suppress(Exception), _gpus_looked_for_without_cuda():
                     importlib.import_module(name)
+                if has_initialized_cuda():
+                    self._fork = False
+                    self._send(Unforkable(name))
 
     def _fork_worker(self, order: Spawn, fds: list[int]) -> int:
         gc.collect()
@@ -250,6 +256,19 @@ class ForkServer:
             # The node does this, unless it was killed.
             remove(folder)
         sweep()
+
+
+@contextmanager
+def _gpus_looked_for_without_cuda() -> Generator[None]:
+    """Have torch.cuda.is_available(), which modules call when they are imported, ask the driver without CUDA."""
+    if _CHECK in os.environ:
+        yield
+        return
+    os.environ[_CHECK] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_CHECK, None)
 
 
 def _exec_worker(order: Spawn, fds: list[int]) -> int:

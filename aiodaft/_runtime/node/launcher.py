@@ -24,6 +24,7 @@ from aiodaft._runtime.node.orders import (
     Kill,
     Spawn,
     Spawned,
+    Unforkable,
     Visited,
     packed,
     unpacked,
@@ -43,6 +44,10 @@ from aiodaft.exceptions import SpawnFailed
 
 # Modules that the fork server imports for all workers if this process has them: slow to import, safe to fork.
 _PRELOADED: Final = ("numpy", "torch")
+_UNFORKABLE: Final = (
+    "the import of %s initialises CUDA, which forked processes cannot use then: each actor starts a new interpreter, "
+    "which takes longer. Do not name the module in Runtime(preload=...), or have it use CUDA after its import"
+)
 
 
 class WorkerLauncher(Launcher):
@@ -274,9 +279,11 @@ class WorkerLauncher(Launcher):
             return
         message = unpacked(data)
         self._watch.importing = message.module if isinstance(message, Importing) else ""
-        self._heard = self._heard or not isinstance(message, Importing)
+        self._heard = self._heard or not isinstance(message, Importing | Unforkable)
         if isinstance(message, Visited):
             self.on_visit(message.pid)
+        elif isinstance(message, Unforkable):
+            logger.warning(_UNFORKABLE, message.module)
         elif isinstance(message, Spawned | Failed | Exited) and (worker := self.workers.get(message.worker)):
             self._reported(worker, message)
         self._watch.heard(more=self._is_awaited())

@@ -9,7 +9,8 @@ from weakref import WeakValueDictionary
 
 from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.ids import NODE, ActorId, PeerId, is_attached, node_of
-from aiodaft._protocol.node.resources import Resources, gpu_names, id_named
+from aiodaft._protocol.node.gpu_names import device_named, gpu_names
+from aiodaft._protocol.node.resources import Resources
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.relay import Relay
@@ -50,7 +51,7 @@ class Machine:
         machine = env.gpus()
         # The names of the GPUs in CUDA_VISIBLE_DEVICES.
         self.gpu_names = gpu_names(machine, os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
-        self.claims = GpuClaims([] if share_gpus else [id_named(name, machine) for name in self.gpu_names])
+        self.claims = GpuClaims([] if share_gpus else [device_named(name, machine) for name in self.gpu_names])
         self.resources: Resources[Tenant] = Resources(
             cpus=usable_cpus() if cpus is None else cpus,
             gpus=len(self.gpu_names) if gpus is None else gpus,

@@ -60,15 +60,21 @@ class Importing(NamedTuple):
     module: str
 
 
+class Unforkable(NamedTuple):
+    """The import of a module has initialised CUDA: from now on workers are new interpreters."""
+
+    module: str
+
+
 class Visited(NamedTuple):
     """A command wants to ask something; has the pid of the fork server outside of its PID namespace."""
 
     pid: int
 
 
-Message: TypeAlias = Spawn | Kill | Spawned | Failed | Exited | Importing | Visited
+Message: TypeAlias = Spawn | Kill | Spawned | Failed | Exited | Importing | Unforkable | Visited
 
-_KINDS: Final[tuple[type[Message], ...]] = (Spawn, Kill, Spawned, Failed, Exited, Importing, Visited)
+_KINDS: Final[tuple[type[Message], ...]] = (Spawn, Kill, Spawned, Failed, Exited, Importing, Unforkable, Visited)
 
 
 def packed(message: Message) -> bytes:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.node.gpu_names import Gpu
 from aiodaft._protocol.node.silence import PERIOD
-from aiodaft._runtime.platform.gpu_claims import machine_gpus
 from aiodaft._runtime.platform.linux import visible_pid
+from aiodaft._runtime.platform.machine_gpus import machine_gpus
 from aiodaft._runtime.platform.sockets import Sockets
 from aiodaft._runtime.platform.threads import HelperThread
 
@@ -51,7 +52,7 @@ class Env:
         monotonic: Seconds of a clock that never jumps.
         random: Source of choices that need not be secret.
         token: Secret random bytes.
-        gpus: The ids of the machine's GPUs, in the order of their numbers.
+        gpus: The machine's GPUs, in the order of their numbers.
         hostname: The name of the machine.
         pid: The pid of this process.
         sockets: What connects processes.
@@ -66,7 +67,7 @@ class Env:
     monotonic: Callable[[], float] = time.monotonic
     random: random.Random = field(default_factory=random.Random)
     token: Callable[[int], bytes] = os.urandom
-    gpus: Callable[[], Sequence[str]] = machine_gpus
+    gpus: Callable[[], Sequence[Gpu]] = machine_gpus
     hostname: Callable[[], str] = lambda: os.uname().nodename or "localhost"
     pid: Callable[[], int] = visible_pid
     sockets: Sockets = field(default_factory=Sockets)

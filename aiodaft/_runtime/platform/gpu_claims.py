@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ from typing import Final
 
 from aiodaft.exceptions import InsufficientResources
 
-_NVIDIA: Final = "/proc/driver/nvidia/gpus"
 _CREDENTIALS: Final = struct.Struct("3i")
 _LONGEST_COMMAND: Final = 200
 
@@ -123,21 +121,3 @@ def _holder(name: str) -> str:
         # It is in another container, for example.
         return f"pid {pid}" if pid else "a process of another container"
     return f"pid {pid} ({command[:_LONGEST_COMMAND]})"
-
-
-def machine_gpus(folder: str = _NVIDIA) -> list[str]:
-    """The ids of the machine's NVIDIA GPUs in the order of their numbers; found without loading any GPU library."""
-    try:
-        return [_id_of(folder, place) for place in sorted(os.listdir(folder))]
-    except OSError:
-        return []
-
-
-def _id_of(folder: str, place: str) -> str:
-    """The id of the GPU at a place on the bus, or the place if the driver gives no id."""
-    with open(f"{folder}/{place}/information", encoding="utf-8") as file:
-        for line in file:
-            key, _, value = line.partition(":")
-            if key == "GPU UUID":
-                return value.strip()
-    return place

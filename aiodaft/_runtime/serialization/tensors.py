@@ -224,7 +224,8 @@ def tensor_in(memory: torch.Tensor, spec: Spec) -> torch.Tensor:
         tensor = memory.view(dtype)
         if stride != [1]:
             tensor = tensor.as_strided(size, stride)
-    if device and tensor.device.type != device:
+    # It came through host memory, and stays there in a process without such a device.
+    if device and tensor.device.type != device and getattr(torch, device).is_available():
         tensor = tensor.to(device)
     if flags & _PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=bool(flags & _REQUIRES_GRAD))

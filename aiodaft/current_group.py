@@ -152,7 +152,8 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         one place in C code (of torch, or called by the block itself) and uses no CPU.
 
         Args:
-            backend: "gloo", "nccl" or what else torch has; None lets torch choose.
+            backend: "gloo", "nccl" or what else torch has; None lets torch choose: "nccl" where it finds a GPU. For
+                tensors of both the GPU and the CPU it is "cpu:gloo,cuda:nccl".
             interface: The network interface, such as "eth0", if the members are on several machines. torch neither
                 authenticates nor encrypts what goes over it. On one machine nothing leaves it.
             patience: Seconds that the other members have to come.

@@ -514,6 +514,9 @@ class Borrowed(Generic[T]):
         """Wake `released`; called by the runtime when no process reads the value."""
         self._released.set()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("borrow() is for the whole result of a method: pass the value itself, it travels as it is now")
+
 
 def borrow(value: T, /) -> T:
     """Return a result from a method without a copy: `return aiodaft.borrow(self.weights)`.

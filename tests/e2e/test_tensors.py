@@ -336,6 +336,16 @@ async def test_dp3_the_value_for_the_next_call_is_fetched_while_a_method_runs_on
     assert await following == 50_000
 
 
+async def test_only_a_whole_result_can_be_lent(rt: aiodaft.Runtime) -> None:
+    keeper = await rt.spawn(Keeper)
+    lent = aiodaft.borrow(torch.ones(3))
+    for argument in (lent, [lent]):
+        with pytest.raises(
+            aiodaft.SerializationError, match=r"borrow\(\) is for the whole result of a method: pass the"
+        ):
+            await keeper.echo(argument)
+
+
 async def test_a_group_gets_a_tensor_in_parts_along_its_first_dimension(rt: aiodaft.Runtime) -> None:
     group = await rt.group(2, Keeper)
     batch = torch.arange(3 * MIB, dtype=torch.float32).reshape(3, MIB)

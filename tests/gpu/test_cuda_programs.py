@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 
 import pytest
@@ -56,11 +57,21 @@ async def test_the_output_of_a_cuda_graph_is_as_it_was_when_it_was_returned(
 async def test_a_process_group_has_nccl_for_tensors_of_a_gpu(shared_runtime: aiodaft.Runtime) -> None:
     async with shared_runtime.on(gpus=1).group(1, Programmer) as group:
         # It can be opened again, and torch can be told or choose.
-        for backend in (None, "nccl", None):
-            ((backends, on_gpu, on_host),) = await group.all(Programmer.reduce_with_torch, MIB, backend)
+        for backend, devices in ((None, ("cuda",)), ("cpu:gloo,cuda:nccl", ("cuda", "cpu")), ("nccl", ("cuda",))):
+            ((backends, sums),) = await group.all(Programmer.reduce_with_torch, MIB, backend, *devices)
             assert "cuda:nccl" in backends
-            assert on_gpu == on_host == MIB
+            assert sums == [float(MIB)] * len(devices)
         assert await group[0].total(group[0].make(MIB, 2.0)) == ("cuda", 2.0 * MIB)
+
+
+async def test_members_on_one_gpu_for_which_nccl_is_not_made_get_its_error(shared_runtime: aiodaft.Runtime) -> None:
+    group = await shared_runtime.on(restart="temporary").group(2, Programmer)
+    try:
+        calls = group.all(Programmer.reduce_with_torch, 16, "nccl", "cuda")
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert [isinstance(error, RuntimeError | aiodaft.DaftError) for error in ended] == [True, True], ended
+    finally:
+        await shared_runtime.stop_group(group)
 
 
 async def test_values_of_several_streams_and_of_methods_of_both_kinds(shared: aiodaft.Group[Programmer]) -> None:

@@ -156,12 +156,10 @@ class Programmer(Actor):
         return came.device.type, float(came[-1])
 
     @method
-    def reduce_with_torch(self, size: int, backend: str | None) -> tuple[str, float, float]:
-        """The backends by devices, and sums of torch.distributed of a tensor of the GPU, and one of the host."""
-        with aiodaft.current_group().process_group(backend):
-            on_gpu = torch.full((size,), float(dist.get_rank() + 1), device=self.device)
-            dist.all_reduce(on_gpu)
-            on_host = torch.ones(size)
-            if backend is None:
-                dist.all_reduce(on_host)
-            return dist.get_backend_config(), float(on_gpu.sum()), float(on_host.sum())
+    def reduce_with_torch(self, size: int, backend: str | None, *devices: str) -> tuple[str, list[float]]:
+        """The backends of the devices, and the sums of what torch.distributed makes of a tensor on each of them."""
+        with aiodaft.current_group().process_group(backend, patience=20):
+            tensors = [torch.full((size,), float(dist.get_rank() + 1), device=device) for device in devices]
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+            return dist.get_backend_config(), [float(tensor.sum()) for tensor in tensors]

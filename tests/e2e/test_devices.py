@@ -12,7 +12,7 @@ from here import current_peer
 
 import aiodaft
 from aiodaft.testing.devices import HostAccelerators, HostDriver, use_host_devices
-from aiodaft_transport import Unreachable
+from aiodaft_transport import DeviceError, Unreachable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -210,6 +210,22 @@ async def test_a_process_without_a_device_is_told_what_to_do_and_stays_usable(rt
         assert any("return x.cpu()" in note for note in caught.value.__notes__)
     assert await b.echo(a.make_for_the_host(SIZE, 1.0)) is not None
     del ref, caught
+    gc.collect()
+    while await a.blocks():
+        await asyncio.sleep(0)
+
+
+async def test_a_value_for_which_a_consumer_has_no_memory_fails_there_alone(rt: aiodaft.Runtime) -> None:
+    a, b, c = [await rt.spawn(DeviceKeeper, 0) for _ in range(3)]
+    ref = a.make(SIZE, 1.0)
+    await b.limit_memory(SIZE)
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="out of memory"):
+            await b.where(ref)
+    assert await c.where(ref) == (0, SIZE)
+    await b.limit_memory(1 << 40)
+    assert await b.where(ref) == (0, SIZE)
+    del ref
     gc.collect()
     while await a.blocks():
         await asyncio.sleep(0)

@@ -96,8 +96,8 @@ async def test_a_stopped_actor_blocks_no_other_one_and_goes_on_where_it_was(modu
         os.kill(pid, signal.SIGSTOP)
         try:
             for value in range(20):
-                assert (await c.where(other.make(16 * MIB, float(value))))[2] == 16.0 * MIB * value
-                assert (await other.where(c.make(16 * MIB, float(value))))[2] == 16.0 * MIB * value
+                assert (await c.where(other.make(MIB, float(value))))[2] == MIB * value
+                assert (await other.where(c.make(MIB, float(value))))[2] == MIB * value
         finally:
             os.kill(pid, signal.SIGCONT)
         assert await taking == 256.0 * MIB

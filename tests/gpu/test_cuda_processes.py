@@ -14,13 +14,13 @@ import pytest
 import torch
 from cuda_actors import GpuKeeper
 from inside import fork_server_of
-from on_gpu import ON_ONE_LOOP
+from on_gpu import ON_OWN_LOOPS
 from probes import Probe
 
 import aiodaft
 from aiodaft._runtime.platform.machine_gpus import machine_gpus
 
-pytestmark = ON_ONE_LOOP
+pytestmark = ON_OWN_LOOPS
 
 # The file of the driver that CUDA opens and NVML does not.
 CUDA_FILE = "/dev/nvidia-uvm"
@@ -117,11 +117,13 @@ async def test_a_controller_without_a_gpu_is_told_what_to_do_and_the_host_s_memo
 
 
 async def run(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, sys.path))
-    return await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, *args],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, **environment},
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *args,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
     )
+    out, err = await process.communicate()
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(args, process.returncode, out.decode(), err.decode())

@@ -122,5 +122,10 @@ class DeviceKeeper(TensorKeeper):
         os.abort()
 
     @method
+    async def limit_memory(self, nbytes: int) -> None:
+        """Let no more than this fit onto the device."""
+        self.driver.memory_left = nbytes
+
+    @method
     async def blocks(self) -> int:
         return self.peer.store.devices.transport.live_blocks()

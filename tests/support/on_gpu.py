@@ -19,9 +19,10 @@ _NEEDS_GPU = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
     pytest.mark.timeout(120),
 ]
-# For a file whose tests differ by the event loop, and for one whose tests do not.
+# For a file whose tests differ by the event loop, for one whose tests do not, and for one whose tests share no actors.
 ON_BOTH_LOOPS = [*_NEEDS_GPU, pytest.mark.asyncio(loop_scope="module")]
 ON_ONE_LOOP = [*_NEEDS_GPU, pytest.mark.asyncio(loop_scope="module", loop_factories=["uvloop"])]
+ON_OWN_LOOPS = [*_NEEDS_GPU, pytest.mark.asyncio(loop_factories=["uvloop"])]
 
 
 async def keepers(rt: aiodaft.Runtime | aiodaft.Scope, count: int, *devices: int, **options: Any) -> list[GpuKeeper]:

@@ -40,38 +40,7 @@ def read_only(fn: F, /) -> F:
     """
     if not inspect.isfunction(fn):
         raise TypeError(f"@read_only goes on a function, below @method, not on {fn!r:.80}")
-    name: str = fn.__qualname__
-    checked: Callable[..., Any]
-    if inspect.isasyncgenfunction(fn):
-
-        @wraps(fn)
-        async def checked(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-            before, items = _versions(args, kwargs), fn(*args, **kwargs)
-            try:
-                async for item in items:
-                    yield item
-            finally:
-                await items.aclose()
-            _check(name, before)
-
-    elif inspect.iscoroutinefunction(fn):
-
-        @wraps(fn)
-        async def checked(*args: Any, **kwargs: Any) -> Any:
-            before = _versions(args, kwargs)
-            result = await fn(*args, **kwargs)
-            _check(name, before)
-            return result
-
-    else:
-
-        @wraps(fn)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            before = _versions(args, kwargs)
-            result = fn(*args, **kwargs)
-            _check(name, before)
-            return result
-
+    checked = _checked(fn, fn.__qualname__)
     setattr(checked, _MARK, True)
     return cast(F, checked)
 
@@ -79,6 +48,38 @@ def read_only(fn: F, /) -> F:
 def is_read_only(fn: object) -> bool:
     """Whether a function is declared to write to none of its arguments."""
     return getattr(fn, _MARK, False)
+
+
+def _checked(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function, which raises if it has written to an argument."""
+
+    @wraps(fn)
+    async def checked_stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        before, items = _versions(args, kwargs), fn(*args, **kwargs)
+        try:
+            async for item in items:
+                yield item
+        finally:
+            await items.aclose()
+        _check(name, before)
+
+    @wraps(fn)
+    async def checked_async(*args: Any, **kwargs: Any) -> Any:
+        before = _versions(args, kwargs)
+        result = await fn(*args, **kwargs)
+        _check(name, before)
+        return result
+
+    @wraps(fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        before = _versions(args, kwargs)
+        result = fn(*args, **kwargs)
+        _check(name, before)
+        return result
+
+    if inspect.isasyncgenfunction(fn):
+        return checked_stream
+    return checked_async if inspect.iscoroutinefunction(fn) else checked
 
 
 def _versions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Versions:

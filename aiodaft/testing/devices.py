@@ -72,9 +72,10 @@ class HostDriver:
         # Memory that the tensor library keeps for later: it gives it back when it is asked to.
         self.cached = 0
         self.made = 0
-        # What is mapped, by address; and the descriptors of what was allocated here.
+        # What is mapped, by address; and the descriptors and numbers of what was allocated here.
         self.mapped: dict[int, mmap] = {}
         self.allocated: dict[int, int] = {}
+        self._made_as: dict[int, int] = {}
         self.copied = 0
         self._streams: dict[int, deque[Gate | Callable[[], object]]] = {}
         self._events: dict[int, bool] = {}
@@ -93,6 +94,7 @@ class HostDriver:
         os.ftruncate(fd, nbytes)
         address = self._map(fd, nbytes)
         self.allocated[address] = fd
+        self._made_as[address] = self.made
         return address
 
     def free(self, device: int, address: int) -> None:
@@ -104,7 +106,8 @@ class HostDriver:
         for base, fd in self.allocated.items():
             size = len(self.mapped[base])
             if base <= address < base + size:
-                return Export(_HANDLE.pack(os.getpid(), id(self), fd, size) + self.identities[device], base, size)
+                handle = _HANDLE.pack(os.getpid(), id(self), fd, size) + self.identities[device]
+                return Export(self._made_as[base], handle, base, size)
         raise Unreachable("other processes cannot open this device memory: set nothing_expandable")
 
     def open(self, device: int, handle: bytes) -> int:
@@ -125,9 +128,13 @@ class HostDriver:
     def shut(self, device: int, address: int) -> None:
         self.mapped.pop(address).close()
 
-    def copy(self, device: int, spans: Sequence[Span], stream: int) -> None:
+    def stream_apart(self, device: int) -> int:
+        return 2
+
+    def copy(self, device: int, spans: Sequence[Span], stream: int) -> Event:
         for span in spans:
             self.enqueue(stream, partial(self._move, span))
+        return self.record(device, stream)
 
     def record(self, device: int, stream: int) -> Event:
         number = next(self._numbers)
@@ -135,13 +142,18 @@ class HostDriver:
         self.enqueue(stream, lambda: self._reach(number))
         return Event(device, number)
 
-    def happened(self, event: Event) -> bool:
+    def work(self) -> None:
+        """Do what the streams have to do, up to closed gates."""
         with self._lock:
             for queue in self._streams.values():
                 while queue and not (isinstance(queue[0], Gate) and not queue[0].open):
                     work = queue.popleft()
                     if not isinstance(work, Gate):
                         work()
+
+    def happened(self, event: Event) -> bool:
+        with self._lock:
+            self.work()
             if self.broken is not None and not self._events[event.number]:
                 raise DeviceError(self.broken)
             return self._events[event.number]
@@ -249,6 +261,8 @@ class HostAccelerators:
         if isinstance(memory, Reading):
             memory.used_by(0)
             memory = self.driver.tensor_at(memory.address, memory.nbytes, memory)
+        # The stream of this thread waits for that of the copy.
+        self.driver.work()
         assert self.device_of(memory) == 0
         return memory
 

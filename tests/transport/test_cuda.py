@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -173,21 +174,60 @@ async def test_a_value_of_this_process_is_copied_without_opening_anything() -> N
         assert itself.notes == 1
 
 
-async def test_lent_memory_is_read_where_it_lies_and_kept_until_it_is_closed_everywhere() -> None:
+class Owner:
+    """Has memory that is lent."""
+
+
+async def test_lent_memory_is_read_where_it_lies_and_its_owner_kept_until_nobody_reads_it() -> None:
     async with open_pair() as pair:
-        driver, keep = pair.producer.driver, pair.producer
+        driver, transport = pair.producer.driver, pair.producer.transport
         address = pair.producer.memory(MIB, seed=1)
         before = driver.copied
-        block = pair.producer.transport.lend(0, address + 4096, 8192, 0, keep)
-        await filled(block)
-        assert await pair.fetch(pair.grant(block)) == pattern(MIB, 1)[4096 : 4096 + 8192]
+        for offset in (4096, 8192):
+            owner = Owner()
+            kept = weakref.ref(owner)
+            block = transport.lend(0, address + offset, 8192, 0, owner)
+            del owner
+            await filled(block)
+            assert await pair.fetch(pair.grant(block)) == pattern(MIB, 1)[offset : offset + 8192]
+            assert kept() is not None
+            block.release()
+            await _until(lambda kept=kept: kept() is None)
         assert driver.copied == before
-        block.release()
-        assert block.segment.keep is keep
-        await _until(lambda: block.segment.keep is None)
-        assert pair.producer.transport.segments == 0
-        # It is its owner's to free.
+        # The allocation was opened once, stays so, and is its owner's to free.
+        assert (transport.segments, len(pair.consumer.driver.mapped)) == (1, 1)
         assert address in driver.allocated
+
+
+async def test_what_was_lent_is_closed_when_nothing_of_it_was_lent_for_a_while() -> None:
+    async with open_pair() as pair:
+        transport = pair.producer.transport
+        address = pair.producer.memory(MIB, seed=1)
+        block = transport.lend(0, address, MIB, 0, None)
+        await filled(block)
+        assert await pair.fetch(pair.grant(block)) == pattern(MIB, 1)
+        (pool,) = transport.pools()
+        # Not while it is lent.
+        assert pool.forget_idle()
+        assert pool.forget_idle()
+        block.release()
+        await _until(lambda: not block.grants)
+        assert not pool.forget_idle()
+        await _until(lambda: transport.segments == 0)
+        assert pair.consumer.driver.mapped == {}
+
+
+async def test_memory_that_is_allocated_where_lent_memory_was_is_not_taken_for_it() -> None:
+    async with open_pair() as pair:
+        for seed in range(3):
+            address = pair.producer.memory(MIB, seed)
+            block = pair.producer.transport.lend(0, address, MIB, 0, None)
+            await filled(block)
+            assert await pair.fetch(pair.grant(block)) == pattern(MIB, seed)
+            block.release()
+            await _until(lambda block=block: not block.grants)
+            # The next one has the descriptor of this one, and may have its address.
+            pair.producer.driver.free(0, address)
 
 
 async def test_memory_that_cannot_be_exported_is_refused_when_it_is_lent_and_copied_else() -> None:

@@ -59,7 +59,10 @@ class Arguments:
     def _came(self, call: InboundCall, one: Awaited, place: Place | Delivery) -> None:
         if type(place) is Plain:
             self._put(call, one, place.value)
-        elif call.stage is FETCHING and isinstance(place, Delivery) and place.fetch_now():
+            return
+        if isinstance(place, Delivery):
+            place.in_place = call.spec.read_only
+        if call.stage is FETCHING and isinstance(place, Delivery) and place.fetch_now():
             self._decode(call, one, place.received())
         else:
             bringing = self._bring(call, one, place)
@@ -92,7 +95,6 @@ class Arguments:
         if isinstance(place, ReceivedValue):
             return place
         if isinstance(place, Delivery):
-            place.in_place = in_place
             return await self._transfer.receive(place)
         if isinstance(place, StoredValue):
             return await self._transfer.take_own(place, in_place=in_place)
@@ -110,6 +112,7 @@ class Arguments:
 
     def fetch(self, call: InboundCall, args: Delivery, slots: tuple[Any, ...]) -> None:
         """Fetch the buffers and the awaited refs of a delivered call."""
+        args.in_place = call.spec.read_only
         fetching = self._fetch(call, args, slots)
         if not slots and args.fetch_now():
             run_through(fetching)
@@ -128,7 +131,6 @@ class Arguments:
             self._process.tasks.start(self._slot(args.connection, call, slot), name="pull an argument")
             for slot in slots
         ]
-        args.in_place = call.spec.read_only
         try:
             call.received = await self._transfer.receive(args)
             call.slots = [await value for value in values]

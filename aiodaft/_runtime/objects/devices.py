@@ -198,7 +198,10 @@ class Gpus:
             memory.used_by(self.current_stream(memory.device))
             tensor: torch.Tensor = library.as_tensor(memory, device=f"cuda:{memory.device}")
             return tensor
-        memory.record_stream(library.cuda.current_stream(memory.device))
+        stream = library.cuda.current_stream(memory.device)
+        memory.record_stream(stream)
+        # The copy into it may still be under way.
+        stream.wait_stream(self._landing_stream(memory.device.index))
         return memory
 
     def copy(self, memory: torch.Tensor | Reading) -> torch.Tensor:

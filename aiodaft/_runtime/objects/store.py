@@ -255,7 +255,7 @@ class Store:
     ) -> Any:
         if received.payload[0] in (SMALL, NAMED):
             return decode_small(received.payload, received.heard)
-        blobs = received.blobs if received.inline is None else [memoryview(bytearray(received.inline))]
+        blobs: list[Any] = received.blobs if received.inline is None else [memoryview(bytearray(received.inline))]
         if not all(isinstance(blob, memoryview) for blob in blobs):
             take_over = self.devices.kind.take_over
             blobs = [blob if isinstance(blob, memoryview) else take_over(blob) for blob in blobs]

@@ -187,12 +187,19 @@ class StoredValue:
         blobs = self.blobs()
         return len(blobs) == 1 and blobs[0][0].nbytes > limit
 
+    def when_filled(self, callback: Callable[[], object]) -> None:
+        """Call back once the accelerators have copied their part, or have failed."""
+        waiting = [block for block in self._device_blocks if not block.settled]
+        if not waiting:
+            callback()
+        else:
+            waiting[0].on_filled(lambda: self.when_filled(callback))
+
     async def wait_filled(self) -> None:
         """Wait until the accelerators have copied their part, or have failed."""
-        for block in self._device_blocks:
-            filled = asyncio.Event()
-            block.on_filled(filled.set)
-            await filled.wait()
+        filled = asyncio.Event()
+        self.when_filled(filled.set)
+        await filled.wait()
 
     def pack(self, transport: Transport, carrier: Callable[[Route], Transport]) -> None:
         """Copy the buffers to where peers can reach them. May take long.

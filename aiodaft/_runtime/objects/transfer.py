@@ -75,7 +75,11 @@ class Delivery:
         recorder = self._store.process.recorder
         while self.granted:
             (name, grant), began = self.granted[0], 0.0 if recorder is None else recorder.now()
-            blob = self._store.transport_named(name).fetch_now(grant, self.connection)
+            if name == DEVICE_NAME:
+                devices = self._store.devices.transport
+                blob = (devices.read_now if self.in_place else devices.bring_now)(grant, self.connection)
+            else:
+                blob = self._store.transport_named(name).fetch_now(grant, self.connection)
             if blob is None:
                 return False
             self.granted.popleft()
@@ -315,8 +319,9 @@ class Transfer:
             if into is not None and into.fits(delivery.payload, size_of(grant)):
                 memory = self._store.memory_in(into.target, name, grant, connection)
             delivery.granted.popleft()
-            if delivery.in_place and name == DEVICE_NAME:
-                view = await self._store.devices.transport.read(grant, connection)
+            if memory is None and name == DEVICE_NAME:
+                devices = self._store.devices.transport
+                view = await (devices.read if delivery.in_place else devices.bring)(grant, connection)
             elif memory is None:
                 view = await transport.fetch(grant, connection)
             else:
@@ -421,6 +426,8 @@ class Transfer:
             connection.send((m.MOVED, *key, place))
         elif place.ready:
             self._give(connection, key, place, asked=asked)
+        elif place.packed:
+            place.when_filled(lambda: self._give(connection, key, place, asked=asked))
         else:
             self._process.tasks.create_task(self._pack_and_give(connection, key, place, asked=asked), name="pack")
 

@@ -7,7 +7,7 @@ order. A *stream* is a queue of work of a device, by the number the driver gave 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from aiodaft_transport.abc import Host
 from aiodaft_transport.exceptions import TransportError
@@ -36,8 +36,9 @@ class Event(NamedTuple):
 
 
 class Export(NamedTuple):
-    """An allocation that other processes can open."""
+    """An allocation that other processes can open. No other one of its process ever has its number."""
 
+    number: int
     handle: bytes
     address: int
     size: int
@@ -87,8 +88,12 @@ class Driver(Protocol):
         """The opposite of `open`. May wait for the device."""
         ...
 
-    def copy(self, device: int, spans: Sequence[Span], stream: int) -> None:
-        """Let a stream copy between addresses of this process."""
+    def stream_apart(self, device: int) -> int:
+        """A stream of this driver alone, which waits for no other one."""
+        ...
+
+    def copy(self, device: int, spans: Sequence[Span], stream: int) -> Event:
+        """Let a stream copy between addresses of this process; returns the end of that."""
         ...
 
     def record(self, device: int, stream: int) -> Event:
@@ -148,17 +153,18 @@ Land: TypeAlias = Callable[[bytes, int], Landing]
 
 
 class DeviceSegment(PooledSegment):
-    """Memory of one device that peers can open: allocated here, or lent by the user (`keep`)."""
+    """An allocation of a device that peers can open: one of the pool, or one that the user has lent parts of."""
 
-    __slots__ = ("device", "handle", "identity", "keep", "users", "waiting")
+    __slots__ = ("device", "handle", "identity", "is_lent", "rests", "users", "waiting")
 
     def __init__(self, number: int, export: Export, capacity: int, device: int, identity: bytes) -> None:
         super().__init__(number, export.size, capacity, export.address)
         self.handle = export.handle
         self.device = device
         self.identity = identity
-        # Memory of the user, kept alive until no peer has it open; None for allocated memory.
-        self.keep: Any = None
+        self.is_lent = False
+        # Nothing of it was lent since the pool looked the last time.
+        self.rests = False
         # Transfers within this process.
         self.users = 0
         # Peers that were told to close it.
@@ -175,7 +181,7 @@ class DeviceSegment(PooledSegment):
 class DeviceBlock(PooledBlock[DeviceSegment]):
     """A value, or part of one, on one device. It may be granted once it is filled."""
 
-    __slots__ = ("_waiting", "error", "filled", "keep")
+    __slots__ = ("_waiting", "error", "filled", "keep", "owner")
 
     def __init__(self, pool: BlockPool[DeviceSegment], segment: DeviceSegment, offset: int, nbytes: int) -> None:
         super().__init__(pool, segment, offset, nbytes)
@@ -183,8 +189,10 @@ class DeviceBlock(PooledBlock[DeviceSegment]):
         self.filled = False
         # Why the device never will.
         self.error: TransportError | None = None
-        # The source of the copy, kept alive.
+        # The source of the copy, kept alive until that is made.
         self.keep: Any = None
+        # The owner of memory that is lent, kept alive until no peer reads it any more.
+        self.owner: Any = None
         self._waiting: list[Callable[[], object]] = []
 
     @property
@@ -235,19 +243,40 @@ class DevicePool(BlockPool[DeviceSegment]):
         self._device = device
         # Gets each segment by its number.
         self._made = made
+        # Those of the user, by the numbers of their exports.
+        self._lent: dict[int, DeviceSegment] = {}
 
     def allocate(self, nbytes: int) -> DeviceBlock:
         """Return a block of `nbytes` bytes, 64-byte aligned."""
         return DeviceBlock(self, *self._take(nbytes), nbytes)
 
-    def lend(self, address: int, nbytes: int, keep: Any) -> DeviceBlock:
-        """Memory of the user as a block; `keep` keeps it alive."""
+    def lend(self, address: int, nbytes: int, owner: Any) -> DeviceBlock:
+        """Memory of the user as a block, which keeps its owner alive."""
         export = self._driver.export(self._device, address)
         with self.lock:
-            segment = self._segment(self.next_number(), export, export.size)
-            segment.keep = keep
-            segment.live = 1
-            return DeviceBlock(self, segment, address - export.address, nbytes)
+            segment = self._lent.get(export.number)
+            if segment is None:
+                segment = self._lent[export.number] = self._segment(self.next_number(), export, export.size)
+                segment.is_lent = True
+            segment.live += 1
+            segment.rests = False
+            block = DeviceBlock(self, segment, address - export.address, nbytes)
+            block.owner = owner
+            return block
+
+    def forget_idle(self) -> bool:
+        """Let peers close what of the user's memory has been of no use since the last time; whether some is left.
+
+        Peers keep it open in between, because allocations are lent again and again, and opening one takes long. The
+        user may free it meanwhile, but while a peer has it open, the device cannot use the memory for something else.
+        """
+        with self.lock:
+            for number, segment in list(self._lent.items()):
+                if segment.rests and not segment.live:
+                    del self._lent[number]
+                    self._drop(segment)
+                segment.rests = True
+            return bool(self._lent)
 
     def _make_segment(self, number: int, size: int, capacity: int) -> DeviceSegment:
         address = self._driver.allocate(self._device, size)
@@ -264,7 +293,9 @@ class DevicePool(BlockPool[DeviceSegment]):
         return segment
 
     def reuse_if_idle(self, block: PooledBlock[DeviceSegment]) -> None:
-        super().reuse_if_idle(block)
-        segment = block.segment
-        if segment.keep is not None and not segment.live and not self._closed:
-            self._drop(segment)
+        if block.segment.is_lent:
+            if block.released and not block.grants:
+                block.segment.live -= 1
+                cast("DeviceBlock", block).owner = None
+        else:
+            super().reuse_if_idle(block)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, Final
 
@@ -26,9 +25,11 @@ _NOT_READY: Final = 600
 # Errors of opening memory if one GPU cannot reach the other: no peer access, mapping failed, too many peers.
 _OUT_OF_REACH: Final = (217, 205, 711)
 
+_STREAM_NON_BLOCKING: Final = 1
 _EVENT_DISABLE_TIMING: Final = 2
 _LAZY_PEER_ACCESS: Final = 1
 _CAPTURE_RELAXED: Final = 2
+_BUFFER_ID: Final = 7
 
 
 class _Handle(ctypes.Structure):
@@ -59,16 +60,37 @@ _FUNCTIONS: Final[dict[str, list[Any]]] = {
     "cuMemAlloc_v2": [POINTER(c_uint64), c_size_t],
     "cuMemFree_v2": [c_uint64],
     "cuMemGetAddressRange_v2": [POINTER(c_uint64), POINTER(c_size_t), c_uint64],
+    "cuPointerGetAttribute": [c_void_p, c_int, c_uint64],
     "cuMemcpyAsync": [c_uint64, c_uint64, c_size_t, c_void_p],
     "cuIpcGetMemHandle": [POINTER(_Handle), c_uint64],
     "cuIpcOpenMemHandle_v2": [POINTER(c_uint64), _Handle, c_uint],
     "cuIpcCloseMemHandle": [c_uint64],
+    "cuStreamCreate": [POINTER(c_void_p), c_uint],
+    "cuStreamDestroy_v2": [c_void_p],
     "cuEventCreate": [POINTER(c_void_p), c_uint],
     "cuEventRecord": [c_void_p, c_void_p],
     "cuEventQuery": [c_void_p],
     "cuEventSynchronize": [c_void_p],
     "cuEventDestroy_v2": [c_void_p],
 }
+
+
+class _Current:
+    """Leaves a context that was made current. A class, because it surrounds each call."""
+
+    __slots__ = ("_library", "_mode")
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._mode = c_int(_CAPTURE_RELAXED)
+        library.cuThreadExchangeStreamCaptureMode(byref(self._mode))
+
+    def __enter__(self) -> None:
+        """The context is current."""
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._library.cuThreadExchangeStreamCaptureMode(byref(self._mode))
+        self._library.cuCtxPopCurrent_v2(byref(c_void_p()))
 
 
 class CudaDriver:
@@ -81,7 +103,9 @@ class CudaDriver:
     def __init__(self, library: str = _LIBRARY) -> None:
         self._library = _load(library)
         self._contexts: dict[int, c_void_p] = {}
-        self._lock = threading.Lock()
+        self._streams: dict[int, int] = {}
+        # Reentrant: what makes a stream may make a context first.
+        self._lock = threading.RLock()
         self._check(self._library.cuInit(0), "CUDA cannot be used here", Unreachable)
         count = c_int()
         self._check(self._library.cuDeviceGetCount(byref(count)), "GPUs cannot be counted", Unreachable)
@@ -112,18 +136,20 @@ class CudaDriver:
             self._check(self._library.cuMemFree_v2(address), "GPU memory cannot be freed")
 
     def export(self, device: int, address: int) -> Export:
-        base, size, handle = c_uint64(), c_size_t(), _Handle()
+        base, size, handle, number = c_uint64(), c_size_t(), _Handle(), c_uint64()
         with self._on(device):
             status = self._library.cuMemGetAddressRange_v2(byref(base), byref(size), address)
             if status == _OK:
                 status = self._library.cuIpcGetMemHandle(byref(handle), base)
+            if status == _OK:
+                status = self._library.cuPointerGetAttribute(byref(number), _BUFFER_ID, base)
         self._check(
             status,
             "other processes cannot open this GPU memory: memory of expandable segments cannot be lent "
             "(set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or do not use borrow(): the value is then copied)",
             Unreachable,
         )
-        return Export(bytes(handle), base.value, size.value)
+        return Export(number.value, bytes(handle), base.value, size.value)
 
     def open(self, device: int, handle: bytes) -> int:
         address = c_uint64()
@@ -143,22 +169,37 @@ class CudaDriver:
         with self._on(device):
             self._check(self._library.cuIpcCloseMemHandle(address), "GPU memory of a peer cannot be closed")
 
-    def copy(self, device: int, spans: Sequence[Span], stream: int) -> None:
+    def stream_apart(self, device: int) -> int:
+        stream = self._streams.get(device)
+        if stream is not None:
+            return stream
+        with self._lock:
+            made = c_void_p()
+            with self._on(device):
+                status = self._library.cuStreamCreate(byref(made), _STREAM_NON_BLOCKING)
+            self._check(status, "a stream cannot be created")
+            return self._streams.setdefault(device, made.value or 0)
+
+    def copy(self, device: int, spans: Sequence[Span], stream: int) -> Event:
         with self._on(device):
             for target, source, nbytes in spans:
                 # Unified addresses identify their GPUs.
                 self._check(self._library.cuMemcpyAsync(target, source, nbytes, stream), "GPU memory cannot be copied")
+            return self._record(device, stream)
 
     def record(self, device: int, stream: int) -> Event:
-        event = c_void_p()
         with self._on(device):
-            self._check(self._library.cuEventCreate(byref(event), _EVENT_DISABLE_TIMING), "an event cannot be created")
-            number = event.value or 0
-            try:
-                self._check(self._library.cuEventRecord(number, stream), "an event cannot be recorded")
-            except BaseException:
-                self._library.cuEventDestroy_v2(number)
-                raise
+            return self._record(device, stream)
+
+    def _record(self, device: int, stream: int) -> Event:
+        event = c_void_p()
+        self._check(self._library.cuEventCreate(byref(event), _EVENT_DISABLE_TIMING), "an event cannot be created")
+        number = event.value or 0
+        try:
+            self._check(self._library.cuEventRecord(number, stream), "an event cannot be recorded")
+        except BaseException:
+            self._library.cuEventDestroy_v2(number)
+            raise
         return Event(device, number)
 
     def happened(self, event: Event) -> bool:
@@ -179,22 +220,20 @@ class CudaDriver:
             self._library.cuEventDestroy_v2(event.number)
 
     def close(self) -> None:
+        while self._streams:
+            device, stream = self._streams.popitem()
+            with self._on(device):
+                self._library.cuStreamDestroy_v2(stream)
         with self._lock:
             contexts, self._contexts = self._contexts, {}
         for device in contexts:
             self._library.cuDevicePrimaryCtxRelease_v2(self._devices[device])
 
-    @contextmanager
-    def _on(self, device: int) -> Generator[None]:
+    def _on(self, device: int) -> _Current:
         """Make a device the thread's current one, without disturbing graph captures of other threads."""
-        library, mode = self._library, c_int(_CAPTURE_RELAXED)
-        self._check(library.cuCtxPushCurrent_v2(self._context(device)), f"GPU {device} cannot be used")
-        library.cuThreadExchangeStreamCaptureMode(byref(mode))
-        try:
-            yield
-        finally:
-            library.cuThreadExchangeStreamCaptureMode(byref(mode))
-            library.cuCtxPopCurrent_v2(byref(c_void_p()))
+        context = self._context(device)
+        self._check(self._library.cuCtxPushCurrent_v2(context), f"GPU {device} cannot be used")
+        return _Current(self._library)
 
     def _context(self, device: int) -> c_void_p:
         context = self._contexts.get(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -20,14 +21,14 @@ class RemoteSegment:
         self.size = size
         self.identity = identity
         self.handle = handle
-        # Its address for each device of this process. Belongs to the helper thread.
+        # Its address for each device of this process.
         self.addresses: dict[int, int] = {}
         self.users = 0
         # Called once it is closed; set when it is not used any more.
         self.gone: Callable[[], object] | None = None
 
     def opened(self, driver: Driver, device: int) -> int:
-        """Its address for work of a device; opens it if needed. In the helper thread."""
+        """Its address for work of a device; opens it if needed, in the helper thread."""
         if device not in self.addresses:
             self.addresses[device] = driver.open(device, self.handle)
         return self.addresses[device]
@@ -47,12 +48,17 @@ class Remote(SegmentRemote[RemoteSegment]):
 
 
 class Pull(BasePull[Any]):
-    """One transfer. Owns its memory until it is over."""
+    """One transfer. Owns its memory until it is over.
+
+    Attributes:
+        queued: The owner of the memory, once the device is told to copy: work behind that copy sees the bytes.
+    """
 
     def __init__(
         self, remote: Remote, segment: RemoteSegment | DeviceSegment, offset: int, nbytes: int, grant: int
     ) -> None:
         super().__init__()
+        self.queued: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.remote = remote
         self.segment = segment
         self.offset = offset
@@ -61,18 +67,26 @@ class Pull(BasePull[Any]):
         self.landing: Landing | None = None
         self.event: Event | None = None
 
-    def begin(self, driver: Driver, land: Land) -> Event:
-        """Have the device copy; in the helper thread, because opening memory and making a context take long."""
+    def begin(self, driver: Driver, land: Land) -> None:
+        """Have the device copy; in the helper thread, if the segment is not open for it."""
         landing = self.landing = land(self.segment.identity, self.nbytes)
         source = self.segment.opened(driver, landing.device) + self.offset
-        driver.copy(landing.device, [Span(landing.address, source, self.nbytes)], landing.stream)
-        self.event = driver.record(landing.device, landing.stream)
-        return self.event
+        self.event = driver.copy(landing.device, [Span(landing.address, source, self.nbytes)], landing.stream)
+
+    def set_queued(self) -> None:
+        """The device is told to copy."""
+        assert self.landing is not None
+        if not self.queued.done():
+            self.queued.set_result(self.landing.owner)
 
     def settle(self, error: Exception | None) -> None:
-        """Give the waiter its result or error, if it still waits."""
+        """Give the waiters their result or error, if they still wait."""
         if error is not None:
             self.set_error(error)
+            if not self.queued.done():
+                self.queued.set_exception(error)
+                # As of `done`, the waiter may be gone.
+                self.queued.exception()
         elif not self.done.done():
             assert self.landing is not None
             self.done.set_result(self.landing.owner)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Final
 
 from aiodaft_transport.cuda.device import DeviceBlock, Driver, Span
 from aiodaft_transport.memory.block_pool import Unmapped
-
-# CU_STREAM_PER_THREAD: the copies do not wait for what other threads compute. The block is filled already.
-_OWN_STREAM: Final = 2
 
 
 class ThroughHost(Unmapped):
@@ -34,8 +30,8 @@ class ThroughHost(Unmapped):
 
     def _copy(self, span: Span) -> None:
         driver, device = self._driver, self._block.segment.device
-        driver.copy(device, [span], _OWN_STREAM)
-        event = driver.record(device, _OWN_STREAM)
+        # The block is filled already: the copy need not wait for what the device computes.
+        event = driver.copy(device, [span], driver.stream_apart(device))
         try:
             driver.wait(event)
             driver.happened(event)

@@ -45,6 +45,9 @@ from aiodaft_transport.peers import GONE, RETURN, SEGMENT, SegmentTransport
 # A further note. The body of SEGMENT is the identity of the device and the handle.
 _CLOSED: Final = 4  # id: the sender has closed a segment of the receiver
 
+# Seconds after which peers close memory of the user of which nothing is lent any more, or twice as many.
+_REST: Final = 1.0
+
 
 class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
     """Device memory between processes of one host. `register` and `block_at` do nothing: `lend` exports memory."""
@@ -65,6 +68,8 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         self._pools: dict[int, DevicePool] = {}
         # Segments of this process, until every peer has closed them.
         self._segments: dict[int, DeviceSegment] = {}
+        # Goes off while there are segments of the user.
+        self._looking: asyncio.TimerHandle | None = None
         # Segments of peers, until they are closed here.
         self._foreign: set[RemoteSegment] = set()
 
@@ -114,8 +119,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         """
         block = self.pool(device).allocate(nbytes)
         placed = [Span(block.address + target, source, size) for target, source, size in spans]
-        self.driver.copy(device, placed, stream)
-        self._fill(block, self.driver.record(device, stream), keep)
+        self._fill(block, self.driver.copy(device, placed, stream), keep)
         return block
 
     def lend(self, device: int, address: int, nbytes: int, stream: int, keep: Any) -> DeviceBlock:
@@ -133,7 +137,19 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
             self.driver.forget(event)
             raise
         self._fill(block, event, keep)
+        self._host.call_soon(self._look_after_lent)
         return block
+
+    def _look_after_lent(self) -> None:
+        """From time to time, let peers close what was lent and is no longer, until there is nothing of that."""
+        if self._looking is None and not self._closed:
+            self._looking = asyncio.get_running_loop().call_later(_REST, self._forget_idle)
+
+    def _forget_idle(self) -> None:
+        self._looking = None
+        left = [pool.forget_idle() for pool in self.pools()]
+        if any(left):
+            self._look_after_lent()
 
     def _fill(self, block: DeviceBlock, event: Event, keep: Any) -> None:
         block.fill(keep)
@@ -162,22 +178,49 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         """
         return await self._pull(grant, control, self._land).done
 
+    async def bring(self, grant: Grant, control: Control) -> Any:
+        """As `fetch`, but returns as soon as the copy is queued on the stream of the memory.
+
+        If the producer dies from then on, or the waiter is cancelled, that copy is still made.
+        """
+        return await self._pull(grant, control, self._land).queued
+
+    def bring_now(self, grant: Grant, control: Control) -> Any:
+        """The same at once; None, and nothing has happened, if that could take long or fails."""
+        if not self._is_open(grant, control):
+            return None
+        pull = self._new_pull(grant, control)
+        try:
+            pull.begin(self.driver, self._land)
+        except Exception:  # noqa: BLE001 - `bring` raises it again
+            self._end(pull)
+            return None
+        owner = cast(Landing, pull.landing).owner
+        self._begun(pull)
+        return owner
+
     async def read(self, grant: Grant, control: Control) -> Any:
-        """The granted bytes where they lie, as a `Reading`; if they are on no device of this process, as `fetch` does.
+        """The granted bytes where they lie, as a `Reading`; if they are on no device of this process, as `bring` does.
 
         Raises:
             DeviceError: They cannot be opened.
             GrantError: There is no such memory.
         """
-        device = self.device_of(grant, control)
-        if device is None:
-            return await self.fetch(grant, control)
-        _, offset, nbytes, number = cast(tuple[int, int, int, int], grant)
-        remote, segment = self.source_of(grant, control)
-        segment.users += 1
-        reading = Reading(segment, device, offset, nbytes, partial(self._dropped, remote, segment, number, device))
+        reading = self._reading(grant, control)
+        if reading is None:
+            return await self.bring(grant, control)
         # If this is cancelled, or fails, the reading is dropped: what that does comes after this job.
         await self._in_thread(lambda: reading.open(self.driver))
+        return reading
+
+    def read_now(self, grant: Grant, control: Control) -> Any:
+        """The same at once; None, and nothing has happened, if that could take long or fails."""
+        if not self._is_open(grant, control):
+            return None
+        reading = self._reading(grant, control)
+        if reading is None:
+            return self.bring_now(grant, control)
+        reading.open(self.driver)
         return reading
 
     async def fetch_into(self, grant: Grant, control: Control, target: Landing) -> None:
@@ -217,6 +260,8 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         if self._closed:
             return
         self._closed = True
+        if self._looking is not None:
+            self._looking.cancel()
         for pull in [pull for remote in self.remotes.values() for pull in remote.pulls]:
             if pull.event is not None:
                 self.driver.wait(pull.event)
@@ -280,34 +325,70 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
 
     def _pull(self, grant: Grant, control: Control, land: Land) -> Pull:
         """Begin a fetch."""
+        pull = self._new_pull(grant, control)
+        self._host.create_task(self._begin(pull, land), name=f"copy from the device memory of {control.peer}")
+        return pull
+
+    def _is_open(self, grant: Grant, control: Control) -> bool:
+        """Whether the granted bytes are open for the device that would get them."""
+        try:
+            segment = self.source_of(grant, control)[1]
+        except GrantError:
+            return False
+        # A process without a device has opened nothing, and its driver cannot be opened.
+        return isinstance(segment, DeviceSegment) or (
+            bool(segment.addresses) and (self.device_of(grant, control) or 0) in segment.addresses
+        )
+
+    def _new_pull(self, grant: Grant, control: Control) -> Pull:
         _, offset, nbytes, number = cast(tuple[int, int, int, int], grant)
         remote, segment = self.source_of(grant, control)
         pull = Pull(remote, segment, offset, nbytes, number)
         segment.users += 1
         remote.pulls.add(pull)
-        self._host.create_task(self._bring(pull, land), name=f"copy from the device memory of {control.peer}")
         return pull
 
-    async def _bring(self, pull: Pull, land: Land) -> None:
-        error: Exception | None = None
+    async def _begin(self, pull: Pull, land: Land) -> None:
         try:
-            event = await self._in_thread(lambda: pull.begin(self.driver, land))
-            happened: asyncio.Future[TransportError | None] = asyncio.get_running_loop().create_future()
-            self.watch.add(event, lambda failure: None if happened.done() else happened.set_result(failure))
-            error = await happened
-        except Exception as caught:  # noqa: BLE001 - the waiter gets it
-            error = caught
+            await self._in_thread(lambda: pull.begin(self.driver, land))
+        except Exception as error:  # noqa: BLE001 - the waiter gets it
+            self._over(pull, error)
         except BaseException:
             # The process ends: `close` waits for the device.
             pull.set_over()
             raise
+        else:
+            self._begun(pull)
+
+    def _begun(self, pull: Pull) -> None:
+        """The device is told to copy."""
+        pull.set_queued()
+        self.watch.add(cast(Event, pull.event), partial(self._over, pull))
+
+    def _over(self, pull: Pull, error: Exception | None) -> None:
         pull.settle(error)
+        self._end(pull)
+        if not self._closed:
+            self._send(pull.remote, RETURN, pull.grant)
+
+    def _end(self, pull: Pull) -> None:
+        """Nothing touches the memory of a transfer any more."""
         pull.landing = None
         pull.set_over()
         pull.remote.pulls.discard(pull)
-        self._unused(pull.remote, pull.segment, pull.grant)
+        self._unused(pull.segment)
 
     # Reading in place.
+
+    def _reading(self, grant: Grant, control: Control) -> Reading | None:
+        """What is read where it lies, still to be opened; None if it is on no device of this process."""
+        device = self.device_of(grant, control)
+        if device is None:
+            return None
+        _, offset, nbytes, number = cast(tuple[int, int, int, int], grant)
+        remote, segment = self.source_of(grant, control)
+        segment.users += 1
+        return Reading(segment, device, offset, nbytes, partial(self._dropped, remote, segment, number, device))
 
     def _dropped(
         self,
@@ -335,12 +416,12 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
                 continue
             self.watch.add(event, lambda _: self._wait_unused(remote, segment, number, device, left))
             return
-        self._unused(remote, segment, number)
-
-    def _unused(self, remote: Remote, segment: RemoteSegment | DeviceSegment, number: int) -> None:
-        """Nothing here uses what was granted any more."""
-        segment.users -= 1
+        self._unused(segment)
         self._send(remote, RETURN, number)
+
+    def _unused(self, segment: RemoteSegment | DeviceSegment) -> None:
+        """One use of a segment is over."""
+        segment.users -= 1
         if isinstance(segment, RemoteSegment):
             self._shut_if_unused(segment)
 
@@ -383,9 +464,8 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
             await self._in_thread(lambda: self._free(segment))
 
     def _free(self, segment: DeviceSegment) -> None:
-        if segment.keep is None:
+        if not segment.is_lent:
             self.driver.free(segment.device, segment.address)
-        segment.keep = None
 
 
 def _check_filled(block: DeviceBlock) -> None:

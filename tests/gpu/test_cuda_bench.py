@@ -25,4 +25,6 @@ async def test_each_line_has_a_number_and_no_tensor_goes_through_the_host() -> N
     assert all(result.value > 0 for result in lines.values())
     without_floor = [name for name, result in lines.items() if not result.floor]
     assert without_floor == ["a tensor from actor to actor"]
-    assert {"64 MiB, fresh", "64 MiB, 8 in flight, lent", "64 MiB / torch IPC", "64 MiB, second consumer"} < set(lines)
+    assert {"64 MiB, fresh", "64 MiB, 8 in flight, lent", "64 MiB, lent / torch IPC", "64 MiB, second consumer"} < set(
+        lines
+    )

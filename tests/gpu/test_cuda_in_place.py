@@ -135,7 +135,7 @@ async def test_registering_a_pinned_tensor_works_and_one_of_a_gpu_needs_none(sha
         assert await a.where(pinned) == ("cpu", "", 5.0 * MIB)
 
 
-async def test_who_only_reads_gets_no_copy(shared: list[GpuKeeper], shared_runtime: aiodaft.Runtime) -> None:
+async def test_who_only_reads_gets_no_copy(shared: list[GpuKeeper]) -> None:
     a, b = shared
     ref, lent = a.make(64 * MIB, 2.0), a.lend(64 * MIB, 3.0)
     for reader in (b, a, b):

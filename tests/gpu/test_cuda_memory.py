@@ -11,7 +11,7 @@ import gc
 import pytest
 import torch
 from cuda_memory import Hoarder
-from on_gpu import GIB, MIB, ON_ONE_LOOP, keepers
+from on_gpu import GIB, MIB, ON_ONE_LOOP, keepers, memory_by_process
 
 import aiodaft
 
@@ -30,26 +30,22 @@ def most_of_the_gpu() -> int:
     return free() // 100 * 60
 
 
-async def until_free(nbytes: int) -> None:
-    while free() < nbytes:
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize("ends", ["killed", "stopped", "crashed"])
 async def test_an_actor_that_ends_frees_its_device_memory(module_rt: aiodaft.Runtime, ends: str) -> None:
-    before = free()
     hoarder = await module_rt.spawn(Hoarder, MUCH)
+    pid = (await module_rt.info(hoarder)).pid
     # A second actor holds a part of it through a value.
     (other,) = await keepers(module_rt, 1)
     value = hoarder.make(1 << 20, 7)
     await other.echo(value).ready()
-    assert free() < before - MUCH // 2
+    assert memory_by_process()[pid] >= MUCH
     if ends == "crashed":
         with pytest.raises(aiodaft.ActorDied):
             await hoarder.crash()
     else:
         await (module_rt.kill if ends == "killed" else module_rt.stop)(hoarder)
-    await until_free(before - MUCH // 2)
+    while pid in memory_by_process():
+        await asyncio.sleep(0)
 
 
 async def test_the_next_incarnation_finds_the_memory_of_the_last_one_free(module_rt: aiodaft.Runtime) -> None:

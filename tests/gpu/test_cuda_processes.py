@@ -14,7 +14,7 @@ import pytest
 import torch
 from cuda_actors import GpuKeeper
 from inside import fork_server_of
-from on_gpu import ON_OWN_LOOPS
+from on_gpu import ON_OWN_LOOPS, memory_by_process
 from probes import Probe
 
 import aiodaft
@@ -22,12 +22,10 @@ from aiodaft._runtime.platform.machine_gpus import machine_gpus
 
 pytestmark = ON_OWN_LOOPS
 
-# The file of the driver that CUDA opens and NVML does not.
-CUDA_FILE = "/dev/nvidia-uvm"
-
 
 def has_cuda(pid: int) -> bool:
-    return any(os.readlink(entry) == CUDA_FILE for entry in Path(f"/proc/{pid}/fd").iterdir())
+    """Whether a process has memory of a GPU."""
+    return pid in memory_by_process()
 
 
 def cuda_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

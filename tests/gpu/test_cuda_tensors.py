@@ -103,6 +103,8 @@ async def test_no_loop_waits_for_a_gpu(
     shared: list[GpuKeeper],
 ) -> None:
     a, b, _ = shared
+    # The kernels are loaded.
+    await a.make_on_thread(1, 5.0)
     total = b.where(a.make_late(MIB, 5.0))
     for _ in range(20):
         await asyncio.gather(a.traffic(), b.traffic())

@@ -92,7 +92,7 @@ class GpuKeeper(TensorKeeper):
         """The sum of a tensor that is not copied for this, and the most memory that torch has had in the meantime."""
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        total = float(tensor.sum(dtype=torch.float64))
+        total = float(tensor.sum())
         return total, torch.cuda.max_memory_allocated(self.device) - before
 
     @method
@@ -161,7 +161,7 @@ class GpuKeeper(TensorKeeper):
         self.profiler.__exit__(None, None, None)
         return [event.name for event in self.profiler.events()]
 
-    @method
+    @method(ordered=False)
     async def traffic(self) -> tuple[int, int]:
         """Bytes of payload sent, and those of them from GPU to GPU."""
         traffic = self.peer.connections.traffic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from typing import Any
 
 import pytest
@@ -35,6 +36,13 @@ async def keepers(rt: aiodaft.Runtime | aiodaft.Scope, count: int, *devices: int
         return keeper
 
     return list(await asyncio.gather(*(begin() for _ in range(count))))
+
+
+def memory_by_process() -> dict[int, int]:
+    """Bytes of GPUs that processes have, by their pids."""
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {int(pid): int(mib) << 20 for pid, mib in (line.split(",") for line in lines)}
 
 
 async def all_given_back(keeper: GpuKeeper) -> None:

@@ -146,7 +146,19 @@ class Devices:
             ) from error
 
     def _land(self, source: bytes, nbytes: int) -> Landing:
-        return self.kind.land(self.transport.driver.identities, source, nbytes)
+        driver = self.transport.driver
+        with driver.apart():
+            return self.kind.land(driver.identities, source, nbytes)
+
+    def take_over(self, memory: Any) -> torch.Tensor:
+        """What has landed, or is read where it lies, as a tensor of bytes that this thread begins to use."""
+        with self.transport.driver.apart():
+            return self.kind.take_over(memory)
+
+    def copy(self, memory: Any) -> Any:
+        """The same bytes once more on the same device, by work of this thread's stream."""
+        with self.transport.driver.apart():
+            return self.kind.copy(memory)
 
 
 class Gpus:

@@ -257,7 +257,7 @@ class Store:
             return decode_small(received.payload, received.heard)
         blobs: list[Any] = received.blobs if received.inline is None else [memoryview(bytearray(received.inline))]
         if not all(isinstance(blob, memoryview) for blob in blobs):
-            take_over = self.devices.kind.take_over
+            take_over = self.devices.take_over
             blobs = [blob if isinstance(blob, memoryview) else take_over(blob) for blob in blobs]
         return decode(
             received.payload,
@@ -275,7 +275,7 @@ class Store:
         return ReceivedValue(received.payload, received.inline, blobs, received.refs, received.heard)
 
     def _copy_blob(self, blob: Any) -> Any:
-        return memoryview(bytearray(blob)) if isinstance(blob, memoryview) else self.devices.kind.copy(blob)
+        return memoryview(bytearray(blob)) if isinstance(blob, memoryview) else self.devices.copy(blob)
 
     def memory_in(self, target: torch.Tensor, name: str, grant: Grant, connection: Route) -> Any:
         """The memory of a tensor for a transport to fetch into; None if the transport cannot write there."""

@@ -7,6 +7,7 @@ order. A *stream* is a queue of work of a device, by the number the driver gave 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from aiodaft_transport.abc import Host
@@ -50,6 +51,10 @@ class Driver(Protocol):
     @property
     def identities(self) -> Sequence[bytes]:
         """For each device of this process, an identity that all processes share."""
+        ...
+
+    def apart(self) -> AbstractContextManager[object]:
+        """Work of this thread with other libraries ends no capture of a graph in another thread meanwhile."""
         ...
 
     def memory(self, device: int) -> int:

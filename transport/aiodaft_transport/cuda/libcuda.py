@@ -75,8 +75,8 @@ _FUNCTIONS: Final[dict[str, list[Any]]] = {
 }
 
 
-class _Current:
-    """Leaves a context that was made current. A class, because it surrounds each call."""
+class _Apart:
+    """What this thread does meanwhile ends no capture of a graph in another thread."""
 
     __slots__ = ("_library", "_mode")
 
@@ -86,10 +86,19 @@ class _Current:
         library.cuThreadExchangeStreamCaptureMode(byref(self._mode))
 
     def __enter__(self) -> None:
-        """The context is current."""
+        """It has begun already: this surrounds each call, and is kept short."""
 
     def __exit__(self, *exc_info: object) -> None:
         self._library.cuThreadExchangeStreamCaptureMode(byref(self._mode))
+
+
+class _Current(_Apart):
+    """The same with a context that was made current for it."""
+
+    __slots__ = ()
+
+    def __exit__(self, *exc_info: object) -> None:
+        super().__exit__(*exc_info)
         self._library.cuCtxPopCurrent_v2(byref(c_void_p()))
 
 
@@ -116,6 +125,9 @@ class CudaDriver:
     @property
     def identities(self) -> Sequence[bytes]:
         return self._identities
+
+    def apart(self) -> _Apart:
+        return _Apart(self._library)
 
     def memory(self, device: int) -> int:
         size = c_size_t()
@@ -230,7 +242,7 @@ class CudaDriver:
             self._library.cuDevicePrimaryCtxRelease_v2(self._devices[device])
 
     def _on(self, device: int) -> _Current:
-        """Make a device the thread's current one, without disturbing graph captures of other threads."""
+        """Make a device the thread's current one."""
         context = self._context(device)
         self._check(self._library.cuCtxPushCurrent_v2(context), f"GPU {device} cannot be used")
         return _Current(self._library)

@@ -191,25 +191,23 @@ async def _second_consumer(bench: Bench, actors: _Actors, size: int) -> None:
 async def _small(bench: Bench, actors: _Actors, many: int) -> None:
     """Small tensors, one at a time and many at once."""
     a, name = actors.a, "1 KiB by ref"
-    ours = actors.moves(a.fresh, _KIB)
-    await bench.compare(
-        f"{name}, lent, read only / an int",
-        actors.moves(a.lent, _KIB, look=True),
-        actors.moves(a.number, _KIB),
-        "an int",
-    )
+    fresh, lent, read = actors.moves(a.fresh, _KIB), actors.moves(a.lent, _KIB), actors.moves(a.lent, _KIB, look=True)
     for what, make in (("an int", a.number), ("a tensor of the host", a.of_host)):
-        await bench.compare(f"{name} / {what}", ours, actors.moves(make, _KIB), what)
-    for what, clone in _IPC.items():
+        await bench.compare(f"{name} / {what}", fresh, actors.moves(make, _KIB), what)
+    await bench.compare(f"{name}, lent, read only / an int", read, actors.moves(a.number, _KIB), "an int")
+    for ours, kind, what, clone in (
+        (read, "lent, read only", "torch IPC", False),
+        (lent, "lent", "torch IPC, clone", True),
+    ):
         floor = actors.sends(_KIB, 1, clone=clone)
-        await bench.compare(f"{name} / {what}", ours, floor, what, "<= 1.0")
-    at_once, ints = (partial(rate, partial(actors.move, make, _KIB), many, many) for make in (a.fresh, a.number))
+        await bench.compare(f"{name}, {kind} / {what}", ours, floor, what, "<= 1.0")
+    at_once, ints = (partial(rate, partial(actors.move, make, _KIB), many, many) for make in (a.lent, a.number))
     with_torch = actors.sends(_KIB, many, clone=True)
 
     async def sent() -> float:
         return 1 / await with_torch()
 
-    name = f"1 KiB, {many:,} in flight"
+    name = f"1 KiB, lent, {many:,} in flight"
     await bench.compare(f"{name} / ints", at_once, ints, "ints", unit="1/s")
     await bench.compare(f"{name} / torch IPC, clone", at_once, sent, "torch IPC, clone", ">= 1.0", unit="1/s")
 

@@ -64,7 +64,9 @@ async def test_a_process_group_has_nccl_for_tensors_of_a_gpu(shared_runtime: aio
         assert await group[0].total(group[0].make(MIB, 2.0)) == ("cuda", 2.0 * MIB)
 
 
-async def test_members_on_one_gpu_for_which_nccl_is_not_made_get_its_error(shared_runtime: aiodaft.Runtime) -> None:
+async def test_members_on_one_gpu_for_which_nccl_is_not_made_get_its_error(
+    shared: aiodaft.Group[Programmer], shared_runtime: aiodaft.Runtime
+) -> None:
     group = await shared_runtime.on(restart="temporary").group(2, Programmer)
     try:
         calls = group.all(Programmer.reduce_with_torch, 16, "nccl", "cuda")

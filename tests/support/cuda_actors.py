@@ -186,6 +186,6 @@ class GpuKeeper(TensorKeeper):
         gc.collect()
         return self.peer.store.devices.transport.live_blocks()
 
-    @method
+    @method(ordered=False)
     async def die(self) -> None:
         os.abort()

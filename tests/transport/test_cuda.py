@@ -217,6 +217,24 @@ async def test_what_was_lent_is_closed_when_nothing_of_it_was_lent_for_a_while()
         assert pair.consumer.driver.mapped == {}
 
 
+async def test_memory_is_given_back_when_the_device_has_time_for_it() -> None:
+    async with open_pair() as pair:
+        transport, consumer = pair.producer.transport, pair.consumer
+        block = await pair.producer.filled(64 * MIB, 1)
+        await pair.fetch(pair.grant(block))
+        kernels = [end.driver.hold() for end in (pair.producer, consumer)]
+        block.retire()
+        block.release()
+        await pair.settle()
+        # Neither process waits for its device.
+        assert (transport.segments, len(consumer.driver.mapped)) == (1, 1)
+        kernels[1].open = True
+        await _until(lambda: not consumer.driver.mapped)
+        assert transport.segments == 1
+        kernels[0].open = True
+        await _until(lambda: transport.segments == 0)
+
+
 async def test_memory_that_is_allocated_where_lent_memory_was_is_not_taken_for_it() -> None:
     async with open_pair() as pair:
         for seed in range(3):

@@ -45,6 +45,8 @@ from aiodaft_transport.peers import GONE, RETURN, SEGMENT, SegmentTransport
 # A further note. The body of SEGMENT is the identity of the device and the handle.
 _CLOSED: Final = 4  # id: the sender has closed a segment of the receiver
 
+_DEFAULT_STREAM: Final = 0
+
 # Seconds after which peers close memory of the user of which nothing is lent any more, or twice as many.
 _REST: Final = 1.0
 
@@ -437,6 +439,8 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
             self._host.create_task(self._shut(segment, closed), name="close device memory of a peer")
 
     async def _shut(self, segment: RemoteSegment, closed: Callable[[], object]) -> None:
+        for device in list(segment.addresses):
+            await self._idle(device)
         if segment.addresses:
             # Before that, `close` would close it.
             await self._in_thread(lambda: segment.shut(self.driver))
@@ -458,7 +462,23 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         if not segment.waiting and not self._closed:
             self._host.create_task(self._free_in_thread(segment), name="free device memory")
 
+    async def _idle(self, device: int) -> None:
+        """Wait until the default stream of a device has done what it has to do by now.
+
+        What gives memory back waits for the device, and meanwhile the driver lets other calls of the process wait, too
+        (measured as above), even if they do not wait for the device themselves.
+        """
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            event = self.driver.record(device, _DEFAULT_STREAM)
+        except TransportError:
+            return
+        self.watch.add(event, lambda _: None if done.done() else done.set_result(None))
+        await done
+
     async def _free_in_thread(self, segment: DeviceSegment) -> None:
+        if not segment.is_lent:
+            await self._idle(segment.device)
         # From now on `close` does not free it.
         if self._segments.pop(segment.id, None) is not None:
             await self._in_thread(lambda: self._free(segment))

@@ -45,8 +45,9 @@ class StoredValue:
     # For a copy that is relayed: the process that made the value.
     root: PeerId | None = None
     on_release: Callable[[], object] | None = None
-    # Copies on accelerators, in the order of the blobs; not the lent memory.
+    # Copies on accelerators, in the order of the blobs; and these with the lent memory.
     _captured: Sequence[DeviceBlock] = ()
+    _device_blocks: Sequence[DeviceBlock] = ()
     # The transport that the part in host memory was packed for, and what chooses the one that carries it somewhere.
     _transport: Transport | None = None
     _carrier: Callable[[Route], Transport] | None = None
@@ -68,6 +69,8 @@ class StoredValue:
         self._devices = devices
         if devices is not None:
             self._captured = devices.take(encoded)
+            lent = [source.block for source in encoded.sources if source.device is not None and source.is_apart]
+            self._device_blocks = [*cast("list[DeviceBlock]", lent), *self._captured]
         self.encoded = encoded
         self.size = encoded.size
         # Whether the value travels inside a message.
@@ -128,14 +131,6 @@ class StoredValue:
         stored.size += block.nbytes
         stored.is_inline = False
         return stored
-
-    @property
-    def _device_blocks(self) -> list[DeviceBlock]:
-        """The blocks on accelerators, lent or captured."""
-        if self._devices is None:
-            return []
-        lent = [source.block for source in self.encoded.sources if source.device is not None and source.is_apart]
-        return [*cast("list[DeviceBlock]", lent), *self._captured]
 
     def blobs(self) -> list[tuple[Pullable, bool]]:
         """The packed buffers, and for each whether it is in the memory of an accelerator."""

@@ -62,23 +62,29 @@ class Places(NamedTuple):
     lend: bool = False
     home: Process | None = None
 
+    def put(self, source: Source) -> None:
+        """Note whether a buffer is read in place."""
+        if source.device is not None:
+            source.lent = self.lend
+        elif source.nbytes:
+            source.block = self.find_block(source)
+            source.lent = source.block is not None
+
 
 def whole_tensor(tensor: torch.Tensor, places: Places) -> tuple[Source, Spec] | None:
-    """The memory and the spec of a dense tensor of the host without gaps; None for any other tensor."""
-    address = tensor.data_ptr()
+    """The memory and the spec of a dense tensor without gaps, of the host or an accelerator; None for any other one."""
+    address, device = tensor.data_ptr(), places.find_device(tensor)
     if (
-        not (address and tensor.is_cpu and tensor.is_contiguous())
+        not (address and (tensor.is_cpu or device is not None) and tensor.is_contiguous())
         or tensor.is_quantized
         or tensor.is_nested
         or tensor.is_conj()
         or tensor.is_neg()
-        or places.find_device(tensor) is not None
     ):
         return None
     # Not the tensor, which may get other memory.
-    source = Source(tensor.nbytes, address, tensor.untyped_storage())
-    source.block = places.find_block(source)
-    source.lent = source.block is not None
+    source = Source(tensor.nbytes, address, tensor.untyped_storage(), device)
+    places.put(source)
     source.version = _version_counter(tensor)
     source.origin = _origin(tensor)
     return source, _spec(0, tensor, tensor.stride(), 0, tensor)
@@ -151,7 +157,7 @@ class TensorTable:
             source = _strided_source(first) if device is None else _gathered_source(first, device)
         else:
             source = Source(high - low, first.untyped_storage().data_ptr() + low if high > low else 0, first, device)
-            self._find_place(source)
+            self._places.put(source)
         original = self._originals[first_index]
         source.version = _version_counter(original)
         if len(group) == 1:
@@ -161,13 +167,6 @@ class TensorTable:
             first_byte = 0 if compact else start - low
             specs[index] = _spec(len(sources), tensor, stride, first_byte, self._originals[index])
         sources.append(source)
-
-    def _find_place(self, source: Source) -> None:
-        if source.device is not None:
-            source.lent = self._places.lend
-        elif source.nbytes:
-            source.block = self._places.find_block(source)
-            source.lent = source.block is not None
 
 
 class TensorMaker:

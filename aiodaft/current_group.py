@@ -196,6 +196,8 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
 
         Raises:
             ActorDied, PeerLost: The member is gone, or was before it had the message.
+            CallCancelled: The message has to wait for room, this is a call of `group.all`, `each`, `split` or a graph,
+                and that of another member has failed. The message is withdrawn.
             SerializationError: The value cannot travel.
             ValueError: There is no such rank.
             RuntimeError: The members are being made, or this is no coroutine of the event loop of the runtime.
@@ -214,7 +216,8 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         Raises:
             ActorDied, PeerLost: The sender is gone, or without `source` all other members are. What came before is
                 received first. If the sender was restarted, only a receive that waited when it died fails.
-            CallCancelled: This is a call of `group.all`, `each` or a graph, and that of another member has failed.
+            CallCancelled: This is a call of `group.all`, `each`, `split` or a graph, and that of another member has
+                failed.
             ValueError: There is no such rank.
             RuntimeError: As for `send`.
 

@@ -512,6 +512,7 @@ class Group(Generic[ActorT]):
         if others:
             # Until then, they are held: an error that no code sees goes to the scope when the ref is dropped.
             ref._state.watch(partial(_end_others, others))
+            siblings.join([ref, *others])
         return ref
 
 

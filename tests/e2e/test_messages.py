@@ -71,6 +71,31 @@ async def test_a_receive_does_not_wait_for_a_member_that_waits_for_one_whose_cal
     assert await late == "late"
 
 
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_send_does_not_wait_for_room_at_a_member_whose_call_has_failed(
+    rt: aiodaft.Runtime, shared: bool
+) -> None:
+    hosts = await rt.group(1, Member)
+    group = await (rt.on(with_=hosts[0]) if shared else rt).group(3, Member)
+    await group[0].limit(1, MIB)
+    refs = group.each(Member.send_or_fail, [None, 0, 0])
+    await until_sent(group[0], 4)
+    await group[0].send(0, "now", "fail")
+    with pytest.raises(ValueError, match="a bad batch"):
+        await refs[0]
+    for ref in refs[1:]:
+        with pytest.raises(aiodaft.CallCancelled, match="a bad batch") as caught:
+            await ref
+        assert f"raised for send of {group.id} to Member-" in str(caught.value.__notes__)
+    # What waited is withdrawn.
+    assert [await group[0].recv(), await group[0].recv()] == ["first", "first"]
+    assert [await group[rank].recv(rank) for rank in (1, 2)] == ["first again"] * 2
+    late = group[0].recv()
+    await until_waiting(group[0])
+    await group[1].send(0, "late")
+    assert await late == "late"
+
+
 async def test_a_receive_selects_by_sender_and_tag(rt: aiodaft.Runtime) -> None:
     group = await rt.group(3, Member)
     for rank, value, tag in [(0, "a", "x"), (0, "b", 7), (1, "c", "x"), (1, "d", 7), (0, "e", 7)]:
@@ -234,6 +259,29 @@ async def test_a_sender_that_waits_for_room_hears_of_the_death_of_its_receiver(r
             await rt.stop(c)
         with pytest.raises(aiodaft.ActorDied, match=rf"Member-\d+\[{rank}\].* was (killed by SIGKILL|stopped)"):
             await waits
+
+
+async def test_a_sender_that_waits_for_room_hears_that_its_receiver_leaves_or_is_restarted(rt: aiodaft.Runtime) -> None:
+    group = await rt.on(restart=aiodaft.Restart(intensity=9, backoff=AT_ONCE)).group(3, Member)
+
+    async def fill(rank: int) -> aiodaft.Ref[None]:
+        await group[rank].limit(1, MIB)
+        await group[0].send(rank, "first")
+        waits = group[0].send(rank, "second")
+        await until_sent(group[rank], 2)
+        return waits
+
+    stays, leaves = await fill(1), await fill(2)
+    await group.resize(2)
+    with pytest.raises(aiodaft.ActorDied, match=r"Member-\d+\[2\].* was stopped"):
+        await leaves
+    assert not stays.done()
+    assert await group[1].recv_many(2, 0) == ["first", "second"]
+    await stays
+    restarted = await fill(1)
+    await kill(group[1])
+    with pytest.raises(aiodaft.ActorDied, match=r"Member-\d+\[1\] .* SIGKILL"):
+        await restarted
 
 
 async def test_the_end_of_a_member_frees_its_inbox(rt: aiodaft.Runtime) -> None:

@@ -54,6 +54,20 @@ class Member(Actor):
         return await self.group.recv(source=source)
 
     @method
+    async def send_or_fail(self, to: int | None) -> None:
+        """Send more than the inbox of a member has room for; or fail when told to."""
+        if to is None:
+            await self.group.recv(tag="fail")
+            raise ValueError("a bad batch")
+        await self.group.send("first", to=to)
+        try:
+            await self.group.send("second", to=to)
+        except aiodaft.CallCancelled:
+            # Now what has room goes through, and nothing waits.
+            await self.group.send("first again", to=self.group.rank)
+            await self.group.send("second again", to=to)
+
+    @method
     async def recv_now(self, source: int | None = None, tag: int | str | None = None) -> Any:
         """With the group as it is now."""
         return await aiodaft.current_group().recv_message(source=source, tag=tag)

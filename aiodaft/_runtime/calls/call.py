@@ -92,6 +92,8 @@ class CallState(RefState):
     handles = 1
     # The processes to which its producer was told to send the result.
     forwarded: frozenset[PeerId] = frozenset()
+    # Why it is not made again: another call of the same call of a group has failed.
+    apart: DaftError | None = None
     _cancelling = False
     # Ends the wait for a call that was cancelled.
     _timer: asyncio.TimerHandle | None = None

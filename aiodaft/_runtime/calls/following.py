@@ -343,12 +343,14 @@ class FollowingCall(_Followed, CallState):
     _doubtful = False
 
     def on_lost(self, error: DaftError) -> None:
-        if self.settled or self._cancelling or not self._is_unsent(error):
+        if self.settled or self._cancelling or self.apart is not None or not self._is_unsent(error):
             super().on_lost(error)
 
     def on_away(self, remote: PeerId) -> None:
         if self._cancelling:
             self.on_error(CallCancelled(f"{self.origin} was cancelled before it started", executed=False))
+        elif self.apart is not None:
+            self.on_error(copy_error(self.apart).with_executed(False))
         else:
             super().on_away(remote)
 
@@ -365,7 +367,7 @@ class FollowingCall(_Followed, CallState):
         if failure is Failure.TURNED_AWAY and self.connection is not None:
             # Perhaps its process lives without the actor (or an argument is lost): the next call asks.
             target.not_found(self.connection.remote)
-        if failure is Failure.FINAL or self._cancelling or target.ended is not None:
+        if failure is Failure.FINAL or self._cancelling or self.apart is not None or target.ended is not None:
             return False
         if request is None or request.attempt >= self.spec.retries:
             return False

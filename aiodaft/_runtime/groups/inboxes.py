@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from aiodaft._protocol.groups.inbox import BYTES, Admit, Command, Inbox, Message, Stage, Tag, Wish
 from aiodaft._protocol.ids import INBOXES, ActorId, number_of
 from aiodaft._runtime.actors.enlisted import Enlisted
-from aiodaft._runtime.actors.hosted_actor import current_call
+from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.channels import QueuedItem
@@ -96,8 +95,8 @@ class Inboxes(Actor):
     # What other members ask.
 
     @method
-    async def put(self, group: str, to: int, source: int, tag: Tag, nbytes: int, value: Any) -> None:
-        """Take a message for a member; returns when it is in the inbox.
+    async def put(self, group: str, to: int, source: int, tag: Tag, nbytes: int, value: Any, waits: bool) -> bool:
+        """Take a message for a member, when there is room if it `waits`; returns whether it is in the inbox.
 
         Raises:
             ActorDied: The member is gone.
@@ -107,6 +106,9 @@ class Inboxes(Actor):
         box.run(commands)
         try:
             if message.stage is Stage.ANNOUNCED:
+                if not waits:
+                    box.run(box.inbox.withdraw(message))
+                    return False
                 message.waiter = self.process.loop.create_future()
                 await message.waiter
             if isinstance(value, QueuedItem):
@@ -117,6 +119,7 @@ class Inboxes(Actor):
             box.run(box.inbox.withdraw(message))
             raise
         box.run(box.inbox.came(message, value))
+        return True
 
     @method(ordered=False)
     async def ended(self, actor: int) -> None:
@@ -131,12 +134,20 @@ class Inboxes(Actor):
 
     async def send(self, group: str, to: Target, source: ActorId, tag: Tag, value: Any) -> None:
         """Send a message to a member. Raises as `CurrentGroup.send` does."""
+        # In a call that hears that another one of its call of a group has failed, nothing waits for room.
+        title, call = f"send of {group} to {to.label}", current_call.get()
+        if call is None or call.apart is None:
+            async with self._together(call, title):
+                await self._send(group, to, source, tag, value, waits=True)
+        elif not await self._send(group, to, source, tag, value, waits=False):
+            raise apart(title, call.apart)
+
+    async def _send(self, group: str, to: Target, source: ActorId, tag: Tag, value: Any, *, waits: bool) -> bool:
         number = number_of(to.actor)
         if self._enlisted.has(number):
-            await self.put(group, number, source, tag, 0, value)
-            return
+            return bool(await self.put(group, number, source, tag, 0, value, waits))
         nbytes, packed = self._pack(value)
-        await self._ask(to, _PUT, group, number, source, tag, nbytes, packed)
+        return bool(await self._ask(to, _PUT, group, number, source, tag, nbytes, packed, waits))
 
     async def receive(self, group: str, member: ActorId, wish: Wish, senders: Mapping[ActorId, Target]) -> Message:
         """Wait for a message; `senders` are the other members that may send it.
@@ -156,7 +167,9 @@ class Inboxes(Actor):
                     watch = self._watch(box, number, target, group)
                     box.watches[number] = self.process.tasks.create_task(watch, name=f"watch {target.label}")
         try:
-            with self._ending(waiter, group):
+            if waiter.done():
+                return waiter.result()
+            async with self._together(current_call.get(), f"recv of {group}"):
                 return await waiter
         except BaseException:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
@@ -165,18 +178,30 @@ class Inboxes(Actor):
                 box.inbox.give_up(receive)
             raise
 
-    def _ending(self, waiter: asyncio.Future[Message], group: str) -> AbstractContextManager[None]:
-        """In the block, the wait ends when another call of the same call of a group has failed."""
-        call = current_call.get()
-        if call is None or waiter.done():
-            return nullcontext()
+    @asynccontextmanager
+    async def _together(self, call: InboundCall | None, title: str) -> AsyncGenerator[None]:
+        """A block that ends with an error if another call of the same call of a group has failed."""
+        if call is None:
+            yield
+            return
+        scope, inside = asyncio.timeout(None), True
 
-        def end(why: DaftError) -> None:
-            if not waiter.done():
-                waiter.set_exception(apart(f"recv of {group}", why))
+        def end() -> None:
+            if inside:
+                scope.reschedule(0)
 
-        # Who tells it may be a thread.
-        return self.process.part(Keyed).ending(call, lambda why: self.process.call_soon(partial(end, why)))
+        # The thread that tells it may be another one.
+        with self.process.part(Keyed).ending(call, lambda _: self.process.call_soon(end)):
+            try:
+                async with scope:
+                    yield
+            except TimeoutError:
+                if not scope.expired():
+                    raise
+                assert call.apart is not None
+                raise apart(title, call.apart) from None
+            finally:
+                inside = False
 
     def limit(self, group: str, member: ActorId, messages: int, nbytes: int) -> None:
         """Bound the inbox of a member."""
@@ -229,20 +254,20 @@ class Inboxes(Actor):
             stopped.actor = target.label
             box.lose(source, stopped)
 
-    async def _ask(self, member: Target, spec: MethodSpec, *arguments: Any) -> None:
+    async def _ask(self, member: Target, spec: MethodSpec, *arguments: Any) -> Any:
         """Call the inboxes of the process where a member is; waits for a member that is being restarted."""
         while True:
             if isinstance(member, FollowingTarget):
                 await member.arrive()
             remote = member.remote
             try:
-                await Target(self._caller, remote, INBOXES, f"inboxes of {remote}", None).call(spec, arguments, {})
+                return await Target(self._caller, remote, INBOXES, f"inboxes of {remote}", None).call(
+                    spec, arguments, {}
+                )
             except (ActorDied, PeerLost) as error:
                 unsent = error.executed is False or _is_absence(error)
                 if not (unsent and isinstance(member, FollowingTarget)):
                     raise
-            else:
-                return
             connection = self._caller.connections.get(remote)
             member.not_found(remote)
             found, problem = await member.find(

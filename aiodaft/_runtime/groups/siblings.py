@@ -42,9 +42,13 @@ def _over(calls: list[weakref.ref[CallState]], state: CallState) -> None:
     error = state.error
     # Deaths are told as they are.
     why = error if isinstance(error, OutcomeUnknown) else failed_beside(state.origin, error)
-    for call in calls:
-        if call() is not state:
-            state.process.tasks.create_task(_tell(call, why), name="tell the member of a group that another failed")
+    for reference in calls:
+        call = reference()
+        if call is None or call is state or call.settled:
+            continue
+        # Its next incarnation would begin what the others have given up.
+        call.apart = why
+        state.process.tasks.create_task(_tell(reference, why), name="tell the member of a group that another failed")
     # The first error is told.
     calls.clear()
 

@@ -204,9 +204,9 @@ async def test_who_asks_for_a_transport_gets_it(rt: aiodaft.Runtime) -> None:
 async def test_a_process_without_a_device_is_told_what_to_do_and_stays_usable(rt: aiodaft.Runtime) -> None:
     a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper)
     ref = a.make(SIZE, 1.0)
-    for _ in range(2):
+    for use in (b.where, b.peek, b.where):
         with pytest.raises(Unreachable, match="sees no device") as caught:
-            await b.where(ref)
+            await use(ref)
         assert any("return x.cpu()" in note for note in caught.value.__notes__)
     assert await b.echo(a.make_for_the_host(SIZE, 1.0)) is not None
     del ref, caught

@@ -205,10 +205,12 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         """The granted bytes where they lie, as a `Reading`; if they are on no device of this process, as `bring` does.
 
         Raises:
+            Unreachable: This process has no device, or it cannot reach that memory.
             DeviceError: They cannot be opened.
             GrantError: There is no such memory.
         """
-        reading = self._reading(grant, control)
+        with self._declining(grant, control):
+            reading = self._reading(grant, control)
         if reading is None:
             return await self.bring(grant, control)
         # If this is cancelled, or fails, the reading is dropped: what that does comes after this job.

@@ -13,8 +13,8 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from mmap import mmap
 from typing import TYPE_CHECKING, Any
@@ -81,6 +81,7 @@ class HostDriver:
         self._events: dict[int, bool] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
+        self._current = threading.local()
 
     def apart(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -182,6 +183,15 @@ class HostDriver:
 
     # What a test does to a device.
 
+    @property
+    def current_stream(self) -> int:
+        """The stream that this thread gives work to."""
+        return getattr(self._current, "stream", 0)
+
+    @current_stream.setter
+    def current_stream(self, stream: int) -> None:
+        self._current.stream = stream
+
     def enqueue(self, stream: int, work: Gate | Callable[[], object]) -> None:
         """Have a stream do something after what it has to do."""
         with self._lock:
@@ -244,13 +254,19 @@ class HostAccelerators:
         return 0 if any(base <= start < base + len(region) for base, region in known) else None
 
     def current_stream(self, device: int) -> int:
-        return 0
+        return self.driver.current_stream
 
     def current_streams(self) -> Sequence[Any]:
-        return [0]
+        return [self.driver.current_stream]
 
-    def using(self, streams: Sequence[Any]) -> AbstractContextManager[object]:
-        return nullcontext()
+    @contextmanager
+    def using(self, streams: Sequence[Any]) -> Generator[None]:
+        before = self.driver.current_stream
+        (self.driver.current_stream,) = streams
+        try:
+            yield
+        finally:
+            self.driver.current_stream = before
 
     def give_back(self, device: int) -> None:
         self.driver.memory_left += self.driver.cached
@@ -262,7 +278,7 @@ class HostAccelerators:
 
     def take_over(self, memory: torch.Tensor | Reading) -> torch.Tensor:
         if isinstance(memory, Reading):
-            memory.used_by(0)
+            memory.used_by(self.driver.current_stream)
             memory = self.driver.tensor_at(memory.address, memory.nbytes, memory)
         # The stream of this thread waits for that of the copy.
         self.driver.work()

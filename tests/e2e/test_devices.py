@@ -149,6 +149,23 @@ async def test_memory_that_is_read_in_place_stays_until_the_reader_drops_it(rt: 
     await lent.released()
 
 
+async def test_what_is_read_in_place_stays_until_the_stream_of_the_method_is_done(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
+    # Its memory is open, so that the next value is here before the actor's thread uses another stream than the loop.
+    assert await b.peek(a.make(SIZE, 1.0)) == SIZE
+    ref = a.make(SIZE, 2.0)
+    await ref.ready()
+    b.use_stream.tell(5)
+    assert await b.read_on_thread(ref) == 2.0 * SIZE
+    del ref
+    gc.collect()
+    await b.traffic()
+    assert await a.blocks() == 1
+    await b.open_gate()
+    while await a.blocks():
+        await asyncio.sleep(0)
+
+
 async def test_a_write_to_what_is_only_to_be_read_is_an_error(rt: aiodaft.Runtime) -> None:
     a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
     with pytest.raises(aiodaft.BorrowError, match=r"break_promise is declared @read_only, but wrote to .* args\[0\]"):

@@ -92,6 +92,17 @@ class DeviceKeeper(TensorKeeper):
         return sum(float(tensor.sum()) for tensor in tensors) * factor
 
     @method
+    def use_stream(self, stream: int) -> None:
+        """From now on, the actor's thread uses a stream, which is busy until the gate opens."""
+        self.driver.current_stream = stream
+        self.gate = self.driver.hold(stream)
+
+    @method
+    @aiodaft.read_only
+    def read_on_thread(self, tensor: Tensor) -> float:
+        return float(tensor.sum())
+
+    @method
     @aiodaft.read_only
     async def hold_on(self, tensor: Tensor) -> None:
         """Keep a part of it."""

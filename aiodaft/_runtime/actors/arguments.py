@@ -75,7 +75,8 @@ class Arguments:
             return
         try:
             received = await self._receive(call, one, place)
-            value = await self._store.decode(received, refs=received.refs)
+            is_left = self._leave(call, one, received)
+            value = None if is_left else await self._store.decode(received, refs=received.refs)
         except Exception as error:  # noqa: BLE001 - the call fails with it
             self._fail(call, needed_by(error, _name(call), one[-1]))
         else:
@@ -84,11 +85,24 @@ class Arguments:
     def _decode(self, call: InboundCall, one: Awaited, received: ReceivedValue) -> None:
         """The same with a value that is here, and quickly decoded."""
         try:
-            value = self._store.decode_now(received)
+            value = None if self._leave(call, one, received) else self._store.decode_now(received)
         except Exception as error:  # noqa: BLE001 - the call fails with it
             self._fail(call, needed_by(error, _name(call), one[-1]))
         else:
             self._put(call, one, value)
+
+    @staticmethod
+    def _leave(call: InboundCall, one: Awaited, received: ReceivedValue) -> bool:
+        """Leave a value on an accelerator to the start of the call; returns whether it is left.
+
+        Then that thread and its current streams begin to use it, which need not be those of now.
+        """
+        if not received.on_device or (is_heavy(received.payload) and not call.rules.on_thread):
+            return False
+        left = call.received or {}
+        assert isinstance(left, dict)
+        call.received = {**left, one[0]: received}
+        return True
 
     async def _receive(self, call: InboundCall, one: Awaited, place: Place | Delivery) -> ReceivedValue:
         in_place = call.spec.read_only
@@ -152,7 +166,7 @@ class Arguments:
     async def _decode_heavy(self, call: InboundCall) -> None:
         """What takes long to decode is decoded by the helper thread; light arguments are when the call starts."""
         received, slots = call.received, call.slots
-        assert received is not None
+        assert isinstance(received, ReceivedValue)
         if any(is_heavy(part.payload) for part in (received, *slots)):
             values = [await self._store.decode(slot, refs=slot.refs) for slot in slots]
             args, call.kwargs = await self._store.decode(received, values, received.refs)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol, cast
 
 from aiodaft._protocol.calls.call import CANCEL, CANCELLED, EXPIRE, GONE, LATE, ONWARD, WAITING, WANTED, WITHDRAW, Life
 from aiodaft._protocol.calls.mailbox import BoundedMailbox, Mailbox
@@ -71,8 +71,8 @@ class InboundCall(Life, Paced):
     kwargs: Mapping[str, Any] = _NO_KWARGS
     # They have its deadline, too.
     terms: Terms | None = None
-    # Arguments that are not decoded yet, and the values of the refs among them.
-    received: ReceivedValue | None = None
+    # Arguments that are not decoded yet, and the values of the refs among them; or those of some positions.
+    received: ReceivedValue | dict[int, ReceivedValue] | None = None
     slots: Sequence[ReceivedValue] = ()
     timer: asyncio.TimerHandle | None = None
     # The number of earlier attempts; for the call that makes an actor, the actor's epoch.
@@ -370,10 +370,13 @@ class HostedActor:
 
     def _decode_arguments(self, call: InboundCall) -> None:
         """Decode the arguments. For a call on the loop they are small: large ones were decoded on arrival."""
-        received, slots = call.received, call.slots
+        received, slots, store, patient = call.received, call.slots, self._store, call.rules.on_thread
         assert received is not None
         call.received, call.slots = None, ()
-        store, patient = self._store, call.rules.on_thread
+        if isinstance(received, dict):
+            for index, one in received.items():
+                cast("list[Any]", call.args)[index] = store.decode_now(one, refs=one.refs, patient=patient)
+            return
         values = [store.decode_now(slot, refs=slot.refs, patient=patient) for slot in slots] if slots else []
         args, call.kwargs = store.decode_now(received, values, received.refs, patient=patient)
         call.args = tuple(args)

@@ -33,6 +33,11 @@ class ReceivedValue:
         # What the names in it stand for; any other value keeps none of it alive.
         self.heard = heard if payload[0] == NAMED else NONE_HEARD
 
+    @property
+    def on_device(self) -> bool:
+        """Whether a part of it is in memory of an accelerator."""
+        return not all(isinstance(blob, memoryview) for blob in self.blobs)
+
 
 class Plain:  # noqa: B903 - as above
     """A value that is a field of a message as it is."""

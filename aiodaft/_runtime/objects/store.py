@@ -242,7 +242,9 @@ class Store:
     ) -> Any:
         """Decode a value here if that is quick, else in the helper thread."""
         if is_heavy(received.payload):
-            return await self._helper_thread.run(lambda: self.decode_now(received, slots, refs, patient=True))
+            decode = partial(self.decode_now, received, slots, refs, patient=True)
+            streams = self.current_streams() if received.on_device else ()
+            return await self._helper_thread.run(partial(self._run_in_order, streams, decode))
         return self.decode_now(received, slots, refs)
 
     def decode_now(
@@ -256,7 +258,7 @@ class Store:
         if received.payload[0] in (SMALL, NAMED):
             return decode_small(received.payload, received.heard)
         blobs: list[Any] = received.blobs if received.inline is None else [memoryview(bytearray(received.inline))]
-        if not all(isinstance(blob, memoryview) for blob in blobs):
+        if received.on_device:
             take_over = self.devices.take_over
             blobs = [blob if isinstance(blob, memoryview) else take_over(blob) for blob in blobs]
         return decode(

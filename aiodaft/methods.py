@@ -487,6 +487,7 @@ def _call_by_name(name: str, declared: Any, fn: Any) -> Callable[..., Any]:
 
     if isinstance(declared, staticmethod | classmethod) and (signature := signature_of(fn)) is not None:
         instance = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        update_wrapper(call, fn)
+        # Without its attributes: @read_only on a static method takes the first argument for the instance.
+        update_wrapper(call, fn, updated=())
         vars(call)["__signature__"] = signature.replace(parameters=[instance, *signature.parameters.values()])
     return call

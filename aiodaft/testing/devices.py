@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from mmap import mmap
 from typing import TYPE_CHECKING, Any
@@ -81,10 +81,21 @@ class HostDriver:
         self._events: dict[int, bool] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
-        self._current = threading.local()
+        # The current stream of a thread, and whether it works apart.
+        self._here = threading.local()
 
-    def apart(self) -> AbstractContextManager[object]:
-        return nullcontext()
+    @contextmanager
+    def apart(self) -> Generator[None]:
+        self._here.is_apart = True
+        try:
+            yield
+        finally:
+            self._here.is_apart = False
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether what this thread does with the tensor library ends no capture of a graph."""
+        return getattr(self._here, "is_apart", False)
 
     def memory(self, device: int) -> int:
         return 1 << 30
@@ -186,11 +197,11 @@ class HostDriver:
     @property
     def current_stream(self) -> int:
         """The stream that this thread gives work to."""
-        return getattr(self._current, "stream", 0)
+        return getattr(self._here, "stream", 0)
 
     @current_stream.setter
     def current_stream(self, stream: int) -> None:
-        self._current.stream = stream
+        self._here.stream = stream
 
     def enqueue(self, stream: int, work: Gate | Callable[[], object]) -> None:
         """Have a stream do something after what it has to do."""
@@ -269,14 +280,17 @@ class HostAccelerators:
             self.driver.current_stream = before
 
     def give_back(self, device: int) -> None:
+        assert self.driver.is_apart
         self.driver.memory_left += self.driver.cached
         self.driver.cached = 0
 
     def land(self, identities: Sequence[bytes], source: bytes, nbytes: int) -> Landing:
+        assert self.driver.is_apart
         memory = self.driver.bytes(nbytes)
         return Landing(memory, 0, memory.data_ptr(), nbytes, 7)
 
     def take_over(self, memory: torch.Tensor | Reading) -> torch.Tensor:
+        assert self.driver.is_apart
         if isinstance(memory, Reading):
             memory.used_by(self.driver.current_stream)
             memory = self.driver.tensor_at(memory.address, memory.nbytes, memory)

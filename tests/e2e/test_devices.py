@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from device_actors import DeviceKeeper
+from device_actors import DeviceKeeper, Reader
 from here import current_peer
 
 import aiodaft
@@ -173,6 +173,15 @@ async def test_a_write_to_what_is_only_to_be_read_is_an_error(rt: aiodaft.Runtim
     # Also where each reader has memory of its own.
     with pytest.raises(aiodaft.BorrowError):
         await b.break_promise(torch.zeros(3))
+
+
+async def test_methods_of_a_plain_class_read_in_place_and_its_static_methods_get_copies(rt: aiodaft.Runtime) -> None:
+    a = await rt.spawn(DeviceKeeper, 0)
+    async with rt.host(Reader) as reader:
+        ref = a.lend(SIZE, 2.0)
+        assert await reader.call(Reader.total, ref) == 2.0 * SIZE
+        await reader.call(Reader.write, ref)
+        assert await reader.call(Reader.total, ref) == 2.0 * SIZE
 
 
 async def test_a_reader_in_place_outlives_the_process_that_made_the_value() -> None:

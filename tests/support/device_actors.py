@@ -140,3 +140,19 @@ class DeviceKeeper(TensorKeeper):
     @method
     async def blocks(self) -> int:
         return self.peer.store.devices.transport.live_blocks()
+
+
+class Reader:
+    """A plain class, to be hosted by an actor with a device."""
+
+    def __init__(self) -> None:
+        use_host_devices(0)
+
+    @aiodaft.read_only
+    def total(self, tensor: Tensor) -> float:
+        return float(tensor.sum())
+
+    @staticmethod
+    @aiodaft.read_only
+    def write(tensor: Tensor) -> None:
+        tensor.add_(1.0)

@@ -137,7 +137,8 @@ class Devices:
         capture = partial(self.transport.capture, device, spans, nbytes, self.kind.current_stream(device), originals)
         with suppress(OutOfDeviceMemory):
             return capture()
-        self.kind.give_back(device)
+        with self.transport.driver.apart():
+            self.kind.give_back(device)
         try:
             return capture()
         except OutOfDeviceMemory as error:
@@ -220,10 +221,12 @@ class Gpus:
         return self.take_over(memory).clone()
 
     def _landing_stream(self, device: int) -> Any:
-        if device not in self._landing_streams:
-            # A stream of its own, so that values arrive while those of the methods compute.
-            self._landing_streams[device] = _torch().cuda.Stream(device)
-        return self._landing_streams[device]
+        stream = self._landing_streams.get(device)
+        if stream is None:
+            # A stream of its own, so that values arrive while those of the methods compute. Two threads may come here
+            # at the same time: the one who takes a value over has to wait for the stream that it lands on.
+            stream = self._landing_streams.setdefault(device, _torch().cuda.Stream(device))
+        return stream
 
 
 @cache

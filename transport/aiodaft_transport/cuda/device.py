@@ -168,7 +168,7 @@ class DeviceSegment(PooledSegment):
         self.device = device
         self.identity = identity
         self.is_lent = False
-        # Nothing of it was lent since the pool looked the last time.
+        # Nothing of it was in use when the pool looked the last time, and nothing was lent since then.
         self.rests = False
         # Transfers within this process.
         self.users = 0
@@ -280,7 +280,7 @@ class DevicePool(BlockPool[DeviceSegment]):
                 if segment.rests and not segment.live:
                     del self._lent[number]
                     self._drop(segment)
-                segment.rests = True
+                segment.rests = not segment.live
             return bool(self._lent)
 
     def _make_segment(self, number: int, size: int, capacity: int) -> DeviceSegment:

@@ -157,8 +157,9 @@ class CudaDriver:
                 status = self._library.cuPointerGetAttribute(byref(number), _BUFFER_ID, base)
         self._check(
             status,
-            "other processes cannot open this GPU memory: memory of expandable segments cannot be lent "
-            "(set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or do not use borrow(): the value is then copied)",
+            "other processes cannot open this GPU memory: neither memory of expandable segments nor that of another "
+            "process can be lent (do not use borrow(): the value is then copied; for the former, "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False also helps)",
             Unreachable,
         )
         return Export(number.value, bytes(handle), base.value, size.value)

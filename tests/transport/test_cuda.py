@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -312,6 +313,35 @@ async def test_a_device_that_fails_before_the_snapshot_fails_the_value() -> None
             pair.grant(block)
         pair.producer.driver.broken = None
         held.open = True
+
+
+def _failing(operation: Callable[..., object]) -> Callable[..., None]:
+    """The operation, as a device answers it that has failed before."""
+
+    def fail(*args: Any) -> None:
+        operation(*args)
+        raise DeviceError("an illegal address was used")
+
+    return fail
+
+
+async def test_nothing_waits_for_memory_and_events_of_a_device_that_failed() -> None:
+    async with open_pair() as pair:
+        ends = pair.producer, pair.consumer
+        block, source = await pair.producer.filled(64 * MIB, 1), pair.producer.memory(100, 1)
+        await pair.fetch(pair.grant(block))
+        with pytest.MonkeyPatch.context() as patch:
+            for driver, name in itertools.product((end.driver for end in ends), ("free", "shut", "forget")):
+                patch.setattr(driver, name, _failing(getattr(driver, name)))
+            await filled(pair.producer.capture(source, 100))
+            block.retire()
+            block.release()
+            await _until(lambda: block.segment.address not in pair.producer.driver.allocated)
+            # What is left, the end of the transports frees.
+            for end in ends:
+                await end.host.aclose()
+                end.transport.close()
+            assert list(pair.producer.driver.allocated) == [source]
 
 
 async def test_too_little_memory_is_an_error_at_once() -> None:

@@ -100,7 +100,9 @@ class EventWatch:
         except TransportError as caught:
             error = caught
         on_happened = self._awaited.pop(event)
-        self._driver().forget(event)
+        with suppress(TransportError):
+            # A device that was reset has no events.
+            self._driver().forget(event)
         on_happened(error)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from aiodaft_transport.abc import Control
 from aiodaft_transport.cuda.device import DeviceSegment, Driver, Event, Land, Landing, Span
+from aiodaft_transport.exceptions import DeviceError
 from aiodaft_transport.memory.pull import BasePull
 from aiodaft_transport.peers import SegmentRemote
 
@@ -36,7 +38,9 @@ class RemoteSegment:
     def shut(self, driver: Driver) -> None:
         """Close it on all devices. In the helper thread, or after that has ended."""
         while self.addresses:
-            driver.shut(*self.addresses.popitem())
+            # A device that failed keeps it open until the process ends.
+            with suppress(DeviceError):
+                driver.shut(*self.addresses.popitem())
 
 
 class Remote(SegmentRemote[RemoteSegment]):

@@ -19,6 +19,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, Final, cast
 
@@ -39,7 +40,7 @@ from aiodaft_transport.cuda.event_poller import EventWatch
 from aiodaft_transport.cuda.pull import Pull, Remote, RemoteSegment
 from aiodaft_transport.cuda.reading import Reading
 from aiodaft_transport.cuda.through_host import ThroughHost
-from aiodaft_transport.exceptions import GrantError, PeerGone, TransportError
+from aiodaft_transport.exceptions import DeviceError, GrantError, PeerGone, TransportError
 from aiodaft_transport.peers import GONE, RETURN, SEGMENT, SegmentTransport
 
 # A further note. The body of SEGMENT is the identity of the device and the handle.
@@ -486,8 +487,10 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
             await self._in_thread(lambda: self._free(segment))
 
     def _free(self, segment: DeviceSegment) -> None:
-        if not segment.is_lent:
-            self.driver.free(segment.device, segment.address)
+        # A device that failed keeps its memory until the process ends.
+        with suppress(DeviceError):
+            if not segment.is_lent:
+                self.driver.free(segment.device, segment.address)
 
 
 def _check_filled(block: DeviceBlock) -> None:

@@ -38,6 +38,7 @@ class MemberCollectives:
         ValueError: The members disagree on the operation, the op, the root, the type, the dtype or the shape; or the
             value of one cannot travel, be reduced or be cut. The error names the key and ranks; all members get it.
         TimeoutError: Members did not come in time; it names their ranks. All members get it, late ones when they come.
+        CallCancelled: A member stopped waiting before all had come; it names its rank. All members get it likewise.
         ActorDied: A member died or was stopped before the result was there. If one died while large values were on
             their way, also OwnerDied or CallCancelled.
         GroupChanged: The group got a new epoch meanwhile; `current_group()` gives it.
@@ -50,10 +51,12 @@ class MemberCollectives:
     The restart of a supervised member gives the group a new epoch, in which members begin anew: what is open at the
     death ends with ActorDied or GroupChanged, whichever news comes first, and what begins after that with GroupChanged.
 
-    Cancellation of a result: the member has taken part, and the others get their results. Until they have them, it must
-    not write to its value. If the call of the member that has begun it fails or is cancelled before all have come, the
-    member has not taken part, and the result raises CallCancelled. So it does if, of one call of the group (`all`,
-    `each` or `split`), the call of another member fails.
+    Cancellation of a result (also by `asyncio.timeout` or a deadline): if not all have come, the collective ends for
+    all of them with a CallCancelled that names the member; else the member has taken part, and the others get their
+    results. Until they have them, it must not write to its value. Who does not await the result has taken part.
+    If the call of the member that has begun it fails or is cancelled before all have come, the member has not taken
+    part, and the result raises CallCancelled. So it does if, of one call of the group (`all`, `each` or `split`), the
+    call of another member fails.
     """
 
     __slots__ = ()

@@ -46,3 +46,76 @@ async def test_members_that_are_called_as_one_do_not_wait_for_one_that_has_faile
         with pytest.raises((ValueError, CallCancelled), match="a bad batch"):
             await replicas.any(Parting.gather_in_replica, failing)
     assert await replicas.any(Parting.gather_in_replica, None) == [0, 1]
+
+
+LEFT = r"all_gather 'x' of .*: rank 0 has left it: its wait for the result was cancelled"
+WAYS = ["cancel", "deadline", "timeout", "task group"]
+
+
+async def begin(group: aiodaft.Group[Parting], rank: int, value: Any) -> None:
+    """A member begins a collective; returns when it has come to the member where they meet."""
+    await group[rank].begin("all_gather", value, key="x")
+    while not sum(await group.all(Parting.meetings)):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("size", [10, 200_000])
+@pytest.mark.parametrize("by", WAYS)
+async def test_a_member_that_stops_waiting_is_named_at_the_others(rt: aiodaft.Runtime, by: str, size: int) -> None:
+    group, value = await rt.group(3, Parting), bytes(size)
+    await begin(group, 1, value)
+    await group[0].leave_and_go_on(value, "x", by)
+    with pytest.raises(CallCancelled, match=LEFT):
+        await group[1].finish("x")
+    with pytest.raises(CallCancelled, match=LEFT):
+        await group[2].do("all_gather", value, key="x")
+    assert await group.all(Parting.do, "all_gather", "again", key="x") == [["again"] * 3] * 3
+    assert await group.all(Parting.meetings) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("by", ["deadline", "timeout"])
+async def test_a_member_that_stops_waiting_before_its_value_is_there_is_named_at_the_others(
+    rt: aiodaft.Runtime, by: str
+) -> None:
+    group = await rt.group(3, Parting)
+    await begin(group, 1, 1)
+    await group[0].expect()
+    await group[0].leave_with_late_value("x", by)
+    with pytest.raises(CallCancelled, match=LEFT):
+        await group[1].finish("x")
+    with pytest.raises(CallCancelled, match=LEFT):
+        await group[2].do("all_gather", 2, key="x")
+    await group[1].send("late", 0)
+    assert await group.all(Parting.do, "all_gather", "again", key="x") == [["again"] * 3] * 3
+
+
+@pytest.mark.parametrize("by", ["deadline", "timeout", "task group"])
+async def test_a_call_that_fails_because_of_a_collective_that_it_has_left_has_not_taken_part(
+    rt: aiodaft.Runtime, by: str
+) -> None:
+    group = await rt.group(3, Parting)
+    await begin(group, 1, 1)
+    with pytest.raises((TimeoutError, ExceptionGroup)):
+        await group[0].leave(0, "x", by)
+    with pytest.raises(CallCancelled, match=LEFT):
+        await group[1].finish("x")
+    # The third one has not come to what has failed.
+    assert await group.all(Parting.do, "all_gather", "again", key="x") == [["again"] * 3] * 3
+    assert await group.all(Parting.meetings) == [0, 0, 0]
+
+
+async def test_the_deadline_of_a_call_ends_its_collectives_as_any_failure_does(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Parting)
+    with pytest.raises(aiodaft.DeadlineExceeded):
+        async with aiodaft.deadline(0.05):
+            await group[0].do("all_gather", 0, key="x")
+    assert await group.all(Parting.do, "all_gather", "again", key="x") == [["again"] * 2] * 2
+
+
+async def test_a_member_that_stops_waiting_when_all_have_come_has_taken_part(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Parting)
+    # With this key they meet at rank 0: the one that comes last leaves when its message was sent.
+    await begin(group, 0, "first")
+    await group[1].leave_and_go_on("last", "x", "cancel")
+    assert await group[0].finish("x") == ["first", "last"]
+    assert await group.all(Parting.do, "all_gather", "again", key="x") == [["again"] * 2] * 2

@@ -198,3 +198,35 @@ def test_after_the_end_everything_fails() -> None:
     assert group.table.close(ActorDied("again")) == []
     assert told(group.come(1)) == [(["1.2"], "for good")]
     assert len(group.table) == 0
+
+
+def test_a_member_that_leaves_ends_the_meeting_for_all_and_one_that_is_over_for_none() -> None:
+    table: Meetings[str] = Meetings(3)
+
+    def coming(rank: int, number: int = 0, fault: str = "") -> Coming:
+        return Coming("x", "meeting x", rank, {}, ValueError(fault) if fault else None, number)
+
+    assert table.come(coming(0, 1), "0.1") == table.come(coming(0, 2), "0.2") == table.come(coming(1), "1") == []
+    # The first of its two waits.
+    assert told(table.leave(coming(0, 1, "left"))) == [(["0.1", "1"], "left")]
+    assert table.leave(coming(0, 1, "left again")) == []
+    assert told(table.come(coming(2), "2")) == [(["2"], "left")]
+    assert told(table.come(coming(1), "1") + table.come(coming(2), "2")) == [(["0.2", "1", "2"], "")]
+    assert table.leave(coming(0, 2, "too late")) == []
+    assert len(table) == 0
+
+
+def test_what_a_member_has_left_is_forgotten_if_it_has_not_come_at_all() -> None:
+    table: Meetings[str] = Meetings(2)
+    left = Coming("x", "meeting x", 0, {}, ValueError("left"), 7)
+    table.come(Coming("x", "meeting x", 0, {}, number=7), "0")
+    table.leave(left)
+    table.forget(Coming("x", "meeting x", 0, {}, number=8))
+    assert len(table) == 1
+    table.forget(left)
+    assert len(table) == 0
+    # The same of one that has come with its fault.
+    table.come(left, "0")
+    table.forget(left)
+    assert table.come(Coming("x", "meeting x", 1, {}), "1") == []
+    assert told(table.come(Coming("x", "meeting x", 0, {}), "0")) == [(["0", "1"], "")]

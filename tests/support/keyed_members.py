@@ -146,11 +146,6 @@ class Keyer(Actor):
         return os.getpid()
 
     @method
-    async def cancel_at_once(self, key: Any) -> None:
-        """Take part, and cancel the result before anything else runs."""
-        self.group.all_gather("cancelled", key=key).cancel()
-
-    @method
     async def write_after(self, size: int) -> float:
         """Write to a value as soon as the result is there; the sum of what the next member gave."""
         value = torch.ones(size)

@@ -24,6 +24,7 @@ class Coming:
         rank: The member.
         terms: What all have to agree on; the first difference is named by the error.
         fault: The meeting fails with this, because of the member.
+        number: Tells it from what the member comes to besides by this name.
     """
 
     name: Hashable
@@ -31,6 +32,7 @@ class Coming:
     rank: int
     terms: Mapping[str, Hashable]
     fault: Exception | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class _Meeting(Generic[T]):
     # The ranks that have come, or do not come any more because they were lost.
     done: set[int] = field(default_factory=set[int])
     error: Exception | None = None
+    # If it has failed because of what one member came with: the rank and the number of that.
+    failed_by: tuple[int, int] | None = None
 
     def disagreement(self, coming: Coming) -> ValueError | None:
         for first, _ in list(self.waiting.values())[:1]:
@@ -116,6 +120,7 @@ class Meetings(Generic[T]):
             error = coming.fault or meeting.disagreement(coming)
             meeting.waiting[rank] = coming, ticket
             if error is not None:
+                meeting.failed_by = None if coming.fault is None else (rank, coming.number)
                 outcomes.append(meeting.fail(error))
             elif len(meeting.waiting) == self._size:
                 outcomes.append(Outcome(meeting.tickets))
@@ -135,6 +140,21 @@ class Meetings(Generic[T]):
             meeting.done.remove(rank)
         self._tidy(name)
         return [outcome for later in taken[1:] for outcome in self.come(*later)]
+
+    def leave(self, left: Coming) -> list[Outcome[T]]:
+        """A member that has come waits no longer: the meeting fails with its fault. Nothing if the meeting is over."""
+        assert left.fault is not None
+        for meeting in self._meetings.get(left.name, ()):
+            if left.rank in meeting.waiting and meeting.waiting[left.rank][0].number == left.number:
+                meeting.failed_by = left.rank, left.number
+                return [meeting.fail(left.fault)]
+        return []
+
+    def forget(self, left: Coming) -> None:
+        """A member that has made a meeting fail has not come at all: those that are late do not hear of it."""
+        by = left.rank, left.number
+        self._meetings[left.name] = [one for one in self._meetings.get(left.name, ()) if one.failed_by != by]
+        self._tidy(left.name)
 
     def expire(self, name: Hashable, rank: int, ticket: T, seconds: float) -> list[Outcome[T]]:
         """A member has waited for so many seconds, and waits no longer."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from aiodaft._protocol.groups.collective import meets_with_values, plan_of, results_of, star, values_of
@@ -28,11 +28,11 @@ from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.groups.arithmetic import Reducer, nbytes_of
 from aiodaft._runtime.groups.collectives import Collectives, Members
 from aiodaft._runtime.groups.meeting_place import MeetingPlace, place_of
-from aiodaft._runtime.groups.part import Along, Part
+from aiodaft._runtime.groups.part import Along, Brought, Joining, Packed, Part, Taking
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
-from aiodaft._runtime.platform.context import current_terms
+from aiodaft._runtime.platform.context import Terms, current_terms, terms_of, trace_of
 from aiodaft._runtime.serialization.errors import add_note, copy_error
 from aiodaft._runtime.serialization.small import encode_small
 from aiodaft.actor import Actor, target_of
@@ -44,73 +44,11 @@ T = TypeVar("T")
 
 # Seconds after its timeout that a member still waits for the one where they meet, which tells all who is late.
 GRACE: float = 5.0
+# The collectives that a call has left, and that are forgotten if it fails.
+_REMEMBERED: Final = 99
 
 # Finds a call that another process, or this one, has made here, by its number.
 FindCall: TypeAlias = Callable[[PeerId, CallId], InboundCall | None]
-
-
-@dataclass(eq=False, slots=True)
-class _Taking:
-    """A call of `take_part`."""
-
-    part: Part
-    # The call of the member that has begun it.
-    call: InboundCall | None
-    # The state of what the member awaits.
-    outcome: Any = None
-    # Set when the member where the others meet was told, or is not to be told; and the same of what this member has
-    # begun with this key just before.
-    told: asyncio.Event = field(default_factory=asyncio.Event)
-    before: asyncio.Event | None = None
-    # When the call of `take_part` ends at the latest, by the clock of the loop.
-    deadline: float | None = None
-    # Whether its value exists.
-    has_begun: bool = False
-    # Why it was withdrawn.
-    withdrawn: DaftError | None = None
-
-    async def turn(self) -> None:
-        """Wait for what this member has begun before: the order of its calls counts, whenever their values come."""
-        if self.before is not None:
-            await self.before.wait()
-
-
-@dataclass(frozen=True)
-class Joining:
-    """What a member tells the one where they meet.
-
-    Attributes:
-        at: The actor where they meet.
-        group: The name of the group, or of the part of it.
-        epoch: Its epoch.
-        along: As in `Part`.
-        size: The number of members.
-        coming: The member, and the meeting.
-        timeout: As in `Part`.
-        nbytes: The size of a tensor or an array.
-    """
-
-    at: int
-    group: str
-    epoch: int
-    along: Along
-    size: int
-    coming: Coming
-    timeout: float | None
-    nbytes: int | None
-
-
-# How a value travels to the meeting and from it: a small one encoded, one that is reduced there as the only item of a
-# list, of others the ref. None is nothing.
-Packed: TypeAlias = bytes | list[Any] | Opaque | None
-
-
-class Brought(NamedTuple):
-    """What a member has brought."""
-
-    process: PeerId
-    nbytes: int | None
-    value: Packed
 
 
 class Keyed(Actor):
@@ -132,7 +70,7 @@ class Keyed(Actor):
         # What else ends with a call that takes part in nothing any more.
         self._ends: dict[InboundCall, list[Callable[[DaftError], object]]] = {}
         # By the state of the call of `take_part`, until that is over.
-        self._open: dict[Any, _Taking] = {}
+        self._open: dict[Any, Taking] = {}
         # Whether the last that a member has begun is told, by the group, its epoch, the member and the key.
         self._last: WeakValueDictionary[Hashable, asyncio.Event] = WeakValueDictionary()
         # Set when an actor of this process is gone, for members that have asked.
@@ -146,17 +84,20 @@ class Keyed(Actor):
         if call is not None and call.apart is not None:
             raise apart(part.title, call.apart)
         target = Target(self._caller, self._process.id, KEYED, part.roster.id, None)
-        taking = _Taking(part, call)
+        taking = Taking(part, call, self._process.next_number())
         line = part.roster.id, part.roster.epoch, part.rank, part.key
         taking.before, self._last[line] = self._last.get(line), taking.told
-        terms = current_terms.get()
-        if terms is not None:
-            taking.deadline = terms.deadline
-        result: Ref[Any] = target.call(_TAKE_PART.named(part.label), (Opaque(taking), value), {})
+        # A deadline ends the wait for the result: then the others are told, as in `_left`.
+        token = current_terms.set(_terms_without_end())
+        try:
+            result: Ref[Any] = target.call(_TAKE_PART.named(part.label), (Opaque(taking), value), {})
+        finally:
+            current_terms.reset(token)
         state = state_of(result)
         state.mark_seen()
         outcome: Ref[Any] = target.call(_OUTCOME.named(part.label), (Opaque(taking), Opaque(result)), {})
         taking.outcome = state_of(outcome)
+        taking.outcome.watch(partial(self._left, taking, state))
         self._open[state] = taking
         # Who drops the result has taken part nevertheless.
         state.watch(self._over, interested=True)
@@ -169,13 +110,49 @@ class Keyed(Actor):
         """A call of `take_part` is over."""
         taking = self._open.pop(state)
         process = self._process
-        late = process.is_past(taking.deadline)
-        if taking.has_begun or taking.withdrawn is not None or late or process.closed is not None:
+        if taking.has_begun or taking.withdrawn is not None or self._is_late(taking) or process.closed is not None:
             taking.told.set()
         else:
-            # The value was the result of a call that failed.
-            excuse = self._excuse(taking, "value", state.error)
+            # The value was the result of a call that failed, or is not waited for any more.
+            excuse = self._excuse(taking, taking.left or _unusable(taking.part, "value", state.error))
             process.tasks.create_task(excuse, name=f"excuse a member from {taking.part.label}")
+
+    def _left(self, taking: Taking, state: Any, outcome: Any) -> None:
+        """The wait of a member is over. If it was cancelled before all had come, they do not wait for each other."""
+        if outcome.error is None or state.settled or taking.withdrawn is not None or self._process.closed is not None:
+            return
+        if self._is_late(taking):
+            self._take_back(taking, state, CallCancelled("the deadline passed"))
+            return
+        part, call = taking.part, taking.call
+        taking.left = CallCancelled(
+            f"{part.title}: rank {part.rank} has left it: its wait for the result was cancelled"
+        )
+        if call is not None:
+            call.left = (*call.left[-_REMEMBERED:], taking)
+        if taking.joined is not None:
+            self._tell_left(taking, taking.left)
+        elif not taking.has_begun:
+            state.cancel(str(taking.left))
+
+    def _tell_left(self, taking: Taking, fault: DaftError | None) -> None:
+        """Tell the place that a member has left; without a fault, that the call that has left there has failed."""
+        if taking.joined is None:
+            return
+        peer, joining = taking.joined
+        left = replace(joining, coming=replace(joining.coming, terms={}, fault=fault))
+        Target(self._caller, peer, KEYED, joining.group, None).tell(_LEAVE, (left,), {})
+
+    def _is_late(self, taking: Taking) -> bool:
+        """Whether the call of the member ends at its deadline, now."""
+        return taking.call is not None and self._process.is_past(taking.call.deadline)
+
+    def _take_back(self, taking: Taking, state: Any, why: DaftError) -> None:
+        """The member has not come; it may come again."""
+        taking.withdrawn = why
+        # The call itself fails.
+        taking.outcome.mark_seen()
+        state.cancel(str(why))
 
     def withdraw(self, call: InboundCall, why: DaftError | None) -> None:
         """A call of a member fails: it has not taken part in what not all have come to.
@@ -191,10 +168,11 @@ class Keyed(Actor):
         for state, taking in list(self._open.items()):
             if taking.call is call:
                 ended = f"{call.label} of {call.hosted.name} ended before all had come"
-                taking.withdrawn = why or CallCancelled(ended)
-                # The call itself fails.
-                taking.outcome.mark_seen()
-                state.cancel(ended)
+                self._take_back(taking, state, why or CallCancelled(ended))
+        left, call.left = call.left, ()
+        for taking in left:
+            # So the call can be made again, with others that had not come.
+            self._tell_left(taking, None)
 
     @contextmanager
     def ending(self, call: InboundCall, end: Callable[[DaftError], object]) -> Generator[None]:
@@ -222,14 +200,11 @@ class Keyed(Actor):
             self.withdraw(call, why)
         return call is not None
 
-    # What the member awaits is not the call that takes part: to cancel that one would leave the others waiting.
+    # What the member awaits is not the call that takes part: that one goes on until the others are told.
     @method(ordered=False)
     async def outcome(self, given: Opaque, result: Opaque) -> Any:
-        """Wait for the result of `take_part`.
-
-        Cancellation: the member takes part nevertheless.
-        """
-        taking: _Taking = given.content
+        """Wait for the result of `take_part`. Cancellation: see `_left`."""
+        taking: Taking = given.content
         # What stacks show.
         call = _own_call()
         call.spec = call.spec.named(taking.part.title)
@@ -248,15 +223,15 @@ class Keyed(Actor):
     @method(ordered=False)
     async def take_part(self, given: Opaque, value: Any) -> Any:
         """Take part for a member of this process."""
-        taking: _Taking = given.content
+        taking: Taking = given.content
         taking.has_begun = True
         part = taking.part
         try:
             terms, nbytes, brought = part.terms(value), *self._pack(part, value)
         except Exception as error:
-            await self._excuse(taking, "value", error)
+            await self._excuse(taking, _unusable(part, "value", error))
             raise
-        coming = Coming(part.key, part.title, part.rank, terms)
+        coming = Coming(part.key, part.title, part.rank, terms, number=taking.number)
         del value
         await taking.turn()
         try:
@@ -269,31 +244,25 @@ class Keyed(Actor):
             add_note(error, f"raised for {part.title}")
             raise
 
-    async def _join(self, taking: _Taking, op: Reducer, coming: Coming, nbytes: int | None, brought: Packed) -> Any:
+    async def _join(self, taking: Taking, op: Reducer, coming: Coming, nbytes: int | None, brought: Packed) -> Any:
         part, roster = taking.part, taking.part.roster
         member = _target_of(roster.members[part.meets_at])
         peer, actor = _known_place(member) or await _find(part, member)
         while True:
+            if taking.left is not None:
+                coming, brought = replace(coming, fault=taking.left), None
             where = actor, roster.id, roster.epoch, part.along, roster.size
             joining = Joining(*where, coming, part.timeout, nbytes)
             target = Target(self._caller, peer, KEYED, roster.id, None)
             try:
                 answer = target.call(_JOIN.named(part.label), (joining, brought, op), {})
             except SerializationError as error:
-                await self._excuse(taking, "op" if callable(op) else "value", error)
+                await self._excuse(taking, _unusable(part, "op" if callable(op) else "value", error))
                 raise
+            taking.joined = peer, joining
             if coming.fault is None:
                 taking.told.set()
-            if part.timeout is not None:
-                # The answer itself is not cancelled: this member has come.
-                state_of(answer).mark_seen()
-                try:
-                    await _in_time(part, answer.ready())
-                except asyncio.CancelledError:
-                    # It has not come. The next call of this member must not find that it has.
-                    answer.cancel()
-                    await answer.ready()
-                    raise
+            await _ready_in_time(part, answer)
             try:
                 return await answer
             except GroupChanged as error:
@@ -311,11 +280,12 @@ class Keyed(Actor):
                 if before == (peer, actor):
                     raise
 
-    async def _excuse(self, taking: _Taking, what: str, error: BaseException) -> None:
+    async def _excuse(self, taking: Taking, fault: Exception) -> None:
         """Come with a fault, so that the others do not wait for this member."""
         part = taking.part
-        fault = ValueError(f"{part.title}: the {what} of rank {part.rank} cannot be used: {error}")
-        coming = Coming(part.key, part.title, part.rank, {}, fault)
+        # This may be a task that begins when a deadline has passed.
+        current_terms.set(_terms_without_end())
+        coming = Coming(part.key, part.title, part.rank, {}, fault, taking.number)
         try:
             await taking.turn()
             with suppress(ValueError, DaftError):
@@ -370,6 +340,14 @@ class Keyed(Actor):
         mine = Brought(call.caller, joining.nbytes, brought)
         conclude = partial(self._conclude, joining.coming, joining.size, op)
         return await self._place_for(joining).come(joining.coming, mine, conclude, joining.timeout)
+
+    # Ordered: after the call of `join`.
+    @method
+    async def leave(self, joining: Joining) -> None:
+        """A member has left a meeting here; see `MeetingPlace.leave`."""
+        found = self._places.get((ActorId(joining.at), joining.group, joining.epoch))
+        if found is not None:
+            found[0].leave(joining.coming)
 
     @method(ordered=False)
     async def gone(self, actor: int) -> None:
@@ -483,6 +461,7 @@ class Keyed(Actor):
 _TAKE_PART: Final = specs_of(Keyed)["take_part"]
 _OUTCOME: Final = specs_of(Keyed)["outcome"]
 _JOIN: Final = specs_of(Keyed)["join"]
+_LEAVE: Final = specs_of(Keyed)["leave"]
 
 
 async def _in_time(part: Part, waiting: Awaitable[T]) -> T:
@@ -499,11 +478,34 @@ async def _in_time(part: Part, waiting: Awaitable[T]) -> T:
         ) from None
 
 
+async def _ready_in_time(part: Part, answer: Ref[Any]) -> None:
+    """The same, for the answer to a member that has come: if that is late, it is not cancelled."""
+    if part.timeout is None:
+        return
+    state_of(answer).mark_seen()
+    try:
+        await _in_time(part, answer.ready())
+    except asyncio.CancelledError:
+        # It has not come. The next call of this member must not find that it has.
+        answer.cancel()
+        await answer.ready()
+        raise
+
+
+def _unusable(part: Part, what: str, error: BaseException | None) -> ValueError:
+    return ValueError(f"{part.title}: the {what} of rank {part.rank} cannot be used: {error}")
+
+
 def apart(title: str, why: DaftError) -> DaftError:
     """The error of a collective, or of a receive, in which a call does not take part any more."""
     error = copy_error(why)
     add_note(error, f"raised for {title}")
     return error
+
+
+def _terms_without_end() -> Terms | None:
+    """The terms of this code, without its deadline."""
+    return terms_of(None, trace_of(current_terms.get()))
 
 
 def _own_call() -> InboundCall:

@@ -1,16 +1,22 @@
-"""What one member does in a keyed collective."""
+"""What one member does in a keyed collective, and what it tells the one where they meet."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 from aiodaft._protocol.groups.collective import values_of
+from aiodaft._protocol.groups.meeting import Coming
 from aiodaft._protocol.groups.roster import Roster
+from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.actors.enlisted import Standing
+from aiodaft._runtime.actors.hosted_actor import InboundCall
+from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.groups.arithmetic import Reducer, kind_of
+from aiodaft.exceptions import DaftError
 
 # Names the axes of `along`, one use of it after another.
 Along = tuple[tuple[str, ...], ...]
@@ -72,6 +78,74 @@ class Part:
     def meets_at(self) -> int:
         """The rank where members meet: keys spread the work."""
         return crc32(repr(self.key).encode()) % self.roster.size
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What a member tells the one where they meet.
+
+    Attributes:
+        at: The actor where they meet.
+        group: The name of the group, or of the part of it.
+        epoch: Its epoch.
+        along: As in `Part`.
+        size: The number of members.
+        coming: The member, and the meeting.
+        timeout: As in `Part`.
+        nbytes: The size of a tensor or an array.
+    """
+
+    at: int
+    group: str
+    epoch: int
+    along: Along
+    size: int
+    coming: Coming
+    timeout: float | None
+    nbytes: int | None
+
+
+# How a value travels to the meeting and from it: a small one encoded, one that is reduced there as the only item of a
+# list, of others the ref. None is nothing.
+Packed: TypeAlias = bytes | list[Any] | Opaque | None
+
+
+class Brought(NamedTuple):
+    """What a member has brought."""
+
+    process: PeerId
+    nbytes: int | None
+    value: Packed
+
+
+@dataclass(eq=False, slots=True)
+class Taking:
+    """A call of `Keyed.take_part`."""
+
+    part: Part
+    # The call of the member that has begun it.
+    call: InboundCall | None
+    # Tells it from all others of this process.
+    number: int
+    # The state of what the member awaits.
+    outcome: Any = None
+    # Set when the member where the others meet was told, or is not to be told; and the same of what this member has
+    # begun with this key just before.
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    before: asyncio.Event | None = None
+    # Whether its value exists.
+    has_begun: bool = False
+    # Where it has joined, and with what.
+    joined: tuple[PeerId, Joining] | None = None
+    # Why it was withdrawn: the member has not come.
+    withdrawn: DaftError | None = None
+    # The others get this: the member waits no longer, while its call goes on.
+    left: DaftError | None = None
+
+    async def turn(self) -> None:
+        """Wait for what this member has begun before: the order of its calls counts, whenever their values come."""
+        if self.before is not None:
+            await self.before.wait()
 
 
 def _name_of(function: Callable[..., Any]) -> str:

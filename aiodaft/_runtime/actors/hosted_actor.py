@@ -89,8 +89,6 @@ class InboundCall(Life, Paced):
     waits_at: int | None = None
     # Why it takes part in nothing with other members of its group any more.
     apart: DaftError | None = None
-    # What it has left there, while it went on; the last of it.
-    left: tuple[Any, ...] = ()
     _pullers: list[Callable[[Place], object]] | None = None
     _token: list[None] | None = None
 

@@ -10,12 +10,13 @@ values go from member to member.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar, cast
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from aiodaft._protocol.groups.collective import meets_with_values, plan_of, results_of, star, values_of
 from aiodaft._protocol.groups.meeting import Coming
@@ -69,6 +70,8 @@ class Keyed(Actor):
         self._places: dict[tuple[ActorId, str, int], tuple[MeetingPlace, Along]] = {}
         # What else ends with a call that takes part in nothing any more.
         self._ends: dict[InboundCall, list[Callable[[DaftError], object]]] = {}
+        # Where calls that go on have left, and with what.
+        self._left_by: WeakKeyDictionary[InboundCall, deque[list[tuple[PeerId, Joining]]]] = WeakKeyDictionary()
         # By the state of the call of `take_part`, until that is over.
         self._open: dict[Any, Taking] = {}
         # Whether the last that a member has begun is told, by the group, its epoch, the member and the key.
@@ -129,19 +132,17 @@ class Keyed(Actor):
             f"{part.title}: rank {part.rank} has left it: its wait for the result was cancelled"
         )
         if call is not None:
-            call.left = (*call.left[-_REMEMBERED:], taking)
-        if taking.joined is not None:
-            self._tell_left(taking, taking.left)
+            self._left_by.setdefault(call, deque(maxlen=_REMEMBERED)).append(taking.joined)
+        if taking.joined:
+            self._tell_left(taking.joined, taking.left)
         elif not taking.has_begun:
             state.cancel(str(taking.left))
 
-    def _tell_left(self, taking: Taking, fault: DaftError | None) -> None:
+    def _tell_left(self, joined: list[tuple[PeerId, Joining]], fault: DaftError | None) -> None:
         """Tell the place that a member has left; without a fault, that the call that has left there has failed."""
-        if taking.joined is None:
-            return
-        peer, joining = taking.joined
-        left = replace(joining, coming=replace(joining.coming, terms={}, fault=fault))
-        Target(self._caller, peer, KEYED, joining.group, None).tell(_LEAVE, (left,), {})
+        for peer, joining in joined[-1:]:
+            left = replace(joining, coming=replace(joining.coming, terms={}, fault=fault))
+            Target(self._caller, peer, KEYED, joining.group, None).tell(_LEAVE, (left,), {})
 
     def _is_late(self, taking: Taking) -> bool:
         """Whether the call of the member ends at its deadline, now."""
@@ -169,10 +170,9 @@ class Keyed(Actor):
             if taking.call is call:
                 ended = f"{call.label} of {call.hosted.name} ended before all had come"
                 self._take_back(taking, state, why or CallCancelled(ended))
-        left, call.left = call.left, ()
-        for taking in left:
+        for joined in self._left_by.pop(call, ()):
             # So the call can be made again, with others that had not come.
-            self._tell_left(taking, None)
+            self._tell_left(joined, None)
 
     @contextmanager
     def ending(self, call: InboundCall, end: Callable[[DaftError], object]) -> Generator[None]:
@@ -259,7 +259,7 @@ class Keyed(Actor):
             except SerializationError as error:
                 await self._excuse(taking, _unusable(part, "op" if callable(op) else "value", error))
                 raise
-            taking.joined = peer, joining
+            taking.joined.append((peer, joining))
             if coming.fault is None:
                 taking.told.set()
             await _ready_in_time(part, answer)

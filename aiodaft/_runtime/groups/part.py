@@ -135,8 +135,8 @@ class Taking:
     before: asyncio.Event | None = None
     # Whether its value exists.
     has_begun: bool = False
-    # Where it has joined, and with what.
-    joined: tuple[PeerId, Joining] | None = None
+    # Where it has joined, and with what; the last one counts.
+    joined: list[tuple[PeerId, Joining]] = field(default_factory=list[tuple[PeerId, Joining]])
     # Why it was withdrawn: the member has not come.
     withdrawn: DaftError | None = None
     # The others get this: the member waits no longer, while its call goes on.

@@ -8,7 +8,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
 from aiodaft._protocol.calls.mailbox import check_max_queue
-from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.node.liveness import Health, Patience
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.supervision.supervision import Restart, check_alone
@@ -93,7 +93,9 @@ class ActorFacts(NamedTuple):
 class CallTarget(Protocol):
     """The actor that a handle calls."""
 
-    def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]: ...
+    def call(
+        self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], number: CallId | None = None
+    ) -> Ref[Any]: ...
     def stream(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]: ...
     def tell(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
     def reduce(self, cls: type) -> tuple[Any, ...]: ...

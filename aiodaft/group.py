@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from itertools import count
+from itertools import count, repeat
 from typing import (
     Any,
     Concatenate,
@@ -24,6 +24,7 @@ from typing import (
 from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.groups.shares import even_shares
+from aiodaft._protocol.ids import CallId
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.rosters import RosterCell, Rosters
 from aiodaft._runtime.groups import siblings
@@ -49,6 +50,8 @@ Items: TypeAlias = Iterable[A0] | Refs[A0]
 # Loads new members with the state of others; see `Group.resize`.
 Prepare: TypeAlias = Callable[[list[ActorT]], Awaitable[object]]
 
+# The numbers of calls that do not belong together.
+_ALONE: Final[Iterator[CallId | None]] = repeat(None)
 _NO_CALLS: Final[Mapping[CallTarget, int]] = {}
 
 
@@ -490,10 +493,17 @@ class Group(Generic[ActorT]):
         loads = [Load(unit.rank, len(under_way.get(unit.target, ())), unit.target.distance()) for unit in free]
         return free[self._policy(loads)]
 
-    def _make(self, unit: _Unit, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ref[Any]]:
+    def _make(
+        self,
+        unit: _Unit,
+        spec: MethodSpec,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        numbers: Iterator[CallId | None],
+    ) -> list[Ref[Any]]:
         """Call the members of a unit; the first result counts."""
         targets = (unit.target, *unit.others)
-        refs = [target.call(spec, args, kwargs) for target in targets]
+        refs = [target.call(spec, args, kwargs, next(numbers)) for target in targets]
         for target, ref in zip(targets, refs, strict=True):
             under_way = self._under_way.setdefault(target, set())
             under_way.add(ref._state)
@@ -503,12 +513,19 @@ class Group(Generic[ActorT]):
     def _call_all(
         self, calls: Sequence[tuple[_Unit, tuple[Any, ...]]], spec: MethodSpec, kwargs: dict[str, Any]
     ) -> Refs[Any]:
-        made = [self._make(unit, spec, args, kwargs) for unit, args in calls]
+        numbers = _ALONE
+        whole = self if self._of is None else self._of
+        if calls and whole._is_whole:
+            # Its members meet each other in collectives; those of a slice may meet the rest of the group.
+            besides = sum(len(unit.others) for unit, _ in calls) if self._along else 0
+            numbers = siblings.numbers(calls[0][0].target, len(calls) + besides)
+        made = [self._make(unit, spec, args, kwargs, numbers) for unit, args in calls]
         siblings.join([ref for refs in made for ref in refs])
         return Refs([refs[0] for refs in made], [other for refs in made for other in refs[1:]])
 
     def _call(self, unit: _Unit, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
-        ref, *others = self._make(unit, spec, args, kwargs)
+        numbers = siblings.numbers(unit.target, 1 + len(unit.others)) if unit.others else _ALONE
+        ref, *others = self._make(unit, spec, args, kwargs, numbers)
         if others:
             # Until then, they are held: an error that no code sees goes to the scope when the ref is dropped.
             ref._state.watch(partial(_end_others, others))

@@ -24,6 +24,11 @@ class MemberCollectives:
     member that awaits one before it calls the next takes part in that one later.) The same key may be used again; a
     member that is ahead waits in the next collective with that key.
 
+    In a call of `all`, `each` or `split` of a `Group`, or of members that are called as one, a collective only meets
+    those of the same call at the other members; in a run of a compiled graph, only those of the same run. So these may
+    be under way at the same time with the same keys. All else meets by the key and the order of calls at each member:
+    calls of single members, also by `any` or `map`, of a slice, and tasks that outlive the call that made them.
+
     Do not write to the value before the result is there. What a member gets of its own value may be that object itself;
     all else is new. Results equal those of the collectives on refs: all members get the same bits.
 

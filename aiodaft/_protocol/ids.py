@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final, NewType
+from collections.abc import Sequence
+from typing import Final, NewType, cast
 
 # A process: unique in its cluster and in time. In a cluster, the name of its node follows an @.
 PeerId = NewType("PeerId", str)
 # One incarnation of an actor: its number, which stays, in the low bits, and its epoch, which grows with each restart. A
 # message to one incarnation can never reach another.
 ActorId = NewType("ActorId", int)
-# A call, and its result: unique within the process that made the call.
+# A call, and its result: unique within the process that made the call. Negative: one of the calls of a call of a group.
 CallId = NewType("CallId", int)
 
 # Every process hosts actors that serve its peers; the controller (or a node process) hosts more.
@@ -27,6 +28,8 @@ KEYED: Final = ActorId(10)
 FIRST_USER_ACTOR: Final = ActorId(16)
 
 _EPOCH_SHIFT: Final = 32
+# In the id of a call of a group: what says how many bits the number of the member takes.
+_WIDTH_BITS: Final = 5
 _UPPER_HALF: Final = 1 << 31
 
 
@@ -76,3 +79,19 @@ def first_number_beside(actor: ActorId) -> int:
 def epoch_of(actor: ActorId) -> int:
     """How often the actor has been restarted."""
     return actor >> _EPOCH_SHIFT
+
+
+def sibling_ids(serial: CallId, count: int) -> Sequence[CallId]:
+    """The ids of the calls of one call of a group, which is told from others by a number that nothing else has.
+
+    So each of them says which call of the group it belongs to, and no message has to.
+    """
+    width = (count - 1).bit_length()
+    # Each is, with the sign turned: the serial number, that of the member, and how many bits the latter takes.
+    first = serial << width + _WIDTH_BITS | width
+    return cast("Sequence[CallId]", range(-first, -first - (count << _WIDTH_BITS), -1 << _WIDTH_BITS))
+
+
+def group_call_of(caller: PeerId, call: CallId) -> tuple[PeerId, int] | None:
+    """Names the call of a group that a call belongs to, in the cluster; None if it was made by itself."""
+    return None if call >= 0 else (caller, -call >> _WIDTH_BITS + (-call & (1 << _WIDTH_BITS) - 1))

@@ -1,11 +1,36 @@
-"""The actors that every process hosts keep out of the way of users' own."""
+"""Ids of actors that every process hosts, and of the calls of a group."""
 
 from __future__ import annotations
 
-from aiodaft._protocol.ids import AGENT, CHANNELS, COORDINATOR, FIRST_USER_ACTOR, NODE
+from aiodaft._protocol.ids import (
+    AGENT,
+    CHANNELS,
+    COORDINATOR,
+    FIRST_USER_ACTOR,
+    NODE,
+    CallId,
+    PeerId,
+    group_call_of,
+    sibling_ids,
+)
 
 
 def test_system_actors_are_distinct_and_below_users_own() -> None:
     system = {AGENT, CHANNELS, COORDINATOR, NODE}
     assert len(system) == 4
     assert max(system) < FIRST_USER_ACTOR
+
+
+def test_the_ids_of_the_calls_of_a_group_say_that_they_belong_together() -> None:
+    caller, seen = PeerId("controller"), set[CallId]()
+    for serial in (1, 2, 3, 1 << 30):
+        for count in (1, 2, 3, 4, 5, 64, 65, 1000):
+            numbers = sibling_ids(CallId(serial * 10_000 + count), count)
+            assert len(numbers) == count
+            assert seen.isdisjoint(numbers)
+            seen.update(numbers)
+            assert {group_call_of(caller, number) for number in numbers} == {(caller, serial * 10_000 + count)}
+    # Numbers of calls that are made by themselves are positive. What goes over a wire has 64 bits.
+    assert -(1 << 63) < min(seen) < max(seen) < 0
+    assert group_call_of(caller, CallId(0)) is group_call_of(caller, CallId(7)) is None
+    assert not sibling_ids(CallId(1), 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aiodaft._protocol.groups.meeting import Coming, Meetings, Outcome
+from aiodaft._protocol.groups.meeting import KEPT, Coming, Meetings, Outcome
 from aiodaft.exceptions import ActorDied
 
 
@@ -155,7 +155,7 @@ def test_what_a_member_came_to_after_what_it_withdraws_counts_one_earlier() -> N
 
 
 def test_what_comes_one_earlier_may_be_the_last_or_disagree() -> None:
-    for op, why in (("sum", ""), ("max", "meeting x: the members disagree: rank 1 has op sum, rank 0 has op max")):
+    for op, why in (("sum", ""), ("max", "meeting x: the members disagree: rank 0 has op max, rank 1 has op sum")):
         group = Group(3)
         for rank, its_op in ((0, "sum"), (0, op), (1, "sum")):
             assert group.come(rank, terms={"op": its_op}) == []
@@ -230,3 +230,69 @@ def test_what_a_member_has_left_is_forgotten_if_it_has_not_come_at_all() -> None
     table.forget(left)
     assert table.come(Coming("x", "meeting x", 1, {}), "1") == []
     assert told(table.come(Coming("x", "meeting x", 0, {}), "0")) == [(["0", "1"], "")]
+
+
+def test_who_comes_within_something_meets_only_what_comes_within_the_same() -> None:
+    group = Group(2)
+    # One skips the first call, and is ahead in the second one.
+    assert group.come(0, within="call 1") == group.come(1, within="call 2") == []
+    assert told(group.come(0, within="call 2")) == [(["0.2", "1.1"], "")]
+    group.table.withdraw("x", 0, group.tickets["0.1"])
+    assert len(group.table) == 0
+    # In opposite orders; twice within one.
+    for rank, call in ((0, 3), (0, 4), (0, 3), (1, 4), (1, 3)):
+        outcomes = group.come(rank, within=call)
+    assert told(outcomes) == [(["0.3", "1.3"], "")]
+    assert told(group.come(1, within=3)) == [(["0.5", "1.4"], "")]
+    assert len(group.table) == 0
+
+
+def test_who_comes_by_itself_meets_whatever_is_first() -> None:
+    group = Group(3)
+    assert group.come(0) == group.come(1, within=1) == group.come(2, within=2) == []
+    assert len(group.table) == 2
+    assert group.come(0) == []
+    # It was the only one there within something: the other two meet.
+    assert group.table.withdraw("x", 1, group.tickets["1.1"]) == []
+    assert told(group.come(1, within=2)) == [(["0.1", "1.2", "2.1"], "")]
+    assert group.come(1) == []
+    assert told(group.come(2, within=3)) == [(["0.2", "1.3", "2.2"], "")]
+    assert len(group.table) == 0
+
+
+def test_what_failed_within_something_is_told_there_and_not_kept_for_ever() -> None:
+    group = Group(2)
+    for call in range(KEPT + 5):
+        assert group.come(0, within=call) == []
+        assert len(group.expire("x", 0, call + 1, 1.0)) == 1
+    # What is open stays.
+    assert group.come(0, within="open") == []
+    assert len(group.table) == KEPT + 1
+    ((_, why),) = told(group.come(1, within=KEPT))
+    assert why == "meeting x: rank 1 of 2 did not come in 1 s"
+    assert [why for _, why in told(group.come(1, within="open"))] == [""]
+
+
+def test_whatever_some_skip_the_others_meet_their_own() -> None:
+    source = random.Random(38)
+    for _ in range(50):
+        group, size = Group(3), 3
+        # Within each call, each rank comes twice; some give up one of them, which ends the call for all.
+        pending = [(rank, call) for rank in range(size) for call in range(10) for _ in range(2)]
+        source.shuffle(pending)
+        skipped = set(source.sample(range(10), 4))
+        waiting: dict[str, tuple[int, int]] = {}
+        met: list[int] = []
+        for rank, call in pending:
+            if call in skipped and rank == call % size:
+                continue
+            outcomes = group.come(rank, within=call)
+            waiting[f"{rank}.{group.turns[rank]}"] = rank, call
+            for outcome in outcomes:
+                calls = {waiting.pop(ticket)[1] for ticket in outcome.tickets.values()}
+                assert len(calls) == 1
+                met += calls
+        assert sorted(met) == sorted(2 * [call for call in range(10) if call not in skipped])
+        for ticket, (rank, _) in waiting.items():
+            assert group.table.withdraw("x", rank, group.tickets[ticket]) == []
+        assert len(group.table) == 0

@@ -3,15 +3,23 @@
 A meeting has a name; when it is over, the next one may have the same name. Each member comes to every meeting of a name
 once, in their order, so no member has to count: it comes to the first one that it has not come to yet. A member that is
 ahead opens the next one. A meeting that has failed is kept until all members have come to it: late ones are told then.
+
+A member may come within something that others share, such as one call of a group: then it meets only those that come
+within the same, so it does not matter in which order they begin, or that some never come. Who comes by itself comes to
+whatever meeting of the name is the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from itertools import count
+from typing import Final, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
+
+# Meetings of a name within something that have failed, and are kept for those that are late.
+KEPT: Final = 1000
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,7 @@ class Coming:
         terms: What all have to agree on; the first difference is named by the error.
         fault: The meeting fails with this, because of the member.
         number: Tells it from what the member comes to besides by this name.
+        within: It does not meet those that come within something else; None: it comes by itself.
     """
 
     name: Hashable
@@ -33,6 +42,7 @@ class Coming:
     terms: Mapping[str, Hashable]
     fault: Exception | None = None
     number: int = 0
+    within: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +58,45 @@ class Outcome(Generic[T]):
     error: Exception | None = None
 
 
+class _Waiting(NamedTuple, Generic[T]):
+    coming: Coming
+    ticket: T
+    # Counts those that have come.
+    order: int
+
+
 @dataclass(slots=True)
 class _Meeting(Generic[T]):
     # What errors call it.
     title: str
     # By rank; the terms of the first one are those of all.
-    waiting: dict[int, tuple[Coming, T]] = field(default_factory=dict[int, tuple[Coming, T]])
+    waiting: dict[int, _Waiting[T]] = field(default_factory=dict[int, _Waiting[T]])
     # The ranks that have come, or do not come any more because they were lost.
     done: set[int] = field(default_factory=set[int])
     error: Exception | None = None
     # If it has failed because of what one member came with: the rank and the number of that.
     failed_by: tuple[int, int] | None = None
+    # What those come within that are here; None as long as all have come by themselves.
+    within: Hashable = None
+
+    def is_for(self, coming: Coming) -> bool:
+        """Whether a member comes to this one."""
+        return coming.rank not in self.done and (None in (self.within, coming.within) or self.within == coming.within)
+
+    def add(self, one: _Waiting[T]) -> None:
+        """A member comes, and waits."""
+        self.waiting[one.coming.rank] = one
+        self.within = self.within or one.coming.within
+
+    def clear(self) -> list[_Waiting[T]]:
+        """Those that wait have not come."""
+        taken = list(self.waiting.values())
+        self.done.difference_update(self.waiting)
+        self.waiting, self.within = {}, None
+        return taken
 
     def disagreement(self, coming: Coming) -> ValueError | None:
-        for first, _ in list(self.waiting.values())[:1]:
+        for first, _, _ in list(self.waiting.values())[:1]:
             for name in [*first.terms, *coming.terms]:
                 one, other = first.terms.get(name), coming.terms.get(name)
                 if one != other:
@@ -79,7 +114,11 @@ class _Meeting(Generic[T]):
     @property
     def tickets(self) -> dict[int, T]:
         """By rank, in order."""
-        return {rank: ticket for rank, (_, ticket) in sorted(self.waiting.items())}
+        return {rank: one.ticket for rank, one in sorted(self.waiting.items())}
+
+    def holds(self, rank: int, ticket: T) -> bool:
+        """Whether a member waits here with this ticket."""
+        return rank in self.waiting and self.waiting[rank].ticket is ticket
 
 
 class Meetings(Generic[T]):
@@ -97,6 +136,7 @@ class Meetings(Generic[T]):
         self._lost: dict[int, Exception] = {}
         # Why there are no more meetings.
         self._closed: Exception | None = None
+        self._orders = count()
 
     def __len__(self) -> int:
         """The number of meetings that some members have not come to."""
@@ -104,48 +144,50 @@ class Meetings(Generic[T]):
 
     def come(self, coming: Coming, ticket: T) -> list[Outcome[T]]:
         """A member comes with a ticket. Returns what is decided by that; if nothing is, it waits."""
-        name, rank = coming.name, coming.rank
+        outcomes = self._come(_Waiting(coming, ticket, next(self._orders)))
+        self._tidy(coming.name)
+        return outcomes
+
+    def _come(self, one: _Waiting[T]) -> list[Outcome[T]]:
+        coming, ticket, _ = one
+        rank = coming.rank
         error = self._closed or self._lost.get(rank)
         if error is not None:
             return [Outcome({rank: ticket}, error)]
-        meeting = next((one for one in self._meetings.get(name, ()) if rank not in one.done), None)
+        meetings = self._meetings.setdefault(coming.name, [])
+        meeting = next((meeting for meeting in meetings if meeting.is_for(coming)), None)
         if meeting is None:
             meeting = _Meeting[T](coming.title)
-            self._meetings.setdefault(name, []).append(meeting)
+            meetings.append(meeting)
         meeting.done.add(rank)
-        outcomes: list[Outcome[T]] = []
         if meeting.error is not None:
-            outcomes.append(Outcome({rank: ticket}, meeting.error))
-        else:
-            error = coming.fault or meeting.disagreement(coming)
-            meeting.waiting[rank] = coming, ticket
-            if error is not None:
-                meeting.failed_by = None if coming.fault is None else (rank, coming.number)
-                outcomes.append(meeting.fail(error))
-            elif len(meeting.waiting) == self._size:
-                outcomes.append(Outcome(meeting.tickets))
-        self._tidy(name)
-        return outcomes
+            return [Outcome({rank: ticket}, meeting.error)]
+        error = coming.fault or meeting.disagreement(coming)
+        meeting.add(one)
+        if error is not None:
+            meeting.failed_by = None if coming.fault is None else (rank, coming.number)
+            return [meeting.fail(error)]
+        return [Outcome(meeting.tickets)] if len(meeting.waiting) == self._size else []
 
     def withdraw(self, name: Hashable, rank: int, ticket: T) -> list[Outcome[T]]:
         """A member that waits has not come; nothing if the meeting is over.
 
-        What it has come to since by this name counts one earlier. Returns what is decided by that.
+        The others that wait by this name are where they would be without it: what this member has come to since counts
+        one earlier. Returns what is decided by that.
         """
-        waits = [meeting for meeting in self._meetings.get(name, ()) if rank in meeting.waiting]
-        while waits and waits[0].waiting[rank][1] is not ticket:
-            del waits[0]
-        taken = [meeting.waiting.pop(rank) for meeting in waits]
-        for meeting in waits:
-            meeting.done.remove(rank)
+        meetings = [meeting for meeting in self._meetings.get(name, ()) if meeting.error is None]
+        if not any(meeting.holds(rank, ticket) for meeting in meetings):
+            return []
+        taken = sorted((one for meeting in meetings for one in meeting.clear()), key=lambda one: one.order)
+        outcomes = [outcome for one in taken if one.ticket is not ticket for outcome in self._come(one)]
         self._tidy(name)
-        return [outcome for later in taken[1:] for outcome in self.come(*later)]
+        return outcomes
 
     def leave(self, left: Coming) -> list[Outcome[T]]:
         """A member that has come waits no longer: the meeting fails with its fault. Nothing if the meeting is over."""
         assert left.fault is not None
         for meeting in self._meetings.get(left.name, ()):
-            if left.rank in meeting.waiting and meeting.waiting[left.rank][0].number == left.number:
+            if left.rank in meeting.waiting and meeting.waiting[left.rank].coming.number == left.number:
                 meeting.failed_by = left.rank, left.number
                 return [meeting.fail(left.fault)]
         return []
@@ -159,7 +201,7 @@ class Meetings(Generic[T]):
     def expire(self, name: Hashable, rank: int, ticket: T, seconds: float) -> list[Outcome[T]]:
         """A member has waited for so many seconds, and waits no longer."""
         for meeting in self._meetings.get(name, ()):
-            if rank in meeting.waiting and meeting.waiting[rank][1] is ticket:
+            if meeting.holds(rank, ticket):
                 late = [str(other) for other in range(self._size) if other not in meeting.waiting]
                 ranks = f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
                 return [
@@ -191,8 +233,12 @@ class Meetings(Generic[T]):
         return [one.fail(error) for meetings in self._meetings.values() for one in meetings if one.error is None]
 
     def _tidy(self, name: Hashable) -> None:
-        """Forget the meetings that every member has come to, or none."""
+        """Forget the meetings that every member has come to, or none; and what failed long ago."""
         left = [one for one in self._meetings.get(name, ()) if 0 < len(one.done) < self._size]
+        if len(left) > KEPT:
+            # Members whose calls have ended never come to these.
+            for old in [one for one in left if one.error is not None and one.within is not None][:-KEPT]:
+                left.remove(old)
         if left:
             self._meetings[name] = left
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from typing import Any, Final, NoReturn, Protocol, cast
@@ -13,7 +13,7 @@ from aiodaft._protocol.calls.call import CANCEL, CANCELLED, EXPIRE, GONE, LATE, 
 from aiodaft._protocol.calls.mailbox import BoundedMailbox, Mailbox
 from aiodaft._protocol.connections.messages import Awaited
 from aiodaft._protocol.diagnostics.deadlock import CallAt
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId, group_call_of
 from aiodaft._runtime.actors.managed import enter, leave
 from aiodaft._runtime.actors.paced import Paced
 from aiodaft._runtime.connections.ring_poller import RingPoller
@@ -131,15 +131,18 @@ class InboundCall(Life, Paced):
         """What was called, such as "Model.execute"."""
         return self.spec.label
 
+    @property
+    def within(self) -> Hashable:
+        """The call of a group, or the run of a graph, that it is part of; None if it was made by itself."""
+        return group_call_of(self.caller, self.number)
+
     def waits_for(self) -> list[CallAt]:
         """The calls of which one has to end before it has its arguments."""
         return [CallAt(producer, owner, number) for _, owner, number, producer, _ in self.awaited.values()][:1]
 
     def add_puller(self, found: Callable[[Place], object]) -> None:
         """Register a callback for another process that pulls the result."""
-        if self._pullers is None:
-            self._pullers = []
-        self._pullers.append(found)
+        self._pullers = [*(self._pullers or ()), found]
 
     @property
     def pulled(self) -> bool:
@@ -173,9 +176,8 @@ class Host:
 
     def calls(self) -> list[InboundCall]:
         """Every call that waits or runs here."""
-        return [
-            call for hosted in list(self.actors.values()) for call in (*hosted.under_way(), *hosted.mailbox.waiting())
-        ]
+        actors = list(self.actors.values())
+        return [call for hosted in actors for call in (*hosted.under_way(), *hosted.mailbox.waiting())]
 
     def add(self, hosted: HostedActor) -> None:
         self.actors[hosted.id] = hosted
@@ -410,10 +412,8 @@ class HostedActor:
         what = f"{call.label} of {self.name} was cancelled"
         self.give_up(call, CallCancelled(f"{what} before it started", executed=False))
         if call.stage is CANCELLED and call.rules.on_thread:
-            error = CallCancelled(
-                f"{what}; it runs on, because a thread cannot be interrupted, and its result is dropped"
-            )
-            call.responder.fail(call, error, executed=None)
+            runs_on = "it runs on, because a thread cannot be interrupted, and its result is dropped"
+            call.responder.fail(call, CallCancelled(f"{what}; {runs_on}"), executed=None)
 
     def give_up(self, call: InboundCall, why: DaftError) -> None:
         """Interrupt a call, unless this was done before. A call that has not begun fails at once with this error."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiodaft._protocol.calls.following import NOWHERE
 from aiodaft._protocol.connections.messages import WANT_REPLY
-from aiodaft._protocol.ids import ActorId
+from aiodaft._protocol.ids import ActorId, CallId
 from aiodaft._runtime.calls.backlog import Backlog
 from aiodaft._runtime.calls.call import CallState, Request, Target
 from aiodaft._runtime.calls.following import FollowingTarget
@@ -28,11 +28,14 @@ class TargetBeside(Target):
         self._backlog = Backlog(self.caller, followed.label)
         self.process.tasks.create_task(self._find(followed), name=f"find {self.label}")
 
-    def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
-        """Call a method and return a ref of its result at once."""
+    def call(
+        self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], number: CallId | None = None
+    ) -> Ref[Any]:
+        """See `Target.call`."""
         if self.remote != NOWHERE:
-            return super().call(spec, args, kwargs)
-        number = self.caller.next_number()
+            return super().call(spec, args, kwargs, number)
+        if number is None:
+            number = self.caller.next_number()
         state = CallState(self, spec, number)
         request = Request(self, spec, args, kwargs, number, WANT_REPLY, state)
         request.terms = current_terms.get()

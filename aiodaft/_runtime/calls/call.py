@@ -300,12 +300,15 @@ class Target:
         """The key in `Order` of the calls and runs that this process submits to the actor."""
         return self
 
-    def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
-        """Call a method and return a ref of its result at once."""
+    def call(
+        self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], number: CallId | None = None
+    ) -> Ref[Any]:
+        """Call a method and return a ref of its result at once. `number`: its id, of a call of a group."""
         if kwargs or not spec.low <= len(args) <= spec.high:
             spec.check(args, kwargs)
         caller = self.caller
-        number = caller.next_number()
+        if number is None:
+            number = caller.next_number()
         state = self.state_class(self, spec, number)
         caller.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_REPLY, state))
         return Ref(state)

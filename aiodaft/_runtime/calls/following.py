@@ -89,11 +89,13 @@ class FollowingTarget(Target):
         """The error of all calls, if the actor is gone for good."""
         return self._known.place.ended
 
-    def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
-        """Call a method and return a ref of its result at once."""
+    def call(
+        self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], number: CallId | None = None
+    ) -> Ref[Any]:
+        """See `Target.call`."""
         if kwargs or not spec.low <= len(args) <= spec.high:
             spec.check(args, kwargs)
-        state = FollowingCall(self, spec, self.caller.next_number())
+        state = FollowingCall(self, spec, self.caller.next_number() if number is None else number)
         self._submit(state, spec, args, kwargs, WANT_REPLY)
         return Ref(state)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Final, cast
 
@@ -371,6 +371,11 @@ class StrandCall(InboundCall):
         """The step that runs or is the next to run."""
         steps = self.strand.steps
         return steps[min(self._given, len(steps) - 1)].label
+
+    @property
+    def within(self) -> Hashable:
+        """The run."""
+        return self.run.owner, self.run.participant.number, self.run.number
 
     # For the deadlock search.
 

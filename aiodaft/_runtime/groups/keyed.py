@@ -74,7 +74,7 @@ class Keyed(Actor):
         self._left_by: WeakKeyDictionary[InboundCall, deque[list[tuple[PeerId, Joining]]]] = WeakKeyDictionary()
         # By the state of the call of `take_part`, until that is over.
         self._open: dict[Any, Taking] = {}
-        # Whether the last that a member has begun is told, by the group, its epoch, the member and the key.
+        # Whether the last that a member has begun is told, by the group, its epoch, the member, the key, and `within`.
         self._last: WeakValueDictionary[Hashable, asyncio.Event] = WeakValueDictionary()
         # Set when an actor of this process is gone, for members that have asked.
         self._gone: dict[ActorId, asyncio.Event] = {}
@@ -87,8 +87,10 @@ class Keyed(Actor):
         if call is not None and call.apart is not None:
             raise apart(part.title, call.apart)
         target = Target(self._caller, self._process.id, KEYED, part.roster.id, None)
-        taking = Taking(part, call, self._process.next_number())
-        line = part.roster.id, part.roster.epoch, part.rank, part.key
+        # What a call leaves behind takes part by itself.
+        within = None if call is None or call.answered else call.within
+        taking = Taking(part, call, within, self._process.next_number())
+        line = part.roster.id, part.roster.epoch, part.rank, part.key, within
         taking.before, self._last[line] = self._last.get(line), taking.told
         # A deadline ends the wait for the result: then the others are told, as in `_left`.
         token = current_terms.set(_terms_without_end())
@@ -231,7 +233,7 @@ class Keyed(Actor):
         except Exception as error:
             await self._excuse(taking, _unusable(part, "value", error))
             raise
-        coming = Coming(part.key, part.title, part.rank, terms, number=taking.number)
+        coming = Coming(part.key, part.title, part.rank, terms, number=taking.number, within=taking.within)
         del value
         await taking.turn()
         try:
@@ -285,7 +287,7 @@ class Keyed(Actor):
         part = taking.part
         # This may be a task that begins when a deadline has passed.
         current_terms.set(_terms_without_end())
-        coming = Coming(part.key, part.title, part.rank, {}, fault, taking.number)
+        coming = Coming(part.key, part.title, part.rank, {}, fault, taking.number, taking.within)
         try:
             await taking.turn()
             with suppress(ValueError, DaftError):

@@ -123,14 +123,15 @@ class Taking:
     """A call of `Keyed.take_part`."""
 
     part: Part
-    # The call of the member that has begun it.
+    # The call of the member that has begun it, and what it meets only the like of; as in `Coming`.
     call: InboundCall | None
+    within: Hashable
     # Tells it from all others of this process.
     number: int
     # The state of what the member awaits.
     outcome: Any = None
     # Set when the member where the others meet was told, or is not to be told; and the same of what this member has
-    # begun with this key just before.
+    # begun with this key, within the same, just before.
     told: asyncio.Event = field(default_factory=asyncio.Event)
     before: asyncio.Event | None = None
     # Whether its value exists.

@@ -1,29 +1,35 @@
-"""The calls of one call of a group: when one fails, the others do not wait for its member in collectives.
+"""The calls of one call of a group: they meet in collectives, and when one fails, the others do not wait for it.
 
-Only the caller knows which calls belong together: it tells the processes of the others.
+Their ids say that they belong together. Only the caller knows of all of them: it tells the others that one has failed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from aiodaft._protocol.ids import KEYED
-from aiodaft._runtime.calls.call import CallState
+from aiodaft._protocol.ids import KEYED, CallId, sibling_ids
+from aiodaft._runtime.calls.call import CallState, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.serialization.errors import failed_beside
+from aiodaft.actor import CallTarget
 from aiodaft.exceptions import DaftError, OutcomeUnknown
 from aiodaft.ref import Ref
 
 # Seconds until a process is asked again whether it has a call.
 _PAUSE: Final = 0.01
 _LONGEST_PAUSE: Final = 0.5
+
+
+def numbers(first: CallTarget, count: int) -> Iterator[CallId | None]:
+    """The ids of the calls that one call of a group makes; `first` is the target of one."""
+    return iter(sibling_ids(cast("Target", first).caller.next_number(), count))
 
 
 def join(refs: Sequence[Ref[Any]]) -> None:

@@ -98,10 +98,11 @@ def _check(name: str, before: _Versions) -> None:
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors that count their versions: a value itself, or those directly in it."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None:
+    # A thread may be about to import torch.
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    if kind is None:
         return
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
     for one in inside:
-        if isinstance(one, torch.Tensor) and not one.is_inference():
+        if isinstance(one, kind) and not one.is_inference():
             yield one

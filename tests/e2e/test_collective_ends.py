@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,20 @@ async def test_a_call_of_a_group_is_not_made_again_when_another_call_has_failed(
     done = await asyncio.gather(*(group[rank].until_done([0], 1, rank) for rank in range(3)))
     assert done == [[[(1, rank) for rank in range(3)]]] * 3
     assert await group.all(Parting.meetings) == [0, 0, 0]
+
+
+async def test_a_call_that_is_made_again_does_not_wait_for_those_that_have_returned(
+    rt: aiodaft.Runtime, fifo: Path
+) -> None:
+    group = await rt.on(restart=Restart(intensity=9, backoff=AT_ONCE)).group(3, Parting)
+    refs = group.each(Parting.gather_then_die, [(rank == 1, str(fifo)) for rank in range(3)])
+    assert await refs[0] == await refs[2] == [0, 1, 2]
+    await asyncio.to_thread(fifo.write_text, "")
+    why = r"all_gather 'again' of .*: Parting.gather_then_die was made again at rank 1, and rank . does not come: .*"
+    with pytest.raises(CallCancelled, match=why):
+        await refs[1]
+    done = await asyncio.gather(*(group[rank].until_done(["again"], 1, rank) for rank in range(3)))
+    assert done == [[[(1, rank) for rank in range(3)]]] * 3
 
 
 async def test_members_that_are_called_as_one_do_not_wait_for_one_that_has_failed(rt: aiodaft.Runtime) -> None:
@@ -94,12 +109,9 @@ async def test_a_call_that_fails_because_of_a_collective_that_it_has_left_has_no
     rt: aiodaft.Runtime, by: str
 ) -> None:
     group = await rt.group(3, Parting)
-    await begin(group, 1, 1)
     with pytest.raises((TimeoutError, ExceptionGroup)):
         await group[0].leave(0, "x", by)
-    with pytest.raises(CallCancelled, match=LEFT):
-        await group[1].finish("x")
-    # The third one has not come to what has failed.
+    # The others, which come later, do not hear of it.
     assert await group.all(Parting.do, "all_gather", "again", key="x") == [["again"] * 3] * 3
     assert await group.all(Parting.meetings) == [0, 0, 0]
 

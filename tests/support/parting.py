@@ -36,6 +36,16 @@ class Parting(Keyer):
             os.kill(os.getpid(), signal.SIGKILL)
             raise
 
+    @method(idempotent=True, retries=3)
+    async def gather_then_die(self, how: tuple[bool, str]) -> list[int]:
+        """Gather; in the first life, then die when the calls of the others have returned."""
+        dies, gate = how
+        gathered = await self.group.all_gather(self.group.rank, key="again")
+        if dies:
+            with open(gate, encoding="utf-8"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return gathered
+
     @method
     async def gather_in_replica(self, failing: int | None) -> list[int]:
         """Gather the places in a replica, unless this member is the failing one."""

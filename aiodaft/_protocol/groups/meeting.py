@@ -183,11 +183,16 @@ class Meetings(Generic[T]):
         self._tidy(name)
         return outcomes
 
-    def leave(self, left: Coming) -> list[Outcome[T]]:
-        """A member that has come waits no longer: the meeting fails with its fault. Nothing if the meeting is over."""
+    def leave(self, left: Coming, missed: int | None = None) -> list[Outcome[T]]:
+        """A member that has come waits no longer: the meeting fails with its fault. Nothing if the meeting is over.
+
+        Nor if it waits no longer because a rank does not come any more, which is `missed`, and that one has come.
+        """
         assert left.fault is not None
         for meeting in self._meetings.get(left.name, ()):
             if left.rank in meeting.waiting and meeting.waiting[left.rank].coming.number == left.number:
+                if missed in meeting.done:
+                    return []
                 meeting.failed_by = left.rank, left.number
                 return [meeting.fail(left.fault)]
         return []

@@ -42,6 +42,16 @@ _STATES: Final = {
 }
 
 
+class Siblings(Protocol):
+    """The calls of one call of a group."""
+
+    # Why they are not made again: one has failed.
+    failed: DaftError | None
+
+    def made_again(self, state: CallState) -> None:
+        """A call is made again."""
+
+
 class CallSink(Protocol):
     """Takes the calls that handles make."""
 
@@ -92,8 +102,8 @@ class CallState(RefState):
     handles = 1
     # The processes to which its producer was told to send the result.
     forwarded: frozenset[PeerId] = frozenset()
-    # Why it is not made again: another call of the same call of a group has failed.
-    apart: DaftError | None = None
+    # If it is one of the calls of a call of a group: all of them.
+    siblings: Siblings | None = None
     _cancelling = False
     # Ends the wait for a call that was cancelled.
     _timer: asyncio.TimerHandle | None = None

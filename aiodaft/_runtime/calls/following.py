@@ -344,15 +344,20 @@ class FollowingCall(_Followed, CallState):
     # An attempt may have run.
     _doubtful = False
 
+    @property
+    def _apart(self) -> DaftError | None:
+        """Why it is not made again: another call of the same call of a group has failed."""
+        return None if self.siblings is None else self.siblings.failed
+
     def on_lost(self, error: DaftError) -> None:
-        if self.settled or self._cancelling or self.apart is not None or not self._is_unsent(error):
+        if self.settled or self._cancelling or self._apart is not None or not self._is_unsent(error):
             super().on_lost(error)
 
     def on_away(self, remote: PeerId) -> None:
         if self._cancelling:
             self.on_error(CallCancelled(f"{self.origin} was cancelled before it started", executed=False))
-        elif self.apart is not None:
-            self.on_error(copy_error(self.apart).with_executed(False))
+        elif self._apart is not None:
+            self.on_error(copy_error(self._apart).with_executed(False))
         else:
             super().on_away(remote)
 
@@ -369,13 +374,15 @@ class FollowingCall(_Followed, CallState):
         if failure is Failure.TURNED_AWAY and self.connection is not None:
             # Perhaps its process lives without the actor (or an argument is lost): the next call asks.
             target.not_found(self.connection.remote)
-        if failure is Failure.FINAL or self._cancelling or self.apart is not None or target.ended is not None:
+        if failure is Failure.FINAL or self._cancelling or self._apart is not None or target.ended is not None:
             return False
         if request is None or request.attempt >= self.spec.retries:
             return False
         request.attempt += 1
         self._doubtful = self._doubtful or failure is Failure.DOUBTFUL
         target.caller.sender.submit_later(request)
+        if self.siblings is not None:
+            self.siblings.made_again(self)
         return True
 
     def _settle(self, status: Status) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -72,6 +72,8 @@ class Keyed(Actor):
         self._ends: dict[InboundCall, list[Callable[[DaftError], object]]] = {}
         # Where calls that go on have left, and with what.
         self._left_by: WeakKeyDictionary[InboundCall, deque[list[tuple[PeerId, Joining]]]] = WeakKeyDictionary()
+        # The members whose calls had ended when these calls were made again.
+        self._ended_beside: WeakKeyDictionary[InboundCall | None, dict[Hashable, str]] = WeakKeyDictionary()
         # By the state of the call of `take_part`, until that is over.
         self._open: dict[Any, Taking] = {}
         # Whether the last that a member has begun is told, by the group, its epoch, the member, the key, and `within`.
@@ -140,11 +142,24 @@ class Keyed(Actor):
         elif not taking.has_begun:
             state.cancel(str(taking.left))
 
-    def _tell_left(self, joined: list[tuple[PeerId, Joining]], fault: DaftError | None) -> None:
+    def _tell_left(
+        self, joined: list[tuple[PeerId, Joining]], fault: DaftError | None, missed: int | None = None
+    ) -> None:
         """Tell the place that a member has left; without a fault, that the call that has left there has failed."""
         for peer, joining in joined[-1:]:
             left = replace(joining, coming=replace(joining.coming, terms={}, fault=fault))
-            Target(self._caller, peer, KEYED, joining.group, None).tell(_LEAVE, (left,), {})
+            Target(self._caller, peer, KEYED, joining.group, None).tell(_LEAVE, (left, missed), {})
+
+    def _expect_no_more(self, taking: Taking, ended: Mapping[Hashable, str]) -> None:
+        """A member takes part in a call that was made again: members whose calls have ended do not come."""
+        part, call = taking.part, taking.call
+        for rank, member in enumerate(part.roster.members):
+            what = ended.get(_target_of(member).identity)
+            if what is not None and taking.joined and call is not None:
+                again = f"{call.label} was made again at rank {part.rank}"
+                why = CallCancelled(f"{part.title}: {again}, and rank {rank} does not come: {what} has returned")
+                self._tell_left(taking.joined, why, rank)
+                self._left_by.setdefault(call, deque(maxlen=_REMEMBERED)).append(taking.joined)
 
     def _is_late(self, taking: Taking) -> bool:
         """Whether the call of the member ends at its deadline, now."""
@@ -200,6 +215,21 @@ class Keyed(Actor):
         call = self._find_call(_own_call().caller, CallId(number))
         if call is not None:
             self.withdraw(call, why)
+        return call is not None
+
+    @method(ordered=False)
+    async def beside_ended(self, number: int, ended: dict[Hashable, str]) -> bool:
+        """A call was made again: of the same call of a group, the calls of these members have ended.
+
+        Returns:
+            As `beside_failed` does.
+        """
+        call = self._find_call(_own_call().caller, CallId(number))
+        if call is not None:
+            self._ended_beside.setdefault(call, {}).update(ended)
+            for taking in self._open.values():
+                if taking.call is call:
+                    self._expect_no_more(taking, ended)
         return call is not None
 
     # What the member awaits is not the call that takes part: that one goes on until the others are told.
@@ -262,6 +292,8 @@ class Keyed(Actor):
                 await self._excuse(taking, _unusable(part, "op" if callable(op) else "value", error))
                 raise
             taking.joined.append((peer, joining))
+            if taking.call in self._ended_beside:
+                self._expect_no_more(taking, self._ended_beside[taking.call])
             if coming.fault is None:
                 taking.told.set()
             await _ready_in_time(part, answer)
@@ -345,11 +377,11 @@ class Keyed(Actor):
 
     # Ordered: after the call of `join`.
     @method
-    async def leave(self, joining: Joining) -> None:
+    async def leave(self, joining: Joining, missed: int | None) -> None:
         """A member has left a meeting here; see `MeetingPlace.leave`."""
         found = self._places.get((ActorId(joining.at), joining.group, joining.epoch))
         if found is not None:
-            found[0].leave(joining.coming)
+            found[0].leave(joining.coming, missed)
 
     @method(ordered=False)
     async def gone(self, actor: int) -> None:

@@ -89,12 +89,12 @@ class MeetingPlace:
             if timer is not None:
                 timer.cancel()
 
-    def leave(self, left: Coming) -> None:
+    def leave(self, left: Coming, missed: int | None) -> None:
         """A member waits no longer: its meeting fails with the fault; without one, it is forgotten that it has."""
         if left.fault is None:
             self._table.forget(left)
         else:
-            self._tell(self._table.leave(left))
+            self._tell(self._table.leave(left, missed))
 
     def watch(self, members: Iterable[Target], but: int) -> None:
         """Begin to watch the members, besides that at which this place is, if that has not begun."""

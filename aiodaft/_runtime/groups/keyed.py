@@ -29,7 +29,7 @@ from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.groups.arithmetic import Reducer, nbytes_of
 from aiodaft._runtime.groups.collectives import Collectives, Members
 from aiodaft._runtime.groups.meeting_place import MeetingPlace, place_of
-from aiodaft._runtime.groups.part import Along, Brought, Joining, Packed, Part, Taking
+from aiodaft._runtime.groups.part import Along, Brought, Joined, Joining, Packed, Part, Taking
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
@@ -71,7 +71,7 @@ class Keyed(Actor):
         # What else ends with a call that takes part in nothing any more.
         self._ends: dict[InboundCall, list[Callable[[DaftError], object]]] = {}
         # Where calls that go on have left, and with what.
-        self._left_by: WeakKeyDictionary[InboundCall, deque[list[tuple[PeerId, Joining]]]] = WeakKeyDictionary()
+        self._left_by: WeakKeyDictionary[InboundCall, deque[Joined]] = WeakKeyDictionary()
         # The members whose calls had ended when these calls were made again.
         self._ended_beside: WeakKeyDictionary[InboundCall | None, dict[Hashable, str]] = WeakKeyDictionary()
         # By the state of the call of `take_part`, until that is over.
@@ -137,16 +137,15 @@ class Keyed(Actor):
         )
         if call is not None:
             self._left_by.setdefault(call, deque(maxlen=_REMEMBERED)).append(taking.joined)
-        if taking.joined:
+        if taking.joined.at is not None:
             self._tell_left(taking.joined, taking.left)
         elif not taking.has_begun:
             state.cancel(str(taking.left))
 
-    def _tell_left(
-        self, joined: list[tuple[PeerId, Joining]], fault: DaftError | None, missed: int | None = None
-    ) -> None:
+    def _tell_left(self, joined: Joined, fault: DaftError | None, missed: int | None = None) -> None:
         """Tell the place that a member has left; without a fault, that the call that has left there has failed."""
-        for peer, joining in joined[-1:]:
+        if joined.at is not None:
+            peer, joining = joined.at
             left = replace(joining, coming=replace(joining.coming, terms={}, fault=fault))
             Target(self._caller, peer, KEYED, joining.group, None).tell(_LEAVE, (left, missed), {})
 
@@ -155,7 +154,7 @@ class Keyed(Actor):
         part, call = taking.part, taking.call
         for rank, member in enumerate(part.roster.members):
             what = ended.get(_target_of(member).identity)
-            if what is not None and taking.joined and call is not None:
+            if what is not None and taking.joined.at and call is not None:
                 again = f"{call.label} was made again at rank {part.rank}"
                 why = CallCancelled(f"{part.title}: {again}, and rank {rank} does not come: {what} has returned")
                 self._tell_left(taking.joined, why, rank)
@@ -189,6 +188,7 @@ class Keyed(Actor):
                 self._take_back(taking, state, why or CallCancelled(ended))
         for joined in self._left_by.pop(call, ()):
             # So the call can be made again, with others that had not come.
+            joined.void = True
             self._tell_left(joined, None)
 
     @contextmanager
@@ -281,8 +281,7 @@ class Keyed(Actor):
         member = _target_of(roster.members[part.meets_at])
         peer, actor = _known_place(member) or await _find(part, member)
         while True:
-            if taking.left is not None:
-                coming, brought = replace(coming, fault=taking.left), None
+            coming, brought = taking.now(coming, brought)
             where = actor, roster.id, roster.epoch, part.along, roster.size
             joining = Joining(*where, coming, part.timeout, nbytes)
             target = Target(self._caller, peer, KEYED, roster.id, None)
@@ -291,7 +290,7 @@ class Keyed(Actor):
             except SerializationError as error:
                 await self._excuse(taking, _unusable(part, "op" if callable(op) else "value", error))
                 raise
-            taking.joined.append((peer, joining))
+            taking.joined.at = peer, joining
             if taking.call in self._ended_beside:
                 self._expect_no_more(taking, self._ended_beside[taking.call])
             if coming.fault is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
@@ -119,6 +119,15 @@ class Brought(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
+class Joined:
+    """Where a member has joined, if it has, and with what."""
+
+    at: tuple[PeerId, Joining] | None = None
+    # It has not, because its call has failed since it has left.
+    void: bool = False
+
+
+@dataclass(eq=False, slots=True)
 class Taking:
     """A call of `Keyed.take_part`."""
 
@@ -136,12 +145,20 @@ class Taking:
     before: asyncio.Event | None = None
     # Whether its value exists.
     has_begun: bool = False
-    # Where it has joined, and with what; the last one counts.
-    joined: list[tuple[PeerId, Joining]] = field(default_factory=list[tuple[PeerId, Joining]])
+    # Where it has joined.
+    joined: Joined = field(default_factory=Joined)
     # Why it was withdrawn: the member has not come.
     withdrawn: DaftError | None = None
     # The others get this: the member waits no longer, while its call goes on.
     left: DaftError | None = None
+
+    def now(self, coming: Coming, brought: Packed) -> tuple[Coming, Packed]:
+        """With what it joins: if the member waits no longer, with a fault. Raises that if it has not come at all."""
+        if self.left is None:
+            return coming, brought
+        if self.joined.void:
+            raise self.left
+        return replace(coming, fault=self.left), None
 
     async def turn(self) -> None:
         """Wait for what this member has begun before: the order of its calls counts, whenever their values come."""

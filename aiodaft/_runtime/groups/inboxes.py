@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Final
 
 from aiodaft._protocol.groups.inbox import BYTES, Admit, Command, Inbox, Message, Stage, Tag, Wish
 from aiodaft._protocol.ids import INBOXES, ActorId, number_of
 from aiodaft._runtime.actors.enlisted import Enlisted
-from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
+from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.channels import QueuedItem
@@ -30,7 +31,7 @@ from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note, copy_error
 from aiodaft._runtime.serialization.small import encode_small
 from aiodaft.actor import Actor
-from aiodaft.exceptions import ActorDied, DaftError, PeerLost, RuntimeClosed
+from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, PeerLost, RuntimeClosed
 from aiodaft.methods import MethodSpec, method, specs_of
 from aiodaft.ref import Ref
 
@@ -110,7 +111,8 @@ class Inboxes(Actor):
                     box.run(box.inbox.withdraw(message))
                     return False
                 message.waiter = self.process.loop.create_future()
-                await message.waiter
+                with self._wait(message.waiter, f"send of {group}"):
+                    await message.waiter
             if isinstance(value, QueuedItem):
                 value = await value.open(self._store)
             if box.closed is not None:
@@ -135,12 +137,16 @@ class Inboxes(Actor):
     async def send(self, group: str, to: Target, source: ActorId, tag: Tag, value: Any) -> None:
         """Send a message to a member. Raises as `CurrentGroup.send` does."""
         # In a call that hears that another one of its call of a group has failed, nothing waits for room.
-        title, call = f"send of {group} to {to.label}", current_call.get()
-        if call is None or call.apart is None:
-            async with self._together(call, title):
-                await self._send(group, to, source, tag, value, waits=True)
-        elif not await self._send(group, to, source, tag, value, waits=False):
-            raise apart(title, call.apart)
+        call = current_call.get()
+        try:
+            if await self._send(group, to, source, tag, value, waits=call is None or call.apart is None):
+                return
+        except CallCancelled:
+            if call is None or call.apart is None:
+                raise
+        assert call is not None
+        assert call.apart is not None
+        raise apart(f"send of {group} to {to.label}", call.apart)
 
     async def _send(self, group: str, to: Target, source: ActorId, tag: Tag, value: Any, *, waits: bool) -> bool:
         number = number_of(to.actor)
@@ -169,7 +175,7 @@ class Inboxes(Actor):
         try:
             if waiter.done():
                 return waiter.result()
-            async with self._together(current_call.get(), f"recv of {group}"):
+            with self._wait(waiter, f"recv of {group}"):
                 return await waiter
         except BaseException:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
@@ -178,30 +184,26 @@ class Inboxes(Actor):
                 box.inbox.give_up(receive)
             raise
 
-    @asynccontextmanager
-    async def _together(self, call: InboundCall | None, title: str) -> AsyncGenerator[None]:
-        """A block that ends with an error if another call of the same call of a group has failed."""
+    def _ending(self, end: Callable[[DaftError], object]) -> AbstractContextManager[None]:
+        """In the block, `end` is called if another call of the same call of a group fails, or has failed."""
+        call = current_call.get()
         if call is None:
-            yield
-            return
-        scope, inside = asyncio.timeout(None), True
-
-        def end() -> None:
-            if inside:
-                scope.reschedule(0)
-
+            return nullcontext()
         # The thread that tells it may be another one.
-        with self.process.part(Keyed).ending(call, lambda _: self.process.call_soon(end)):
-            try:
-                async with scope:
-                    yield
-            except TimeoutError:
-                if not scope.expired():
-                    raise
-                assert call.apart is not None
-                raise apart(title, call.apart) from None
-            finally:
-                inside = False
+        return self.process.part(Keyed).ending(call, lambda why: self.process.call_soon(partial(end, why)))
+
+    async def _together(self, asked: Ref[Any]) -> Any:
+        with self._ending(lambda _: asked.cancel()):
+            return await asked
+
+    def _wait(self, waiter: asyncio.Future[Any], what: str) -> AbstractContextManager[None]:
+        """The same: what waits in it fails."""
+
+        def end(why: DaftError) -> None:
+            if not waiter.done():
+                waiter.set_exception(apart(what, why))
+
+        return self._ending(end)
 
     def limit(self, group: str, member: ActorId, messages: int, nbytes: int) -> None:
         """Bound the inbox of a member."""
@@ -261,9 +263,8 @@ class Inboxes(Actor):
                 await member.arrive()
             remote = member.remote
             try:
-                return await Target(self._caller, remote, INBOXES, f"inboxes of {remote}", None).call(
-                    spec, arguments, {}
-                )
+                asked = Target(self._caller, remote, INBOXES, f"inboxes of {remote}", None).call(spec, arguments, {})
+                return await (self._together(asked) if spec is _PUT else asked)
             except (ActorDied, PeerLost) as error:
                 unsent = error.executed is False or _is_absence(error)
                 if not (unsent and isinstance(member, FollowingTarget)):

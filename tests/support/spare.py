@@ -90,7 +90,9 @@ async def wait() -> None:
     async with aiodaft.Runtime(preload=()) as rt, rt.spawn(Worker) as blocked, rt.spawn(Worker) as parent:
         pids = [await blocked.pid(), await parent.pid(), await parent.start_program()]
         blocking = blocked.block()
-        print(json.dumps(pids), flush=True)
+        # In one piece: what its actors show comes in between.
+        sys.stdout.write(f"{json.dumps(pids)}\n")
+        sys.stdout.flush()
         await blocking
 
 

@@ -103,6 +103,9 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
 
     def pool(self, device: int) -> DevicePool:
         """The exported memory of a device. Safe in any thread."""
+        known = self._pools.get(device)
+        if known is not None:
+            return known
         made = DevicePool(self.driver, device, self._next_segment, self._segments, self._segment_closed)
         # Atomic: two threads may ask at the same time.
         return self._pools.setdefault(device, made)

@@ -32,6 +32,7 @@ _COPY: Final = "one copy on the GPU"
 _IPC: Final = {"torch IPC": False, "torch IPC, clone": True}
 
 Make = Callable[[int], Ref[Any]]
+Take = Callable[[Ref[Any]], Ref[int]]
 
 
 class _Actors(NamedTuple):
@@ -162,28 +163,21 @@ async def _second_consumer(bench: Bench, actors: _Actors, size: int) -> None:
     """Another process takes what one has, or both take it at once."""
     a, b, c, repeats = actors.a, actors.b, actors.c, actors.repeats(size)
 
-    async def second() -> float:
+    async def second(first_takes: Take, second_takes: Take) -> float:
         taken = 0.0
         for _ in range(repeats):
             ref = a.fresh(size)
-            await b.take(ref)
-            taken += await timed(c.take(ref))
-        return taken / repeats
-
-    async def second_look() -> float:
-        taken = 0.0
-        for _ in range(repeats):
-            ref = a.fresh(size)
-            await b.look(ref)
-            taken += await timed(c.look(ref))
+            await first_takes(ref)
+            taken += await timed(second_takes(ref))
         return taken / repeats
 
     async def to_both() -> None:
         ref = a.fresh(size)
         await asyncio.gather(b.take(ref), c.take(ref))
 
-    await bench.compare(f"{_text(size)}, second consumer", second, actors.copies(size), _COPY, size=size)
-    await bench.compare(f"{_text(size)}, second reader", second_look, actors.moves(a.number, _KIB), "an int")
+    consumer, reader = partial(second, b.take, c.take), partial(second, b.look, c.look)
+    await bench.compare(f"{_text(size)}, second consumer", consumer, actors.copies(size), _COPY, size=size)
+    await bench.compare(f"{_text(size)}, second reader", reader, actors.moves(a.number, _KIB), "an int")
     ours, floor = _seconds(to_both, repeats), actors.moves(a.fresh, size)
     await bench.compare(f"{_text(size)}, to two at once / to one", ours, floor, "one consumer", size=size)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from itertools import count, repeat
+from itertools import count, islice, repeat
 from typing import (
     Any,
     Concatenate,
@@ -495,19 +495,22 @@ class Group(Generic[ActorT]):
 
     def _make(
         self,
-        unit: _Unit,
+        calls: Iterable[tuple[CallTarget, tuple[Any, ...]]],
         spec: MethodSpec,
-        args: tuple[Any, ...],
         kwargs: dict[str, Any],
         numbers: Iterator[CallId | None],
     ) -> list[Ref[Any]]:
-        """Call the members of a unit; the first result counts."""
-        targets = (unit.target, *unit.others)
-        refs = [target.call(spec, args, kwargs, next(numbers)) for target in targets]
-        for target, ref in zip(targets, refs, strict=True):
-            under_way = self._under_way.setdefault(target, set())
-            under_way.add(ref._state)
-            ref._state.watch(under_way.discard)
+        """Make calls that belong together: all of them or none, because members may wait for each other."""
+        refs: list[Ref[Any]] = []
+        try:
+            for target, args in calls:
+                refs.append(target.call(spec, args, kwargs, next(numbers)))
+                under_way = self._under_way.setdefault(target, set())
+                under_way.add(refs[-1]._state)
+                refs[-1]._state.watch(under_way.discard)
+        except BaseException:
+            _take_back(refs)
+            raise
         return refs
 
     def _call_all(
@@ -519,13 +522,17 @@ class Group(Generic[ActorT]):
             # Its members meet each other in collectives; those of a slice may meet the rest of the group.
             besides = sum(len(unit.others) for unit, _ in calls) if self._along else 0
             numbers = siblings.numbers(calls[0][0].target, len(calls) + besides)
-        made = [self._make(unit, spec, args, kwargs, numbers) for unit, args in calls]
-        siblings.join([ref for refs in made for ref in refs])
-        return Refs([refs[0] for refs in made], [other for refs in made for other in refs[1:]])
+        each = [(target, args) for unit, args in calls for target in (unit.target, *unit.others)]
+        refs = self._make(each, spec, kwargs, numbers)
+        siblings.join(refs)
+        made = iter(refs)
+        units = [list(islice(made, 1 + len(unit.others))) for unit, _ in calls]
+        return Refs([first for first, *_ in units], [other for _, *others in units for other in others])
 
     def _call(self, unit: _Unit, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
-        numbers = siblings.numbers(unit.target, 1 + len(unit.others)) if unit.others else _ALONE
-        ref, *others = self._make(unit, spec, args, kwargs, numbers)
+        targets = (unit.target, *unit.others)
+        numbers = siblings.numbers(unit.target, len(targets)) if unit.others else _ALONE
+        ref, *others = self._make([(target, args) for target in targets], spec, kwargs, numbers)
         if others:
             # Until then, they are held: an error that no code sees goes to the scope when the ref is dropped.
             ref._state.watch(partial(_end_others, others))
@@ -554,9 +561,14 @@ class _Unit(NamedTuple):
 
 def _end_others(others: list[Ref[Any]], state: Any) -> None:
     if state.error is not None:
-        for other in others:
-            other._state.mark_seen()
-            other.cancel()
+        _take_back(others)
+
+
+def _take_back(refs: Iterable[Ref[Any]]) -> None:
+    """Cancel calls. No code sees what becomes of them."""
+    for ref in refs:
+        ref._state.mark_seen()
+        ref.cancel()
 
 
 @builder

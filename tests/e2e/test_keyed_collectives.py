@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from enum import StrEnum
 from functools import partial, reduce
 from http import HTTPStatus
@@ -16,7 +17,7 @@ from supervised import AT_ONCE
 from torch import Tensor
 
 import aiodaft
-from aiodaft import ActorDied, CallCancelled, GroupChanged, Restart
+from aiodaft import ActorDied, CallCancelled, GroupChanged, Restart, SerializationError
 from aiodaft._protocol.connections.session import WINDOW_BYTES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -350,6 +351,19 @@ async def test_when_a_member_fails_the_others_of_that_call_do_not_wait_for_it(rt
         # Nobody is one call behind the others.
         assert await group.all(Keyer.gather_unless, "") == [[""] * 6] * 3
     assert await group.all(Keyer.meetings) == [0, 0, 0]
+
+
+async def test_if_a_call_cannot_be_made_the_other_members_do_not_wait_for_it(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(4, Keyer, axes={"dp": 2, "tp": 2})
+    unsendable = threading.Lock()
+    for _ in range(2):
+        with pytest.raises(SerializationError, match=r"gather_unless cannot travel to .*\[3\]"):
+            group.each(Keyer.gather_unless, ["", "", "", unsendable])
+        with pytest.raises(SerializationError, match=r"gather_unless cannot travel to .*\[2\]"):
+            group.along("dp").each(Keyer.gather_unless, ["", unsendable])
+    while any(await group.all(Keyer.meetings)):
+        await asyncio.sleep(0)
+    assert await group.all(Keyer.gather_unless, "") == [[""] * 8] * 4
 
 
 async def test_a_call_that_was_not_sent_yet_hears_that_another_one_of_the_group_failed(rt: aiodaft.Runtime) -> None:

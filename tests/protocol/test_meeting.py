@@ -273,6 +273,16 @@ def test_what_failed_within_something_is_told_there_and_not_kept_for_ever() -> N
     assert [why for _, why in told(group.come(1, within="open"))] == [""]
 
 
+def test_what_failed_by_names_that_are_not_used_again_is_not_kept_for_ever() -> None:
+    group = Group(3)
+    for step in range(KEPT + 5):
+        assert group.come(0, f"step {step}", within=step, terms={"op": "sum"}) == []
+        assert len(group.come(1, f"step {step}", within=step, terms={"op": "max"})) == 1
+    assert len(group.table) == KEPT
+    assert "disagree" in told(group.come(2, "step 5", within=5))[0][1]
+    assert len(group.table) == KEPT - 1
+
+
 def test_whatever_some_skip_the_others_meet_their_own() -> None:
     source = random.Random(38)
     for _ in range(50):

@@ -11,6 +11,7 @@ whatever meeting of the name is the first.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -18,7 +19,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-# Meetings of a name within something that have failed, and are kept for those that are late.
+# Meetings within something that have failed, and are kept for those that are late.
 KEPT: Final = 1000
 
 
@@ -137,6 +138,8 @@ class Meetings(Generic[T]):
         # Why there are no more meetings.
         self._closed: Exception | None = None
         self._orders = count()
+        # Those within something that have failed, with their names, the oldest first.
+        self._failed: deque[tuple[Hashable, _Meeting[T]]] = deque()
 
     def __len__(self) -> int:
         """The number of meetings that some members have not come to."""
@@ -166,7 +169,7 @@ class Meetings(Generic[T]):
         meeting.add(one)
         if error is not None:
             meeting.failed_by = None if coming.fault is None else (rank, coming.number)
-            return [meeting.fail(error)]
+            return [self._fail(coming.name, meeting, error)]
         return [Outcome(meeting.tickets)] if len(meeting.waiting) == self._size else []
 
     def withdraw(self, name: Hashable, rank: int, ticket: T) -> list[Outcome[T]]:
@@ -194,7 +197,7 @@ class Meetings(Generic[T]):
                 if missed in meeting.done:
                     return []
                 meeting.failed_by = left.rank, left.number
-                return [meeting.fail(left.fault)]
+                return [self._fail(left.name, meeting, left.fault)]
         return []
 
     def forget(self, left: Coming) -> None:
@@ -209,11 +212,8 @@ class Meetings(Generic[T]):
             if meeting.holds(rank, ticket):
                 late = [str(other) for other in range(self._size) if other not in meeting.waiting]
                 ranks = f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
-                return [
-                    meeting.fail(
-                        TimeoutError(f"{meeting.title}: {ranks} of {self._size} did not come in {seconds:g} s")
-                    )
-                ]
+                error = TimeoutError(f"{meeting.title}: {ranks} of {self._size} did not come in {seconds:g} s")
+                return [self._fail(name, meeting, error)]
         return []
 
     def lose(self, rank: int, error: Exception) -> list[Outcome[T]]:
@@ -235,15 +235,23 @@ class Meetings(Generic[T]):
 
     def _fail_all(self, error: Exception) -> list[Outcome[T]]:
         """Fail the meetings that are open."""
-        return [one.fail(error) for meetings in self._meetings.values() for one in meetings if one.error is None]
+        found = [(name, one) for name, meetings in self._meetings.items() for one in meetings if one.error is None]
+        return [self._fail(name, one, error) for name, one in found]
+
+    def _fail(self, name: Hashable, meeting: _Meeting[T], error: Exception) -> Outcome[T]:
+        """Fail a meeting, and forget what failed long ago: members whose calls have ended never come to that."""
+        if meeting.within is not None:
+            self._failed.append((name, meeting))
+            if len(self._failed) > KEPT:
+                oldest, old = self._failed.popleft()
+                # Forgotten as if all had come to it.
+                old.done.update(range(self._size))
+                self._tidy(oldest)
+        return meeting.fail(error)
 
     def _tidy(self, name: Hashable) -> None:
-        """Forget the meetings that every member has come to, or none; and what failed long ago."""
+        """Forget the meetings that every member has come to, or none."""
         left = [one for one in self._meetings.get(name, ()) if 0 < len(one.done) < self._size]
-        if len(left) > KEPT:
-            # Members whose calls have ended never come to these.
-            for old in [one for one in left if one.error is not None and one.within is not None][:-KEPT]:
-                left.remove(old)
         if left:
             self._meetings[name] = left
         else:

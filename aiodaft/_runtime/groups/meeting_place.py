@@ -130,7 +130,9 @@ class MeetingPlace:
                 if error is None:
                     ticket.told.set_result(results[index])
                 else:
-                    ticket.told.set_exception(copy_error(error) if isinstance(error, DaftError) else error)
+                    # What the table keeps for those that are late must hold no frames of a member, nor its notes.
+                    own = error is outcome.error or isinstance(error, DaftError)
+                    ticket.told.set_exception(copy_error(error) if own else error)
 
     async def _watch(self, rank: int, member: Target) -> None:
         who = f"this was {member.label}, rank {rank} of {self._group}"

@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from aiodaft._protocol.connections.codec import pack, unpack
 from aiodaft._protocol.diagnostics.failures import raised_by
@@ -18,6 +18,8 @@ from aiodaft._runtime.serialization.frames import FrameData, frames_of, tracebac
 from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft.causes import message_of
 from aiodaft.exceptions import CallCancelled, DaftError, RemoteError, RestartLimitReached
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 # Where the runtime's own code is.
 _RUNTIME: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -100,10 +102,10 @@ def add_note(error: BaseException, note: str) -> None:
         return
 
 
-def copy_error(error: DaftError) -> DaftError:
-    """A separate exception for another waiter."""
-    copied = error.__reduce__()
-    twin: DaftError = copied[0](*copied[1])
+def copy_error(error: ErrorT) -> ErrorT:
+    """A separate exception for another waiter: of aiodaft, or a plain built-in one."""
+    copied: Any = error.__reduce__()
+    twin: ErrorT = copied[0](*copied[1])
     twin.__cause__ = error.__cause__
     if hasattr(error, "__notes__"):
         twin.__notes__ = list(error.__notes__)

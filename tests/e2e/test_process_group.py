@@ -113,6 +113,19 @@ async def test_the_error_of_one_reaches_the_others_and_who_does_not_come_is_name
     assert await ranks.all(Rank.gatherings) == [0] * 4
 
 
+async def test_groups_that_share_processes_open_no_two_blocks_at_the_same_time(module_rt: aiodaft.Runtime) -> None:
+    ranks = await module_rt.group(2, Rank)
+    beside = await module_rt.on(with_=ranks).group(2, Rank)
+    first = ranks[0].sum_ranks()
+    while not await ranks[0].gatherings():
+        await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="has a process group already"):
+        await beside[0].sum_ranks()
+    assert await ranks[1].sum_ranks() == await first == 1.0
+    assert await beside.all(Rank.sum_ranks) == [1.0] * 2
+    assert [after for _, after, _ in await ranks.all(Rank.variables)] == [{}] * 2
+
+
 async def test_wrong_uses_are_refused(module_rt: aiodaft.Runtime) -> None:
     (alone,) = await module_rt.group(1, Rank)
     with pytest.raises(RuntimeError, match="is for `def` methods"):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Final, NamedTuple, cast
 
 from aiodaft._protocol.groups.block import Left
@@ -16,6 +19,7 @@ from aiodaft.methods import method
 
 # The name of no block: a member leaves it only by its end.
 NO_BLOCK: Final = ""
+_TAKEN: Final = "this process has a process group already: give each member a process of its own"
 
 
 class Begun(NamedTuple):
@@ -88,6 +92,8 @@ class Blocks(Actor):
         # with the interpreter held, which waits for threads of gloo that may need the interpreter. Their Python objects
         # free them without it: later, when these threads have nothing to do.
         self.destroyed: list[object] = []
+        # Of another thread than the one that has entered a block, if that was kept for several calls.
+        self._is_free = threading.Lock()
         # How each member left a block. Made by whoever comes first: the member, or a question. What a member left early
         # is kept, since a question may come later.
         self._left: dict[tuple[ActorId, str], asyncio.Future[Left]] = {}
@@ -126,7 +132,23 @@ class Blocks(Actor):
     async def answer(self) -> None:
         """Say that this process is there."""
 
-    # What the member itself tells.
+    # What the member itself does.
+
+    @contextmanager
+    def alone(self, is_taken: Callable[[], bool]) -> Generator[None]:
+        """The process group of torch, and the variables, are those of this block: a process has one of each.
+
+        Raises:
+            RuntimeError: Another block has them, or `is_taken` says that other code has.
+        """
+        if not self._is_free.acquire(blocking=False):
+            raise RuntimeError(_TAKEN)
+        try:
+            if is_taken():
+                raise RuntimeError(_TAKEN)
+            yield
+        finally:
+            self._is_free.release()
 
     async def gather(self, actor: ActorId, epoch: int, size: int, address: str, patience: float) -> Begun:
         """Come as rank 0. Raises as `come` does."""

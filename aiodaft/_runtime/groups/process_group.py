@@ -238,15 +238,14 @@ def process_group(
     me, process = membership, membership.process
     if process.is_here:
         raise RuntimeError("process_group() is for `def` methods: torch.distributed would block the event loop")
-    if dist.is_initialized():
-        raise RuntimeError("this process has a process group already: give each member a process of its own")
     if interface is None and not all(can_share_memory(process.id, member.remote) for member in me.members):
         raise ValueError("the members are on several machines: name the network, process_group(interface='eth0')")
     interface = interface or _LOOPBACK
     what = f"process_group() of {me.name}"
-    me.blocks.destroyed = []
     inside = False
     with ExitStack() as stack:
+        stack.enter_context(me.blocks.alone(dist.is_initialized))
+        me.blocks.destroyed = []
         stack.callback(process.call_soon, me.end)
         call = current_call.get()
         if call is not None:

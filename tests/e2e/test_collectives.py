@@ -93,6 +93,28 @@ async def test_reducers_of_numbers_tensors_and_arrays(rt: aiodaft.Runtime) -> No
                 assert found.tolist() == [[float(expected)]]
 
 
+async def test_what_an_op_has_no_meaning_for_is_refused_and_the_collective_named(rt: aiodaft.Runtime) -> None:
+    members = list(await rt.group(2, Member))
+    values = [[1], "one", numpy.array(["one"]), torch.eye(2).to_sparse(), torch.eye(300).to_sparse()]
+    for value in values:
+        for ref in aiodaft.all_reduce([member.give(value) for member in members], algorithm="exchange"):
+            with pytest.raises(
+                TypeError, match="'sum' is for numbers, dense .*: give a function of two values"
+            ) as info:
+                await ref
+            assert "raised for all_reduce" in info.value.__notes__
+    pairs = [member.give([rank, "x"]) for rank, member in enumerate(members)]
+    assert await aiodaft.all_reduce(pairs, "max") == [[1, "x"]] * 2
+    scalars = await aiodaft.all_reduce([member.give(numpy.float32(1)) for member in members])
+    assert [type(scalar) for scalar in scalars] == [numpy.float32] * 2
+    # What has no size in bytes is gathered, and reduced by a function.
+    sparse = [member.give(torch.eye(300).to_sparse()) for member in members]
+    for gathered in await aiodaft.all_gather(sparse):
+        assert all(torch.equal(one.to_dense(), torch.eye(300)) for one in gathered)
+    for total in await aiodaft.all_reduce(sparse, torch.add):
+        assert torch.equal(total.to_dense(), 2 * torch.eye(300))
+
+
 async def test_a_function_of_ones_own_reduces_whole_values(rt: aiodaft.Runtime) -> None:
     members = list(await rt.group(3, Member))
     words = ["to", "thine", "own"]

@@ -199,7 +199,7 @@ async def test_roots_that_differ_and_values_that_cannot_be_cut_or_sent(rt: aioda
 async def test_a_member_that_cannot_take_part_is_named_at_the_others(rt: aiodaft.Runtime, failing: int) -> None:
     group = await rt.group(2, Keyer)
     member, other = group[failing], group[1 - failing]
-    for call, kind in ((member.reduce_failed_call, KeyError), (member.reduce_sparse, RuntimeError)):
+    for call, kind in ((member.reduce_failed_call, KeyError), (member.reduce_shapeless, RuntimeError)):
         waiting = other.do("all_reduce", 1, key="reduce")
         with pytest.raises(kind):
             await call("reduce")

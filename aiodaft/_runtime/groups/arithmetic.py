@@ -55,8 +55,10 @@ def kind_of(value: Any) -> str:
         return value.kind
     if not _is_array(value):
         return type(value).__name__
-    dtype = str(value.dtype)
-    return f"{dtype if _is_tensor(value) else f'numpy {dtype}'} {tuple(value.shape)}"
+    dtype, shape = str(value.dtype), tuple(value.shape)
+    if not _is_tensor(value):
+        return f"numpy {dtype} {shape}"
+    return f"{dtype} {shape}" if _is_dense(value) else f"{dtype} {shape} {value.layout}"
 
 
 def cut(value: Any, how: Cut, part: int, parts: int) -> Any:
@@ -131,6 +133,9 @@ def nbytes_of(value: Any) -> int:
     """About how much there is to compute."""
     if isinstance(value, Piece):
         return nbytes_of(value.value)
+    if _is_tensor(value):
+        # A sparse one has no `nbytes`.
+        return int(value.numel() * value.element_size())
     return int(value.nbytes) if _is_array(value) else 0
 
 
@@ -139,6 +144,11 @@ def _combined(values: Sequence[Any], op: Reducer, allocate: Allocate) -> Any:
         return reduce(op, values)
     number, of_torch, of_numpy = _REDUCERS[op]
     first = values[0]
+    if not _has_reducers(first, op):
+        raise TypeError(
+            f"{op!r} is for numbers, dense tensors and arrays of numbers, not for {kind_of(first)}: "
+            "give a function of two values"
+        )
     if not _is_array(first):
         return reduce(number, values)
     total = _like(first, allocate)
@@ -187,7 +197,18 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    return _is_tensor(value) or type(value).__module__ == "numpy"
+    return _is_tensor(value) or (type(value).__module__ == "numpy" and not isinstance(value, _numpy().generic))
+
+
+def _has_reducers(value: Any, op: str) -> bool:
+    """Whether an op has a meaning for a value, and for parts of it. For lists and texts, `+` makes longer ones."""
+    if _is_tensor(value):
+        return _is_dense(value)
+    return op != "sum" or not (isinstance(value, Sequence) or (_is_array(value) and value.dtype.kind in "SU"))
+
+
+def _is_dense(value: Any) -> bool:
+    return str(value.layout) == "torch.strided"
 
 
 def _numpy() -> Any:

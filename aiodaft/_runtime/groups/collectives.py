@@ -22,6 +22,7 @@ from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.groups.arithmetic import Reducer, alone, cut, joined, nbytes_of, no_gradients, reduced
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.serialization.errors import add_note
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, OwnerDied, PeerLost
 from aiodaft.methods import method, specs_of
@@ -63,18 +64,22 @@ class Collectives(Actor):
             inputs = [cut(value, Cut(how), part, parts) for value in values]
         except (TypeError, ValueError) as error:
             raise type(error)(f"{title}: {error}") from None
-        with no_gradients():
-            match Work(work):
-                case Work.TAKE:
-                    return inputs[0] if how == Cut.WHOLE else alone(inputs[0])
-                case Work.LIST:
-                    return inputs
-                case Work.JOIN:
-                    return joined(inputs[0], inputs[1:], self._allocate)
-                case Work.REDUCE:
-                    total = reduced(inputs, ranks, op, title, self._allocate)
-                    # The rows are what the member gets; parts of elements are joined.
-                    return total.value if how == Cut.ROWS else total
+        try:
+            with no_gradients():
+                match Work(work):
+                    case Work.TAKE:
+                        return inputs[0] if how == Cut.WHOLE else alone(inputs[0])
+                    case Work.LIST:
+                        return inputs
+                    case Work.JOIN:
+                        return joined(inputs[0], inputs[1:], self._allocate)
+                    case Work.REDUCE:
+                        total = reduced(inputs, ranks, op, title, self._allocate)
+                        # The rows are what the member gets; parts of elements are joined.
+                        return total.value if how == Cut.ROWS else total
+        except Exception as error:
+            add_note(error, f"raised for {title}")
+            raise
 
     @method(ordered=False)
     async def answer(self) -> None:

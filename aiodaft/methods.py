@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ATTRIBUTE", "DefMethod", "Method", "MethodSpec", "Options", "PlainMethods", "Sig", "StreamMethod", "StreamSig",
-    "is_private", "method", "signature_of", "specs_of",
+    "is_private", "method", "passes_on", "signature_of", "specs_of",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -43,6 +43,8 @@ S = TypeVar("S")
 _SPECS: Final = "__aiodaft_specs__"
 # The name of the method that reads an attribute of a hosted object; no attribute can have this name.
 ATTRIBUTE: Final = "."
+
+_PASSES_ON: Final = "__aiodaft_passes_on__"
 
 _MOST_SHAPES: Final = 64
 # Declared types of results that say nothing about them.
@@ -68,8 +70,8 @@ class MethodSpec:
     """A remote method, for caller and callee."""
 
     __slots__ = (
-        "_fitting", "_hidden", "_signature", "bound", "fn", "high", "is_stream", "label", "low", "name", "read_only",
-        "retries", "rules", "transport",
+        "_fitting", "_hidden", "_signature", "bound", "fn", "high", "is_stream", "label", "low", "name", "passes_on",
+        "read_only", "retries", "rules", "transport",
     )  # fmt: skip
 
     def __init__(self, label: str, name: str, fn: Callable[..., Any], options: Options, *, hidden: int = 0) -> None:
@@ -83,6 +85,7 @@ class MethodSpec:
         self._hidden = hidden
         self.is_stream = inspect.isasyncgenfunction(fn)
         self.read_only = is_read_only(fn)
+        self.passes_on: bool = getattr(fn, _PASSES_ON, False)
         # A method with a transport of its own: `check` examines every call, because the transport may not work here.
         fewest, most = _arity(fn) if transport is None else (1.0, 0.0)
         self.low, self.high = fewest, most
@@ -136,6 +139,15 @@ class MethodSpec:
         declared = inspect.Signature.empty if self.signature is None else self.signature.return_annotation
         text = declared if isinstance(declared, str) else getattr(declared, "__name__", str(declared))
         return "" if text in _SAYS_NOTHING else text
+
+
+def passes_on(fn: F, /) -> F:
+    """Declare that a method of the runtime returns its argument and does nothing else with it; below `@method`.
+
+    Then a tensor that comes from another process is stored as it came, neither decoded nor encoded.
+    """
+    setattr(fn, _PASSES_ON, True)
+    return fn
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:

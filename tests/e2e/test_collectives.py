@@ -165,6 +165,26 @@ async def test_gather_scatter_broadcast(rt: aiodaft.Runtime) -> None:
     assert same(await copies, made(1, *LARGE))
 
 
+async def test_a_broadcast_stores_a_tensor_as_it_came(rt: aiodaft.Runtime) -> None:
+    source, other = await rt.group(2, Member)
+    plain = made(1, *LARGE)
+    weights = torch.nn.Parameter(made(2, *LARGE))
+    for tensor in (plain, plain.bfloat16(), plain > 0, weights, made(3, 131, 140).T, made(4, 3), made(5, 0, 2)):
+        ref = source.give(tensor)
+        # The second time, the memory of the source is mapped already.
+        for _ in range(2):
+            (copy,) = aiodaft.broadcast(ref, [other])
+            got = await copy
+            assert (type(got), got.dtype, got.requires_grad) == (type(tensor), tensor.dtype, tensor.requires_grad)
+            assert torch.equal(got, tensor)
+            kind = f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]}"
+            assert tensor.numel() < 100 or kind in copy._repr_html_()
+            # It is another tensor, of its own process.
+            await other.zero(copy)
+            assert torch.equal(await other.give(copy), tensor)
+        assert torch.equal(await ref, tensor)
+
+
 async def test_all_to_all_of_different_sizes(rt: aiodaft.Runtime) -> None:
     members = list(await rt.group(3, Member))
     sizes = [[1, 2, 3], [0, 20_000, 1], [4, 0, 0]]

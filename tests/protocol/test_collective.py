@@ -161,15 +161,14 @@ def test_the_algorithm_is_chosen_by_members_size_memory_and_reducer() -> None:
 
 
 def test_what_takes_long_runs_on_a_thread() -> None:
-    def on_loop(work: Work, nbytes: int, *, cut: Cut = Cut.WHOLE, by_function: bool = False) -> bool:
-        return runs_on_loop(work, cut, nbytes, by_function=by_function)
+    def on_loop(work: Work, nbytes: int, *, by_function: bool = False) -> bool:
+        return runs_on_loop(work, nbytes, by_function=by_function)
 
     assert on_loop(Work.REDUCE, QUICK)
     assert not on_loop(Work.REDUCE, QUICK + 1)
     assert not on_loop(Work.REDUCE, 1, by_function=True)
-    # These give their inputs as they are.
-    assert on_loop(Work.TAKE, LARGE)
-    assert on_loop(Work.LIST, LARGE, cut=Cut.ITEM)
-    for work, cut in ((Work.TAKE, Cut.ROWS), (Work.JOIN, Cut.WHOLE)):
-        assert on_loop(work, SMALL, cut=cut)
-        assert not on_loop(work, SMALL + 1, cut=cut)
+    # It gives its inputs as they are.
+    assert on_loop(Work.LIST, LARGE)
+    for work in (Work.TAKE, Work.JOIN):
+        assert on_loop(work, SMALL)
+        assert not on_loop(work, SMALL + 1)

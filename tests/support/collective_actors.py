@@ -49,6 +49,11 @@ class Member(Actor):
         return value
 
     @method
+    async def zero(self, value: Tensor) -> None:
+        """Write to an argument."""
+        value.detach().zero_()
+
+    @method
     async def make(self, seed: int, *shape: int) -> Tensor:
         return made(seed, *shape)
 

@@ -28,7 +28,7 @@ UNFINISHED: Final = "unfinished"
 _CANCELLATIONS: Final = {"CancelledError", "CallCancelled", "GeneratorExit"}
 
 # Methods of the runtime's own actors that are the work of the program's collectives.
-_SHOWN: Final = {(COLLECTIVES, "step"), (KEYED, "outcome")}
+_SHOWN: Final = {(COLLECTIVES, "step"), (COLLECTIVES, "take"), (KEYED, "outcome")}
 
 
 def is_shown(actor: ActorId, method: str) -> bool:

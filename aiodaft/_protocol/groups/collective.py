@@ -61,22 +61,19 @@ class Step:
     part: int = 0
 
 
-def runs_on_loop(work: Work, cut: Cut, nbytes: int, *, by_function: bool) -> bool:
+def runs_on_loop(work: Work, nbytes: int, *, by_function: bool) -> bool:
     """Whether a step is quick enough for the member's loop; a thread costs two wake-ups.
 
     Args:
-        work: What it does.
-        cut: Which part of each input it uses.
+        work: What it does. To take a whole value always is.
         nbytes: The bytes of all inputs together.
         by_function: Whether code of the user reduces, which may take any time.
     """
     match work:
         case Work.REDUCE:
             return nbytes <= QUICK and not by_function
-        case Work.TAKE if cut is Cut.WHOLE:
-            # Nothing is computed.
-            return True
         case Work.LIST:
+            # Nothing is computed.
             return True
         case _:
             return nbytes <= SMALL

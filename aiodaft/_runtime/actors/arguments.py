@@ -75,8 +75,11 @@ class Arguments:
             return
         try:
             received = await self._receive(call, one, place)
-            is_left = self._leave(call, one, received)
-            value = None if is_left else await self._store.decode(received, refs=received.refs)
+            if call.spec.passes_on and received.is_moved_tensor:
+                value: Any = received
+            else:
+                is_left = self._leave(call, one, received)
+                value = None if is_left else await self._store.decode(received, refs=received.refs)
         except Exception as error:  # noqa: BLE001 - the call fails with it
             self._fail(call, needed_by(error, _name(call), one[-1]))
         else:
@@ -85,7 +88,10 @@ class Arguments:
     def _decode(self, call: InboundCall, one: Awaited, received: ReceivedValue) -> None:
         """The same with a value that is here, and quickly decoded."""
         try:
-            value = None if self._leave(call, one, received) else self._store.decode_now(received)
+            if call.spec.passes_on and received.is_moved_tensor:
+                value: Any = received
+            else:
+                value = None if self._leave(call, one, received) else self._store.decode_now(received)
         except Exception as error:  # noqa: BLE001 - the call fails with it
             self._fail(call, needed_by(error, _name(call), one[-1]))
         else:

@@ -7,7 +7,7 @@ from member to member as arguments do, and errors, deaths and cancellations are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, Final, TypeAlias, cast
 
@@ -25,7 +25,7 @@ from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.serialization.errors import add_note
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, OwnerDied, PeerLost
-from aiodaft.methods import method, specs_of
+from aiodaft.methods import MethodSpec, method, passes_on, specs_of
 from aiodaft.ref import Ref
 
 # The work, the cut and the part of a step, and the number of parts.
@@ -44,11 +44,17 @@ class Collectives(Actor):
         """Do a step; `inputs` are ranks, each with its value. Plain arguments and refs need no encoding."""
         values = inputs[1::2]
         do = partial(self._do, (work, how, part, parts), inputs[::2], op, title, values)
-        if runs_on_loop(Work(work), Cut(how), sum(map(nbytes_of, values)), by_function=callable(op)):
+        if runs_on_loop(Work(work), sum(map(nbytes_of, values)), by_function=callable(op)):
             return do()
         call = current_call.get()
         assert call is not None
         return await call.hosted.thread.run(do)
+
+    @method(ordered=False)
+    @passes_on
+    async def take(self, value: Any) -> Any:
+        """Give a whole value of another member, in memory of this process."""
+        return value
 
     def carry_out(self, plan: Plan, values: Sequence[Any], op: Reducer, title: str) -> list[Any]:
         """Do all steps of a plan here, on values that are here."""
@@ -86,7 +92,7 @@ class Collectives(Actor):
         """Show that this process lives."""
 
 
-_STEP: Final = specs_of(Collectives)["step"]
+_SPECS: Final = specs_of(Collectives)
 
 
 # A process; or, while the actor that is to have or make a value there is restarted, the target of its steps.
@@ -131,13 +137,20 @@ class Members:
             place if isinstance(place, Target) else Target(caller, place, COLLECTIVES, place, sink)
             for place in self.places
         ]
-        spec = _STEP.named(title)
         for step in plan.steps:
-            ranks = tuple(plan.rank_of(number) for number in step.inputs)
-            inputs = [values[number] for number in step.inputs]
-            paired = chain.from_iterable(zip(ranks, inputs, strict=True))
-            values.append(targets[step.rank].call(spec, (*_job(step, plan), op, title, *paired), {}))
+            name, args = "take", tuple[Any, ...](values[number] for number in step.inputs)
+            if step.work is not Work.TAKE or step.cut is not Cut.WHOLE:
+                ranks = map(plan.rank_of, step.inputs)
+                paired = chain.from_iterable(zip(ranks, args, strict=True))
+                name, args = "step", (*_job(step, plan), op, title, *paired)
+            values.append(targets[step.rank].call(_spec(name, title), args, {}))
         return [values[number] for number in plan.results]
+
+
+@lru_cache
+def _spec(name: str, title: str) -> MethodSpec:
+    """A method of `Collectives` under the name of the collective."""
+    return _SPECS[name].named(title)
 
 
 def _job(step: Step, plan: Plan) -> Job:

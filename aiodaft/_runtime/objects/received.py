@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from aiodaft._runtime.serialization.decoder import is_tensor
 from aiodaft._runtime.serialization.definitions import NONE_HEARD, Definition
 from aiodaft._runtime.serialization.small import NAMED
 from aiodaft.ref import Ref
@@ -32,6 +33,11 @@ class ReceivedValue:
         self.origin: Callable[[int], Any] = _no_origin
         # What the names in it stand for; any other value keeps none of it alive.
         self.heard = heard if payload[0] == NAMED else NONE_HEARD
+
+    @property
+    def is_moved_tensor(self) -> bool:
+        """Whether it is one tensor of another process, whose bytes came through host memory beside the message."""
+        return len(self.blobs) == 1 and is_tensor(self.payload) and self.origin is _no_origin and not self.on_device
 
     @property
     def on_device(self) -> bool:

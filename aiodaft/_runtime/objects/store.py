@@ -18,12 +18,12 @@ from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.platform.threads import SYNC_COPY
 from aiodaft._runtime.process import Process
-from aiodaft._runtime.serialization.decoder import decode, decode_small, is_heavy
+from aiodaft._runtime.serialization.decoder import decode, decode_small, is_heavy, spec_of
 from aiodaft._runtime.serialization.encoded import Source
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft._runtime.serialization.small import NAMED, SMALL
-from aiodaft._runtime.serialization.tensors import Places, kind_of, loaded_torch, memory_of, nowhere
+from aiodaft._runtime.serialization.tensors import Places, kind_in, kind_of, loaded_torch, memory_of, nowhere
 from aiodaft.ref import Borrowed
 from aiodaft_transport import DEVICE_NAME, Block, Grant, Transport, choose_name
 from aiodaft_transport.forks import fork_count
@@ -145,7 +145,14 @@ class Store:
         patient: bool = False,
         small: bool = True,
     ) -> StoredValue:
-        """Encode a value; see `serialization.encode`. Safe in any thread."""
+        """Encode a value; see `serialization.encode`. Safe in any thread.
+
+        A `ReceivedValue` that is a moved tensor is kept as it came.
+        """
+        if isinstance(value, ReceivedValue):
+            stored = StoredValue.copy_of(value, via, on_loop=self.call_soon)
+            stored.label, stored.kind = names.whole, kind_in(spec_of(value.payload))
+            return stored
 
         def find_block(source: Source) -> Block | None:
             if isinstance(lender, InPlace):

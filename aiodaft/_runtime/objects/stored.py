@@ -106,10 +106,17 @@ class StoredValue:
         return stored
 
     @classmethod
-    def copy_of(cls, received: ReceivedValue, via: str | None, root: PeerId) -> StoredValue:
+    def copy_of(
+        cls,
+        received: ReceivedValue,
+        via: str | None,
+        root: PeerId | None = None,
+        on_loop: Callable[[Callable[[], object]], object] | None = None,
+    ) -> StoredValue:
         """A large received value for other processes; pack it before code of this process changes it."""
         (blob,) = received.blobs
-        stored = cls(Encoded(received.payload, [Source.of(blob)], [0], blob.nbytes, refs=received.refs), via=via)
+        encoded = Encoded(received.payload, [Source.of(blob)], [0], blob.nbytes, refs=received.refs)
+        stored = cls(encoded, via=via, on_loop=on_loop)
         stored.root = root
         # The buffers come from no objects of this process.
         stored.origins = []

@@ -347,6 +347,12 @@ def _origin(tensor: torch.Tensor) -> Callable[[], Any]:
     return origin
 
 
+def kind_in(spec: Spec) -> str:
+    """What `kind_of` gives for the tensor with this spec."""
+    _, dtype, size, *_ = spec
+    return f"{dtype}{size}"
+
+
 def kind_of(value: Any) -> str:
     """What a value is, for people: the type, or the dtype and the shape of a tensor or array. Never raises."""
     try:

@@ -67,6 +67,22 @@ async def test_a_death_at_any_point_ends_the_waiting_of_all_others_and_is_named(
     assert await ranks.all(Rank.sum_ranks) == [3.0] * 3
 
 
+async def test_after_a_death_members_leave_a_block_that_they_have_kept_one_by_one(module_rt: aiodaft.Runtime) -> None:
+    ranks = await module_rt.on(restart="temporary").group(3, Rank)
+    await ranks.all(Rank.keep)
+    for _ in range(2):
+        assert await ranks.all(Rank.sum_in_kept) == [3.0] * 3
+    await module_rt.kill(ranks[1])
+    for survivor in (ranks[0], ranks[2]):
+        with pytest.raises(RuntimeError):
+            await survivor.sum_in_kept()
+        assert not await survivor.leave_kept()
+    await ranks.heal()
+    await ranks.all(Rank.keep)
+    assert await ranks.all(Rank.sum_in_kept) == [1.0] * 2
+    assert await ranks.all(Rank.leave_kept) == [False] * 2
+
+
 async def test_a_death_before_the_block_begins_is_named(module_rt: aiodaft.Runtime) -> None:
     for dies in (0, 1):
         ranks = await module_rt.on(restart="temporary").group(3, Rank)

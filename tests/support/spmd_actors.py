@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -86,6 +87,7 @@ def init_and_die(init: Callable[..., None], backend: str, *, store: dist.Store, 
 class Rank(aiodaft.Actor):
     def __init__(self) -> None:
         self.inside = threading.Event()
+        self.kept = ExitStack()
 
     @aiodaft.method
     def sum_ranks(self) -> float:
@@ -93,6 +95,22 @@ class Rank(aiodaft.Actor):
             total = torch.tensor(float(dist.get_rank()))
             dist.all_reduce(total)
             return total.item()
+
+    @aiodaft.method
+    def keep(self) -> None:
+        """Enter a block that other calls use, too."""
+        self.kept.enter_context(aiodaft.current_group().process_group("gloo"))
+
+    @aiodaft.method
+    def sum_in_kept(self) -> float:
+        total = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(total)
+        return total.item()
+
+    @aiodaft.method
+    def leave_kept(self) -> bool:
+        self.kept.close()
+        return "RANK" in os.environ or dist.is_initialized()
 
     @aiodaft.method
     def sum_unless(self, fails: bool) -> float:

@@ -27,9 +27,13 @@ def block_on(process: Process, awaited: Awaitable[T], what: str) -> T:
         asyncio.CancelledError: The call that the thread runs was cancelled, or its actor is stopped.
         BaseException: What awaiting it raises.
     """
-    if process.is_here or asyncio._get_running_loop() is not None:
-        raise RuntimeError(f"{what} would block the event loop of this thread: use `await`")
-    process.check_open(f"{what} cannot wait")
+    try:
+        if process.is_here or asyncio._get_running_loop() is not None:
+            raise RuntimeError(f"{what} would block the event loop of this thread: use `await`")
+        process.check_open(f"{what} cannot wait")
+    except Exception:
+        _leave(awaited)
+        raise
     call = current_call.get()
     if call is not None and call.hosted.thread.ident != threading.get_ident():
         # A thread that an async method has started: the call's task is the method's own.
@@ -46,6 +50,7 @@ async def _wait(awaited: Awaitable[T], call: InboundCall | None) -> T:
     if call is None:
         return await awaited
     if call.given_up:
+        _leave(awaited)
         raise asyncio.CancelledError
     # Ending the call cancels this task.
     call.task = asyncio.current_task()
@@ -53,3 +58,9 @@ async def _wait(awaited: Awaitable[T], call: InboundCall | None) -> T:
         return await awaited
     finally:
         call.task = None
+
+
+def _leave(awaited: Awaitable[object]) -> None:
+    """Nothing awaits this: Python warns of a coroutine that has not begun."""
+    if asyncio.iscoroutine(awaited):
+        awaited.close()

@@ -94,9 +94,13 @@ class Membership:
         await self._wait(self._gather("", patience) if self.rank == 0 else self._come(patience))
 
     async def wait_others(self) -> None:
-        """Say that this member has left, and wait until the others have, however they do."""
+        """Say that this member has left, and wait until the others have: they may need it, unless one is lost."""
         self.blocks.leave(self._place[0], self._block, Left())
-        await asyncio.gather(*self._watching)
+        for watching in asyncio.as_completed(self._watching):
+            await watching
+            if self.others.lost is not None:
+                # Some have not left, and may ask later how this one has.
+                return
         self.blocks.forget(self._place[0], self._block)
 
     async def find_out(self) -> None:

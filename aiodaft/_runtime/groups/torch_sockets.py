@@ -37,6 +37,8 @@ class TorchSockets:
     def __init__(self, size: int) -> None:
         self._size = size
         self._before = frozenset(_sockets().values())
+        # The pairs to which this process has connected in the place of others. gloo keeps each connection, used or not.
+        self._given: set[tuple[str, int, int]] = set()
         # The port at which the store of torch listens, if that is here: it knows no pairs.
         self.store_port: int | None = None
 
@@ -52,8 +54,10 @@ class TorchSockets:
 
     def _connect_pairs(self, address: tuple[str, int]) -> None:
         for pair in range(self._size):
-            with suppress(OSError), socket.create_connection(address, _CONNECT_WITHIN) as connection:
-                connection.sendall(_PAIR.pack(pair))
+            if (*address, pair) not in self._given:
+                with suppress(OSError), socket.create_connection(address, _CONNECT_WITHIN) as connection:
+                    connection.sendall(_PAIR.pack(pair))
+                    self._given.add((*address, pair))
 
     @contextmanager
     def _opened(self) -> Generator[_Opened]:

@@ -131,7 +131,8 @@ async def _until_terminated(main: Coroutine[Any, Any, T]) -> T:
 
     def terminate() -> None:
         nonlocal terminated
-        if not terminated:
+        # The loop hears of it also when the program, such as a server in it, has since set a handler of its own.
+        if not terminated and signal.getsignal(signal.SIGTERM) is of_loop:
             terminated = True
             # Then the next one ends the process.
             loop.call_later(_SAME_SIGNAL, loop.remove_signal_handler, signal.SIGTERM)
@@ -139,6 +140,7 @@ async def _until_terminated(main: Coroutine[Any, Any, T]) -> T:
 
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         loop.add_signal_handler(signal.SIGTERM, terminate)
+        of_loop = signal.getsignal(signal.SIGTERM)
         when_forked(leave_signals)
     try:
         return await main

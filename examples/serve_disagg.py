@@ -12,7 +12,7 @@ import argparse
 import asyncio
 import math
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from types import SimpleNamespace
 
 import serve_policies
@@ -106,4 +106,5 @@ def options_of(arguments: list[str] | None = None) -> SimpleNamespace:
 
 
 if __name__ == "__main__":
-    aiodaft.run(main(options_of()))
+    with suppress(KeyboardInterrupt):
+        aiodaft.run(main(options_of()))

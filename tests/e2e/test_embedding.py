@@ -114,6 +114,33 @@ def test_running_a_function_instead_of_its_coroutine_says_what_to_do() -> None:
         aiodaft.run(main)  # type: ignore[arg-type]
 
 
+HANDLES_SIGTERM = """
+import asyncio, signal, aiodaft
+
+async def main():
+    # As uvicorn does. The loop hears of the signals in their order.
+    before = signal.signal(signal.SIGTERM, lambda *_: print("handled"))
+    heard = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, heard.set)
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGUSR1)
+    await heard.wait()
+    print("not cancelled")
+    signal.signal(signal.SIGTERM, before)
+    signal.raise_signal(signal.SIGTERM)
+    await asyncio.Event().wait()
+
+aiodaft.run(main())
+"""
+
+
+def test_a_server_that_handles_sigterm_itself_is_not_cancelled_by_it() -> None:
+    command = [sys.executable, "-c", HANDLES_SIGTERM]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
+    assert (done.stdout, done.stderr) == ("handled\nnot cancelled\n", "")
+    assert done.returncode == 128 + signal.SIGTERM
+
+
 async def test_options_that_a_runtime_refuses_leave_nothing_started(stopped: None) -> None:
     with pytest.raises(ValueError, match="stop_grace=-1"):
         await aiodaft.start(stop_grace=-1)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Final, Literal
 
-from aiodaft._protocol.diagnostics.amount import amount
+from aiodaft._protocol.diagnostics.amount import amount, count
 from aiodaft._protocol.diagnostics.failures import Cause, Failure
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.diagnostics.process_view import StoredInfo
@@ -226,6 +226,11 @@ class Overview:
     def title(self, process: str) -> str:
         """What to call a process: the names of its actors, or "the controller"; its id if it is not known."""
         return next((one.title for one in self.processes if one.id == process), process)
+
+    def __repr__(self) -> str:
+        found = [count(len(self.nodes), "node"), count(len(self.processes), "process", "processes")]
+        found += [count(len(self.actors), "actor"), count(len(self.failures), "failure")]
+        return f"<Overview of {self.runtime}: {', '.join(found)}>"
 
     def _repr_html_(self) -> str:
         nodes = [(one.name, one.state, one.actors, _used("cpus", one), _used("gpus", one)) for one in self.nodes]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast
 from aiodaft._protocol.connections.address import parse_address
 from aiodaft._protocol.coordination.records import check_name as check_actor_name
 from aiodaft._protocol.coordination.records import check_prefix
+from aiodaft._protocol.diagnostics.amount import count
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.controller import Controller, ControllerOptions
@@ -371,7 +372,7 @@ class Runtime(Scope):
         controller = self._controller
         state = "open" if controller.is_open else "closed" if controller.is_closed else "not open"
         name = controller.name and f"{controller.name} "
-        return f"<Runtime {name}{state}, {len(self._owned.actors)} actors>"
+        return f"<Runtime {name}{state}, {count(len(self._owned.actors), 'actor')}>"
 
 
 class _RuntimeErrors(ScopeErrors):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar, cast
 
+from aiodaft._protocol.diagnostics.amount import count
 from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.platform.tasks import see_through
@@ -57,7 +58,7 @@ class Scope(Spawner):
             raise interrupted
 
     def __repr__(self) -> str:
-        return f"<Scope with {len(self._owned.actors)} actors>"
+        return f"<Scope with {count(len(self._owned.actors), 'actor')}>"
 
     def _repr_html_(self) -> str:
         actors = [target.facts() for target in self._owned.all_actors()]

@@ -71,10 +71,10 @@ def _compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
         compare.plot(samples, peers, options.plot)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, *, program: str = "python -m aiodaft.bench") -> None:
     """Entry point; the arguments of the process by default."""
-    parser = argparse.ArgumentParser(prog="python -m aiodaft.bench", description=__doc__)
-    parser.add_argument("suite", nargs="*", choices=[*_SUITES, []], help=f"which: {', '.join(_SUITES)} (default: all)")
+    parser = argparse.ArgumentParser(prog=program, description="Run benchmarks and print a table.")
+    parser.add_argument("suite", nargs="*", metavar="SUITE", help=f"{', '.join(_SUITES)}; all by default")
     parser.add_argument("--turns", type=int, default=11, help="how often ours and the floor take turns (default: 11)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--compare", metavar="NAMES", help=f"measure other frameworks, as in {','.join(compare.PEERS)}")
@@ -85,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.turns < 1:
         parser.error("--turns is a positive number")
+    for suite in options.suite:
+        if suite not in _SUITES:
+            parser.error(f"{suite!r} is no suite; choose from {', '.join(_SUITES)}")
     if options.compare:
         _compare(parser, options)
         return

@@ -11,4 +11,4 @@ from aiodaft.bench.__main__ import main
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(arguments: tuple[str, ...]) -> None:
     """Measure aiodaft on this machine."""
-    main(arguments)
+    main(arguments, program="aiodaft bench")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
@@ -126,6 +127,8 @@ def down(address: str | None, key_file: str | None) -> None:
 
     ADDRESS: where a node of the cluster listens; $AIODAFT_ADDRESS by default.
     """
+    # That the coordinator does not answer any more is what was asked for, and no reason for a warning.
+    logging.getLogger("aiodaft").setLevel(logging.ERROR)
     _with_cluster(address, key_file, _end)
 
 

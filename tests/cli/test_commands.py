@@ -104,7 +104,9 @@ def test_a_key_is_made_with_one_document_on_standard_output(tmp_path: Path) -> N
 def test_bench_is_the_command_of_the_module() -> None:
     ended = ran("bench", "--help")
     assert ended.exit_code == 0
+    assert "usage: aiodaft bench" in ended.stdout
     assert "--compare NAMES" in ended.stdout
+    assert "'nothing' is no suite; choose from processes, " in ran("bench", "nothing").stderr
     assert ran("bench", "--turns", "0").exit_code == 2
 
 

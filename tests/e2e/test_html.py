@@ -35,7 +35,7 @@ async def test_a_runtime_and_a_scope_show_their_actors_and_how_they_are(rt: aiod
     followed = await rt.on(restart=aiodaft.Restart()).spawn(Sleeper)
     async with rt.scope() as scope:
         inner = await rt.info(await scope.spawn(Failing))
-        assert shown(scope).title == "Scope with 1 actors"
+        assert shown(scope).title == "Scope with 1 actor"
         read = shown(rt)
         assert read.title == repr(rt).strip("<>")
         assert read.rows[0] == ["name", "state", "process", "node"]

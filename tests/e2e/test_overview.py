@@ -52,6 +52,7 @@ async def test_it_shows_what_every_process_and_actor_does(log_only: aiodaft.Runt
     assert all(process.answered and process.rss > 1 << 20 and process.cpu_seconds > 0 for process in after.processes)
     assert {process.owner for process in after.processes} == {after.runtime} == {controller.id}
     assert after.silent == ()
+    assert repr(after) == f"<Overview of {controller.id}: 1 node, 3 processes, 2 actors, 1 failure>"
     assert [(node.state, node.actors) for node in after.nodes] == [("ready", 2)]
 
     one, other = (named(after, infos[name].name) for name in ("source", "middle"))

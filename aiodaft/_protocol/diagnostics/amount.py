@@ -1,4 +1,4 @@
-"""Numbers of bytes as people read them. Pure."""
+"""Numbers as people read them. Pure."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def amount(size: int) -> str:
             break
         number, unit = number / 1024, larger
     return f"{number:.3g} {unit}" if number < 1000 else f"{number:.0f} {unit}"
+
+
+def count(number: int, one: str, several: str = "") -> str:
+    """So many of something; `several` is needed where it is not `one` with an s."""
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"

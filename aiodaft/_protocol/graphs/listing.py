@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TypeVar
 
-from aiodaft._protocol.diagnostics.amount import amount
+from aiodaft._protocol.diagnostics.amount import amount, count
 from aiodaft._protocol.graphs.layout import NO_NOTE, Notes, ValueNote
 from aiodaft._protocol.graphs.plan import Dataflow
 
@@ -55,8 +55,3 @@ def value_text(note: ValueNote) -> str:
 def summary(steps: int, actors: int) -> str:
     """One line on a dataflow."""
     return f"{count(steps, 'call')} to {count(actors, 'actor')}"
-
-
-def count(number: int, noun: str) -> str:
-    """So many of something."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

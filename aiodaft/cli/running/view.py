@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from aiodaft._protocol.diagnostics.amount import amount
+from aiodaft._protocol.diagnostics.amount import amount, count
 
 Plain = Mapping[str, Any]
 
@@ -73,8 +73,8 @@ def _table(texts: Iterable[str], numbers: Iterable[str]) -> Table:
 def _totals(look: Plain) -> str:
     actors, rates = look["actors"], look.get("rates", {"calls": 0, "bytes": 0})
     return "  ".join([
-        _count(len(actors), "actor"),
-        _count(len(look["processes"]), "process", "processes"),
+        count(len(actors), "actor"),
+        count(len(look["processes"]), "process", "processes"),
         f"{rates['calls']:,.0f} calls/s",
         f"{amount(round(rates['bytes']))}/s",
         f"{sum(actor['queued'] for actor in actors):,} queued",
@@ -85,10 +85,6 @@ def _totals(look: Plain) -> str:
 def natural(name: str) -> list[tuple[int, str]]:
     """Orders names with numbers as people do: Model-2 before Model-10."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
-
-
-def _count(number: int, one: str, several: str = "") -> str:
-    return f"{number:,} {one if number == 1 else several or f'{one}s'}"
 
 
 def _node_lines(nodes: Sequence[Plain]) -> Iterator[Text]:

@@ -266,6 +266,42 @@ async def test_a_result_that_is_more_than_plain_is_sent_on_as_well(rt: aiodaft.R
         assert await a.echo(a.echo(value)) == value
 
 
+@dataclasses.dataclass
+class Tale:
+    """Its class can be lost."""
+
+    text: str = "once"
+
+
+class Teller(aiodaft.Actor):
+    """Forgets the class of what it has told."""
+
+    @aiodaft.method
+    async def tell(self, value: Any = None) -> Tale:
+        return Tale()
+
+    @aiodaft.method
+    async def forget(self) -> None:
+        del globals()["Tale"]
+
+    @aiodaft.method
+    async def wait(self) -> None:
+        """Show that the actor goes on."""
+
+
+async def test_a_value_that_cannot_be_rebuilt_fails_the_calls_that_need_it(rt: aiodaft.Runtime) -> None:
+    teller, other = await rt.spawn(Teller), await rt.spawn(Teller)
+    await other.forget()
+    elsewhere = other.tell(teller.tell())
+    told, _forgotten = teller.tell(), teller.forget()
+    # The value is there when the call comes.
+    for failing, actor in ((elsewhere, other), (teller.tell(told), teller)):
+        with pytest.raises(aiodaft.SerializationError, match="no attribute 'Tale'") as caught:
+            await failing
+        assert caught.value.executed is False
+        await actor.wait()
+
+
 async def test_gathered_refs_stand_for_a_list(rt: aiodaft.Runtime) -> None:
     a, b = await rt.spawn(Echo), await rt.spawn(Echo)
     group = aiodaft.Refs([a.echo(1), a.echo("two"), b.echo([3])])

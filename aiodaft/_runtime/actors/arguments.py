@@ -60,14 +60,19 @@ class Arguments:
         if type(place) is Plain:
             self._put(call, one, place.value)
             return
-        if isinstance(place, Delivery):
-            place.in_place = call.spec.read_only
-        if call.stage is FETCHING and isinstance(place, Delivery) and place.fetch_now():
-            self._decode(call, one, place.received())
-        else:
-            bringing = self._bring(call, one, place)
-            task = self._process.tasks.create_task(bringing, name=f"bring an argument of {call.label}")
-            call.fetching = (*call.fetching, task)
+        received: ReceivedValue | None = None
+        try:
+            received = self._receive_now(call, place)
+            value = None if received is None else self._open(call, one, received)
+        except Exception as error:  # noqa: BLE001 - the call fails with it, after it was delivered
+            # The frames lead to this one: a circle would keep what came.
+            received, place = None, BaseException.with_traceback(error, None)
+        if received is not None:
+            self._put(call, one, value)
+            return
+        bringing = self._bring(call, one, place)
+        task = self._process.tasks.create_task(bringing, name=f"bring an argument of {call.label}")
+        call.fetching = (*call.fetching, task)
 
     async def _bring(self, call: InboundCall, one: Awaited, place: Place | Delivery) -> None:
         if isinstance(place, BaseException):
@@ -75,27 +80,20 @@ class Arguments:
             return
         try:
             received = await self._receive(call, one, place)
-            if call.spec.passes_on and received.is_moved_tensor:
-                value: Any = received
+            if is_heavy(received.payload) and not self._leave(call, one, received):
+                value = await self._store.decode(received, refs=received.refs)
             else:
-                is_left = self._leave(call, one, received)
-                value = None if is_left else await self._store.decode(received, refs=received.refs)
+                value = self._open(call, one, received)
         except Exception as error:  # noqa: BLE001 - the call fails with it
             self._fail(call, needed_by(error, _name(call), one[-1]))
         else:
             self._put(call, one, value)
 
-    def _decode(self, call: InboundCall, one: Awaited, received: ReceivedValue) -> None:
-        """The same with a value that is here, and quickly decoded."""
-        try:
-            if call.spec.passes_on and received.is_moved_tensor:
-                value: Any = received
-            else:
-                value = None if self._leave(call, one, received) else self._store.decode_now(received)
-        except Exception as error:  # noqa: BLE001 - the call fails with it
-            self._fail(call, needed_by(error, _name(call), one[-1]))
-        else:
-            self._put(call, one, value)
+    def _open(self, call: InboundCall, one: Awaited, received: ReceivedValue) -> Any:
+        """The argument that a value becomes; nothing for one that is left to the start of the call."""
+        if call.spec.passes_on and received.is_moved_tensor:
+            return received
+        return None if self._leave(call, one, received) else self._store.decode_now(received, refs=received.refs)
 
     @staticmethod
     def _leave(call: InboundCall, one: Awaited, received: ReceivedValue) -> bool:
@@ -109,6 +107,15 @@ class Arguments:
         assert isinstance(left, dict)
         call.received = {**left, one[0]: received}
         return True
+
+    def _receive_now(self, call: InboundCall, place: Place | Delivery) -> ReceivedValue | None:
+        """The value, if it is here and quickly decoded; else None."""
+        if isinstance(place, Delivery):
+            place.in_place = call.spec.read_only
+            return place.received() if place.fetch_now() else None
+        if isinstance(place, StoredValue):
+            return self._transfer.take_own_now(place)
+        return place if isinstance(place, ReceivedValue) and not is_heavy(place.payload) else None
 
     async def _receive(self, call: InboundCall, one: Awaited, place: Place | Delivery) -> ReceivedValue:
         in_place = call.spec.read_only

@@ -204,6 +204,14 @@ async def test_a_caller_without_calls_under_way_takes_no_error(machine: Machine)
     assert machine.unheld == [place.actor]
 
 
+async def test_a_death_just_before_the_runtime_is_closed_is_told_to_nobody(machine: Machine) -> None:
+    await machine.place()
+    machine.launcher.die(machine.launcher.made[0])
+    machine.process.closed = "the runtime is closed"
+    await machine.blame_time_over()
+    assert machine.unheld == []
+
+
 async def test_a_broken_connection_between_workers_does_not_excuse_a_later_death(machine: Machine) -> None:
     place = await machine.place()
     machine.launcher.patient = False

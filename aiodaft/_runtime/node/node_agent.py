@@ -573,7 +573,7 @@ class NodeAgent(NodeContact):
 
     def _blame_over(self, worker: Worker, error: OutcomeUnknown) -> None:
         worker.handle(WorkerEvent.BLAME_OVER)
-        if worker.state is WorkerState.UNHANDLED:
+        if worker.state is WorkerState.UNHANDLED and self._process.closed is None:
             for actor in worker.actors:
                 self._owners.actor_died(worker.owner, worker.id, actor, error)
 

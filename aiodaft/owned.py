@@ -168,7 +168,7 @@ class Owned:
         label = f"mesh of {hosts} x {demand.gpus:g} GPUs"
         self.check_open(f"a {label} cannot be reserved")
         request = await self.request(label, demand, constraints, hosts)
-        scope = Owned(self.controller, _MeshErrors(self.controller, self.errors), self)
+        scope = Owned(self.controller, _InnerErrors(self.controller, self.errors), self)
         try:
             sites = await scope.actors.carve(replace(request, own_nodes=True), constraints)
         except BaseException:
@@ -213,7 +213,21 @@ class Owned:
 
     # Stopping.
 
-    async def stop_handles(self, handles: list[Any], first: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def end_block(self, handles: list[Any], graceful: bool) -> None:
+        """Stop the actors of a block in this scope that ends: the last one first, or all at once.
+
+        Cancellation: as in `stop_handles`.
+        """
+        errors = _InnerErrors(self.controller, self.errors)
+        errors.closing = True
+        for handle in handles:
+            for target in (cast("Target", target_of(handle_of(handle))), self.target(handle)):
+                target.sink = errors
+        await self.stop_handles(handles, graceful=graceful)
+
+    async def stop_handles(
+        self, handles: list[Any], first: Callable[[], Awaitable[None]] | None = None, *, graceful: bool = True
+    ) -> None:
         """Stop actors, the last one first, after `first` has returned.
 
         Cancellation: the remaining ones are killed, and all are gone when this raises.
@@ -228,13 +242,13 @@ class Owned:
         async def stop() -> None:
             if first is not None:
                 await first()
-            await self.actors.stop(targets)
+            await self.actors.stop(targets, graceful=graceful)
 
         what = ", ".join(target.label for target in targets)
         await see_through(self.controller.start_task(stop(), f"stop {what}"), kill)
 
-    async def stop_mesh(self, mesh: Mesh) -> None:
-        """Stop the actors on a mesh, the last one first, and release its slices. Idempotent.
+    async def stop_mesh(self, mesh: Mesh, graceful: bool = True) -> None:
+        """Stop the actors on a mesh, the last one first or all at once, and release its slices. Idempotent.
 
         Raises:
             ValueError: It is no mesh of this runtime.
@@ -244,7 +258,7 @@ class Owned:
         scope = mesh._scope if isinstance(mesh, Mesh) else None
         if not isinstance(scope, Owned) or scope.controller is not self.controller:
             raise ValueError(f"{mesh!r:.80} is no mesh of this runtime")
-        interrupted = await scope.close(graceful=True)
+        interrupted = await scope.close(graceful=graceful)
         if interrupted is not None:
             raise interrupted
 
@@ -275,8 +289,8 @@ class Owned:
         await self.actors.stop_all(graceful=graceful)
 
 
-class _MeshErrors(ScopeErrors):
-    """Errors of the actors on a mesh are those of the scope around it."""
+class _InnerErrors(ScopeErrors):
+    """Errors of the actors of a block that is no scope, such as a mesh, are those of the scope around it."""
 
     def __init__(self, controller: Owner, around: ScopeErrors) -> None:
         super().__init__(controller)

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
 
 from aiodaft._protocol.calls.mailbox import check_max_queue
@@ -36,11 +37,12 @@ class Spawned(Generic[T]):
     """
 
     def __init__(
-        self, what: str, start: Callable[[], Coroutine[Any, Any, T]], stop: Callable[[T], Awaitable[None]]
+        self, what: str, start: Callable[[], Coroutine[Any, Any, T]], end: Callable[[T, bool], Awaitable[None]]
     ) -> None:
         self._what = what
         self._start: Callable[[], Coroutine[Any, Any, T]] | None = start
-        self._stop = stop
+        # With whether actors have time for their calls.
+        self._end = end
         self._started: list[T] = []
 
     def __await__(self) -> Generator[Any, Any, T]:
@@ -50,8 +52,10 @@ class Spawned(Generic[T]):
         self._started.append(await self._begin())
         return self._started[0]
 
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._stop(self._started.pop())
+    async def __aexit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._end(self._started.pop(), error is None)
 
     def _begin(self) -> Coroutine[Any, Any, T]:
         if self._start is None:
@@ -82,8 +86,8 @@ class SpawningScope(Protocol):
     async def get_or_spawn(self, what: Blueprint) -> Handle: ...
     async def spawn_group(self, n: int, what: Blueprint, axes: Axes) -> Group[Any]: ...
     async def spawn_mesh(self, hosts: int, demand: Demand, constraints: Constraints) -> Mesh: ...
-    async def stop_handles(self, handles: list[Any]) -> None: ...
-    async def stop_mesh(self, mesh: Mesh) -> None: ...
+    async def end_block(self, handles: list[Any], graceful: bool) -> None: ...
+    async def stop_mesh(self, mesh: Mesh, graceful: bool) -> None: ...
 
 
 class Spawner(ABC):
@@ -184,7 +188,10 @@ class Spawner(ABC):
         async def start() -> ActorT:
             return cast("ActorT", await scope.spawn_one(Blueprint(actor_class, args, kwargs, constraints)))
 
-        return Spawned(f"spawn({actor_class.__name__})", start, lambda actor: scope.stop_handles([actor]))
+        def end(actor: ActorT, graceful: bool) -> Awaitable[None]:
+            return scope.end_block([actor], graceful)
+
+        return Spawned(f"spawn({actor_class.__name__})", start, end)
 
     async def get_or_create(self, name: str, cls: Callable[P, ActorT], /, *args: P.args, **kwargs: P.kwargs) -> ActorT:
         """Find the actor with a name, or make it as `spawn` does: of many callers, in any process, only one makes it.
@@ -215,7 +222,10 @@ class Spawner(ABC):
         async def start() -> Service[T]:
             return Service(await scope.spawn_one(Blueprint(hosted_class, args, kwargs, constraints)), hosted_class)
 
-        return Spawned(f"host({hosted_class.__name__})", start, lambda service: scope.stop_handles([service]))
+        def end(service: Service[T], graceful: bool) -> Awaitable[None]:
+            return scope.end_block([service], graceful)
+
+        return Spawned(f"host({hosted_class.__name__})", start, end)
 
     # A keyword besides a ParamSpec cannot be typed: here the arguments of the constructor are checked at run time.
     @overload
@@ -313,7 +323,10 @@ class Spawner(ABC):
         def start() -> Coroutine[Any, Any, Group[Any]]:
             return scope.spawn_group(n, Blueprint(cls, args, kwargs, constraints), grid)
 
-        return Spawned(f"{what}({n}, {cls.__name__})", start, lambda group: scope.stop_handles(list(group)))
+        def end(group: Group[Any], graceful: bool) -> Awaitable[None]:
+            return scope.end_block(list(group), graceful)
+
+        return Spawned(f"{what}({n}, {cls.__name__})", start, end)
 
 
 class Placement(Spawner):

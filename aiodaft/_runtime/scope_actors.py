@@ -401,13 +401,13 @@ class ScopeActors:
 
     # Ending.
 
-    async def stop(self, targets: Sequence[Target]) -> None:
-        """Stop actors in this order, each within the grace time. Idempotent."""
+    async def stop(self, targets: Sequence[Target], *, graceful: bool) -> None:
+        """Stop actors: in this order, each within the grace time, or all at once. Idempotent."""
         await self._controller.ready()
         there = [target for target in targets if await self._is_there(target)]
         for target in there:
             target.stopped = True
-        await self._end(there, graceful=True)
+        await self._end(there, graceful=graceful)
 
     async def _is_there(self, target: Target) -> bool:
         """Whether an actor can be ended; one that another process supervises is found first."""

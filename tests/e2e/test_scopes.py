@@ -45,6 +45,47 @@ async def test_an_error_in_the_body_cancels_what_runs(tmp_path: Path) -> None:
     assert (tmp_path / "left").read_text() == "left\n"
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError("in the body"), asyncio.CancelledError()], ids=["error", "Ctrl-C"])
+async def test_an_error_in_the_block_of_an_actor_is_the_only_one_and_waits_for_no_call(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    refs = []
+    with pytest.raises(type(error)) as caught:
+        # Well over the time that a test has.
+        async with (
+            aiodaft.Runtime(preload=(), stop_grace=1000) as rt,
+            rt.group(2, Sleeper) as sleepers,
+            rt.on(restart=aiodaft.Restart()).spawn(Sleeper) as restarted,
+        ):
+            for sleeper in (*sleepers, restarted):
+                refs.append(sleeper.sleep(60))
+                await sleeper.history()
+            raise error
+    assert caught.value is error
+    assert caplog.records == []
+    for ref in refs:
+        assert isinstance(ref.exception(), aiodaft.CallCancelled | aiodaft.ActorDied)
+
+
+async def test_a_call_that_the_end_of_the_block_of_its_actor_cancels_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with aiodaft.Runtime(preload=(), stop_grace=0) as rt, rt.spawn(Sleeper) as sleeper:
+        ref = sleeper.sleep(60)
+        sleeper.sleep(60)
+        await sleeper.history()
+    assert isinstance(ref.exception(), aiodaft.CallCancelled | aiodaft.ActorDied)
+    assert caplog.records == []
+
+
+async def test_an_error_of_a_method_is_raised_at_the_end_of_a_block_in_which_it_fails() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with aiodaft.Runtime(preload=()) as rt, rt.spawn(Failing) as failing:
+            ref = failing.raise_value_error("x")
+            await ref.ready()
+    assert [str(one) for one in caught.value.exceptions] == ["x"]
+
+
 async def test_calls_under_way_end_in_peace_when_the_block_does() -> None:
     async with aiodaft.Runtime(preload=()) as rt:
         sleeper = await rt.spawn(Sleeper)

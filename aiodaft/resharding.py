@@ -151,9 +151,9 @@ class ReshardPlan:
         of the old shards, and the bytes do not change. Pass each ref to its member, `group.each(Model.load, new)`,
         which gets the tensors themselves, and may keep and change them.
 
-        A rank has its old shard, its new one, and at most as much as the largest tensor on the way. To save a copy of
-        the old shard, return it from its method as `aiodaft.borrow(state)`; do not change it until all new shards are
-        done. Tensors on a GPU are read there.
+        A rank has its old shard, its new one, and at most as much as the largest tensor on the way, or 512 KiB if that
+        is more. To save a copy of the old shard, return it from its method as `aiodaft.borrow(state)`; do not change it
+        until all new shards are done. Tensors on a GPU are read there.
 
         Args:
             shards: The shards by rank, each a dict of names and tensors, as one call of the old group returned them.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-# Rows that are ready, the oldest first, and how many are wanted: which of them are given now? None: wait for more.
+# Rows that are ready, the oldest first, and how many are wanted: which are given now? Without any, `take` waits.
 Sampler: TypeAlias = Callable[[Sequence[int], int], Iterable[int]]
 
 

@@ -135,6 +135,23 @@ async def test_a_rank_has_its_old_shard_and_its_new_one_and_a_tensor_at_most_on_
     await assert_has(group, destination, whole, moved)
 
 
+async def test_a_shard_is_opened_once_however_many_messages_its_parts_take(rt: aiodaft.Runtime) -> None:
+    shardings = {f"w{i}": Sharding(shape=(512, 512), dtype=F32, dims={0: "tp"}) for i in range(4)}
+    columns = {name: Sharding(shape=(512, 512), dtype=F32, dims={1: "tp"}) for name in shardings}
+    source, destination = Layout({"tp": 2}, shardings), Layout({"tp": 2}, columns)
+    plan, whole = reshard(source, destination), whole_tensors(shardings)
+    old, new = await rt.group(2, Rank), await rt.group(2, Rank)
+    await loaded(old, source, whole)
+    for how in (Rank.lend, Rank.give):
+        shards = old.all(how)
+        await Refs([*shards]).gather().ready()
+        await old.all(Rank.count_decoded)
+        moved = await plan.move(shards, to=new)
+        await assert_has(new, destination, whole, moved)
+        # Once to compare it with its layout, and once for all parts.
+        assert await old.all(Rank.decoded) == [2, 2]
+
+
 async def test_every_kind_of_tensor_keeps_its_bits(rt: aiodaft.Runtime) -> None:
     kinds = {
         "scalar": Sharding(shape=(), dtype=torch.int64),

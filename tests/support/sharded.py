@@ -46,6 +46,7 @@ class Rank(Actor):
     def __init__(self) -> None:
         self.state: State = {}
         self._copied = 0
+        self._decoded = 0
         self._asked = asyncio.Event()
         self._go_on = asyncio.Event()
 
@@ -129,6 +130,22 @@ class Rank(Actor):
     async def copied(self) -> int:
         """The bytes that were copied, from tensor to tensor, since `count_copies`."""
         return self._copied
+
+    @method
+    async def count_decoded(self) -> None:
+        """Count the values that are decoded here from now on."""
+        store, self._decoded = current_peer().store, 0
+        decode = type(store).decode
+
+        async def count(*args: Any, **kwargs: Any) -> Any:
+            self._decoded += 1
+            return await decode(store, *args, **kwargs)
+
+        setattr(store, "decode", count)  # noqa: B010 - a method of this one object
+
+    @method
+    async def decoded(self) -> int:
+        return self._decoded
 
     @method
     async def end(self) -> None:

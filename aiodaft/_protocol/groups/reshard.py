@@ -20,6 +20,8 @@ from aiodaft._protocol.groups.layout import Box, Grid, overlap
 # The most bytes of one message, and how many of them a rank has on the way at a time.
 _PARCEL: Final = 32 << 20
 _ON_THE_WAY: Final = 4
+# What a message may have however small the tensors are: it costs as much time as the copy of that much.
+_LEAST: Final = 256 << 10
 
 
 class Piece(NamedTuple):
@@ -86,24 +88,26 @@ class Plan:
         sent: For each rank of the destination what other processes send it, large tensors first.
         kept: For each rank of the destination what its process has already.
         largest: Bytes of the largest tensor.
+        least: Bytes that a message may have however small the tensors are.
     """
 
     sent: tuple[tuple[Piece, ...], ...]
     kept: tuple[tuple[Piece, ...], ...]
     largest: int
+    least: int = _LEAST
 
     @property
     def parcel(self) -> int:
         """The most bytes of one message, except for a message of one element."""
-        return max(1, min(_PARCEL, self.largest // _ON_THE_WAY))
+        return max(self.least, min(_PARCEL, self.largest // _ON_THE_WAY))
 
     @property
     def bound(self) -> int:
         """The bytes that a rank may have on the way, as a source and again as a destination.
 
-        Both together are at most the largest tensor.
+        Both together are at most the largest tensor, or twice `least` if that is more.
         """
-        return min(_ON_THE_WAY * self.parcel, self.largest // 2)
+        return max(self.least, min(_ON_THE_WAY * self.parcel, self.largest // 2))
 
     def schedule(self, rank: int) -> Iterator[tuple[Piece, ...]]:
         """The messages to one rank of the destination, each from one source; the sources take turns.

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from weakref import WeakKeyDictionary
 
 from aiodaft._protocol.connections.messages import INLINE_LIMIT
 from aiodaft._protocol.diagnostics import trace
@@ -52,6 +53,17 @@ class Source(NamedTuple):
     peer: PeerId
     label: str
     shard: Ref[Mapping[str, torch.Tensor]]
+
+
+class Opened(NamedTuple):
+    """The tensors of a shard of this process, and the writes to each until then, as torch counts them."""
+
+    tensors: Mapping[str, torch.Tensor]
+    versions: Mapping[str, int | None]
+
+    def are_unchanged(self, pieces: Iterable[Piece]) -> bool:
+        """Whether nothing was written since to the tensors of these pieces."""
+        return all(_version(self.tensors[piece.name]) == self.versions[piece.name] for piece in pieces)
 
 
 class Transit:
@@ -99,6 +111,8 @@ class Resharding(Actor):
         self.transit = Transit()
         # What was cut here and has not arrived.
         self.cut_room = Room(self.transit)
+        # The shards that lie here: a parcel has a few tensors, and opening a shard takes a look at all of them.
+        self._opened: WeakKeyDictionary[StoredValue, Opened] = WeakKeyDictionary()
 
     # The source.
 
@@ -314,6 +328,23 @@ class Resharding(Actor):
                 return await self._store.decode(objects)
         return await state_of(ref).bring()
 
+    async def _open(self, ref: Ref[Any], pieces: Sequence[Piece]) -> Opened:
+        """Open a shard of which these pieces are needed, once while it is stored if all of it was lent.
+
+        Raises:
+            BorrowError: It has been written to.
+        """
+        stored = self._stored(ref)
+        opened = None if stored is None else self._opened.get(stored)
+        if opened is None or not opened.are_unchanged(pieces):
+            shard = await self._bring(ref)
+            opened = Opened(shard, {name: _version(tensor) for name, tensor in shard.items()})
+            if stored is not None and stored.wholly_lent:
+                # Nothing was written before its writes were counted.
+                stored.check_unchanged()
+                self._opened[stored] = opened
+        return opened
+
     async def _lend(
         self, ref: Ref[Mapping[str, torch.Tensor]], pieces: Sequence[Piece], target: PeerId
     ) -> InPlace | None:
@@ -325,7 +356,7 @@ class Resharding(Actor):
         stored = self._stored(ref)
         if len(pieces) > 1 or pieces[0].nbytes <= INLINE_LIMIT or stored is None or stored.packed or not stored.lent:
             return None
-        given = _given(await self._bring(ref), pieces[0])
+        given = _given((await self._open(ref, pieces)).tensors, pieces[0])
         if not (given.is_cpu and given.is_contiguous()) or given.is_conj() or given.is_neg():
             return None
         return self._store.lend_to(self._caller.connections.route_to(target), _bytes_of(given))
@@ -344,19 +375,19 @@ class Resharding(Actor):
         stored = self._stored(ref)
         if stored is not None and stored.in_host_memory:
             with stored.in_place() as received:
-                shard = await self._store.decode(received)
+                opened = self._opened.get(stored)
+                if opened is None:
+                    opened = self._opened[stored] = Opened(await self._store.decode(received), {})
                 for pieces in parcels:
-                    await self._copy(partial(copy, shard, pieces), _nbytes([pieces]))
-                    stored.check_unchanged()
+                    await self._copy(partial(copy, opened.tensors, pieces), _nbytes([pieces]))
+                stored.check_unchanged()
             return
-        shard = await self._bring(ref)
-        versions = _versions(shard)
         for pieces in parcels:
-            await self._copy(partial(copy, shard, pieces), _nbytes([pieces]))
-            while any(_version(shard[piece.name]) != versions[piece.name] for piece in pieces):
-                shard = await self._bring(ref)
-                versions = _versions(shard)
-                await self._copy(partial(copy, shard, pieces), _nbytes([pieces]))
+            unchanged = False
+            while not unchanged:
+                opened = await self._open(ref, pieces)
+                await self._copy(partial(copy, opened.tensors, pieces), _nbytes([pieces]))
+                unchanged = opened.are_unchanged(pieces)
 
     async def _copy(self, job: Callable[[], object], nbytes: int) -> None:
         if nbytes > SYNC_COPY:
@@ -439,10 +470,6 @@ def _place(tensors: Mapping[str, torch.Tensor], flat: torch.Tensor, pieces: Sequ
 def _keep(tensors: Mapping[str, torch.Tensor], shard: Mapping[str, torch.Tensor], pieces: Sequence[Piece]) -> None:
     for piece in pieces:
         _region(tensors, piece).copy_(_given(shard, piece))
-
-
-def _versions(shard: Mapping[str, torch.Tensor]) -> dict[str, int | None]:
-    return {name: _version(tensor) for name, tensor in shard.items()}
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -129,6 +129,22 @@ async def test_the_error_of_one_reaches_the_others_and_who_does_not_come_is_name
     assert await ranks.all(Rank.gatherings) == [0] * 4
 
 
+async def test_a_member_that_fails_lets_go_of_the_others_before_it_is_out_of_the_block(
+    module_rt: aiodaft.Runtime,
+) -> None:
+    ranks = await module_rt.group(3, Rank)
+    for fails in range(3):
+        errors = await failures(ranks.all(Rank.fail_while_the_loop_is_held, fails))
+        assert isinstance(errors.pop(fails), ValueError)
+        for error in errors:
+            # Who is about to begin hears of it from the caller.
+            assert isinstance(error, RuntimeError | aiodaft.CallCancelled)
+            assert re.search(
+                rf"\[{fails}\](, rank {fails} of .* left by an error| failed): ValueError: a bad batch", str(error)
+            )
+    assert await ranks.all(Rank.sum_ranks) == [3.0] * 3
+
+
 async def test_groups_that_share_processes_open_no_two_blocks_at_the_same_time(module_rt: aiodaft.Runtime) -> None:
     ranks = await module_rt.group(2, Rank)
     beside = await module_rt.on(with_=ranks).group(2, Rank)

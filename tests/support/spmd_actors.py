@@ -194,6 +194,22 @@ class Rank(aiodaft.Actor):
         await asyncio.to_thread(self.inside.wait)
 
     @aiodaft.method
+    def fail_while_the_loop_is_held(self, fails: int) -> None:
+        """One member is out of the block before its loop can do anything for the others."""
+        # torch asks for the names of addresses when it logs, which takes seconds where no server of names answers.
+        end_blocks_that_stand_still(looks=200)
+        group: aiodaft.CurrentGroup[Any] = aiodaft.current_group()
+        out = threading.Event()
+        try:
+            with group.process_group("gloo"):
+                if group.rank == fails:
+                    current_process().call_soon(out.wait)
+                    raise ValueError("a bad batch")
+                dist.recv(torch.zeros(1), fails)
+        finally:
+            out.set()
+
+    @aiodaft.method
     def fail(self, fails: int) -> None:
         group: aiodaft.CurrentGroup[Any] = aiodaft.current_group()
         with group.process_group("gloo"):

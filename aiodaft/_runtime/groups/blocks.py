@@ -129,8 +129,12 @@ class Blocks(Actor):
         return await asyncio.shield(self._how_left(ActorId(actor), block))
 
     @method(ordered=False)
-    async def answer(self) -> None:
-        """Say that this process is there."""
+    async def left_by_now(self, actor: int, block: str) -> Left | None:
+        """How a member has left a block; None if it has not."""
+        if not self._enlisted.has(ActorId(actor)):
+            return Left(gone=True)
+        left = self._left.get((number_of(ActorId(actor)), block))
+        return left.result() if left is not None and left.done() else None
 
     # What the member itself does.
 

@@ -100,18 +100,24 @@ class Membership:
             await watching
             if self.others.lost is not None:
                 # Some have not left, and may ask later how this one has.
+                self.sockets.shut()
                 return
         self.blocks.forget(self._place[0], self._block)
 
     async def find_out(self) -> None:
-        """Hear who is lost by now. Each other member is asked; what it has told before comes before its answer."""
+        """Hear who is lost by now: each other member is asked."""
         if self.others.lost is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_ANSWERS_WITHIN):
                     await asyncio.gather(*(self._ask(rank) for rank in range(len(self._places)) if rank != self.rank))
 
     def leave(self, how: Left) -> None:
-        """Leave early, and let go of the others."""
+        """Leave early, and let go of the others, in the thread of the block."""
+        self.process.call_soon(partial(self._leave, how))
+        # The loop may come to it when this member is out of the block, and breaks nothing then.
+        self.sockets.shut()
+
+    def _leave(self, how: Left) -> None:
         if self._block != NO_BLOCK:
             self.blocks.leave(self._place[0], self._block, how)
         self._break()
@@ -187,10 +193,13 @@ class Membership:
         self._hear(rank, left)
 
     async def _ask(self, rank: int) -> None:
+        remote, actor = self._places[rank]
         try:
-            await blocks_of(self._caller, self._places[rank][0]).answer()
+            left: Left | DaftError | None = await blocks_of(self._caller, remote).left_by_now(actor, self._block)
         except DaftError as error:
-            self._hear(rank, error)
+            left = error
+        if left is not None:
+            self._hear(rank, left)
 
     def _hear(self, rank: int, left: Left | DaftError) -> None:
         if self.others.hear(rank, left):
@@ -280,7 +289,7 @@ def process_group(
                     block_on(process, me.find_out(), what)
             how = me.others.leave(error, inside=inside, broken=broken)
             # Before the group is destroyed: that waits for operations under way.
-            process.call_soon(partial(me.leave, how))
+            me.leave(how)
             if how.follows and me.others.lost is not None and me.others.lost is not error:
                 raise me.others.lost from error
             raise

@@ -152,6 +152,15 @@ class BoundMethod:
         label = self._spec.label
         raise TypeError(f"{label} stays in its process: pass the actor's handle, and call the method on that")
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            # In Ray and Monarch, methods have methods.
+            spec = self._spec
+            raise AttributeError(
+                f"{spec.label} has no {name!r}: `handle.{spec.name}(...)` calls it, and gives a ref to await"
+            )
+
 
 def _class_for(spec: MethodSpec) -> type[BoundMethod]:
     """The class for one method. Its `__call__` has the signature of the method, which notebooks show, too."""

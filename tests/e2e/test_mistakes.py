@@ -51,6 +51,10 @@ async def test_a_method_without_the_decorator_says_which_decorator(mrt: aiodaft.
             getattr(careless, name)
     with pytest.raises(AttributeError, match="^Careless has no method 'decorate'; its remote methods: decorated, str"):
         careless.decorate(1)
+    with pytest.raises(
+        AttributeError, match=r"^Careless.decorated has no 'remote': `handle.decorated\(...\)` calls it"
+    ):
+        careless.decorated.remote(1)
     with pytest.raises(AttributeError, match="its state is in another process; .* set 'limit'"):
         careless.limit = 4
     assert await careless.decorated(1) == 1

@@ -32,7 +32,7 @@ RESULTS = {
     "restart": r".*ActorDied\(.*",
     "graph": r"<Graph of 2 calls.*>",
     "run": r"tensor\(\[ 6., 12.\]\)",
-    "overview": r"Overview\(.*",
+    "overview": r"<Overview of controller-.*, 2 failures>",
 }
 PRINTED = {
     "map": r"100%.* 20/20",

@@ -65,17 +65,20 @@ class ByteGPT(nn.Module):
         return self.all_logits(tokens_BT, past_LKBHPD, lengths_B, on_layer)[:, -1]
 
     def all_logits(self, tokens_BT: Tensor, past_LKBHPD: Tensor, lengths_B: Tensor, on_layer: OnLayer) -> Tensor:
+        return self.layers(self.bytes(tokens_BT), past_LKBHPD, lengths_B, on_layer)
+
+    def layers(self, x_BTC: Tensor, past_LKBHPD: Tensor, lengths_B: Tensor, on_layer: OnLayer) -> Tensor:
+        """The logits (B, T, V) of what follows each of some embeddings."""
         old_P = torch.arange(past_LKBHPD.shape[4])
         if not len(old_P):
             lengths_B = lengths_B[:1]  # all begin at 0, and look back in the same way
-        places_BT = lengths_B[:, None] + torch.arange(tokens_BT.shape[1])
+        places_BT = lengths_B[:, None] + torch.arange(x_BTC.shape[1])
         # What does not count is masked like what comes later.
         old_BP = torch.where(old_P < lengths_B[:, None], old_P, CONTEXT)
         back_B1TS = (places_BT[:, :, None] - torch.cat([old_BP, places_BT], 1)[:, None, :])[:, None]
         heads_H11 = torch.arange(HEADS)[:, None, None]
         first_BHTS = -8.0 * (back_B1TS - heads_H11).abs()
         other_BHTS = -back_B1TS * 0.25 ** (heads_H11 + 1)
-        x_BTC = self.bytes(tokens_BT)
         for number, block in enumerate(self.blocks):
             bias_BHTS = (other_BHTS if number else first_BHTS).masked_fill(back_B1TS < 0, -torch.inf)
             x_BTC = block(x_BTC, past_LKBHPD[number], bias_BHTS, on_layer)

@@ -159,3 +159,14 @@ def test_prompts_of_a_server_are_completed_as_by_one_process_while_an_engine_die
     moved = re.search(r"keys and values +(\d+) messages, (\d+) bytes", output)
     assert moved is not None
     assert (int(moved[1]) > 0) == (int(moved[2]) > 0) == (not {"--together", "0"} & set(options))
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--encode", "3", "--prefill", "1", "--decode", "1"), marks=pytest.mark.soak)],
+    ids=" ".join,
+)
+def test_three_pools_caption_images_as_one_process_while_one_of_each_dies(options: tuple[str, ...]) -> None:
+    output = run_example("serve_images.py", "--steps", "40", *options)
+    assert re.search(r"64 captions are those of one process; \d+ a second, with a kill in each pool", output)

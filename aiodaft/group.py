@@ -155,6 +155,10 @@ class Group(Generic[ActorT]):
     def any(self, m: Sig[Concatenate[A0, P1], R], a0: Ref[A0], /, *args: P1.args, **kwargs: P1.kwargs) -> Ref[R]: ...
     @overload
     def any(self, m: StreamSig[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Stream[R]: ...
+    @overload
+    def any(
+        self, m: StreamSig[Concatenate[A0, P1], R], a0: Ref[A0], /, *args: P1.args, **kwargs: P1.kwargs
+    ) -> Stream[R]: ...
     def any(self, m: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the member with the fewest calls of this group under way, in turn among equals.
 

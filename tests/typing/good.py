@@ -320,6 +320,7 @@ async def groups(rt: Runtime) -> None:
         assert_type(ws.any(Model.sync, 1), Ref[str])
         assert_type(ws.any(Model.sync, ws[0].none()), Ref[str])
         words = ws.any(Model.tokens, "to be")
+        assert_type(ws.any(Model.tokens, ws[0].sync(1)), Stream[str])
         assert_type(words, Stream[str])
         assert_type([word async for word in words], list[str])
         async for text in ws.map(Model.sync, range(3)):

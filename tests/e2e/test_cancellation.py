@@ -51,6 +51,21 @@ async def test_the_remote_cleanup_runs_within_a_tenth_of_a_second(rt: aiodaft.Ru
     assert min(delays) < 0.1
 
 
+async def test_the_end_of_a_cancelled_call_is_a_few_bytes(rt: aiodaft.Runtime) -> None:
+    """Thousands may be cancelled at a time, when clients leave."""
+    sleeper = await rt.spawn(Sleeper)
+    calls = [sleeper.sleep(60) for _ in range(100)]
+    await sleeper.history()
+    before = rt.traffic().control_received
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    assert rt.traffic().control_received - before < 4000
+    with pytest.raises(aiodaft.CallCancelled, match=r"^Sleeper.sleep of Sleeper-\d+ was cancelled$") as caught:
+        await calls[0]
+    assert caught.value.executed is None
+
+
 @pytest.mark.parametrize("how", ["task", "wait_for", "gather", "anyio", "group"])
 async def test_every_way_of_cancelling_reaches_the_remote_call(rt: aiodaft.Runtime, how: str) -> None:
     sleeper = await rt.spawn(Sleeper)

@@ -12,8 +12,9 @@ SEND       caller -> callee      call id, actor, method, mode (WANT_*), *terms*,
 REPLY      callee -> caller      call id, plain value
 RESULT     callee -> caller      call id, *value*
 STORED     callee -> caller      call id, size of the value, which stays at the callee, and what it is, for people
-ERROR      callee -> caller      call id, encoded exception, whether the call ran; without exception: the actor moves to
-                                 another process, or has moved, and did not accept the call
+ERROR      callee -> caller      call id, encoded exception, whether the call ran; without exception: the caller has
+                                 cancelled it (None), or the actor moves to another process, or has moved, and did not
+                                 accept it (False)
 CANCEL     caller -> callee      call id
 ITEM       callee -> caller      call id of a stream, *value*
 CREDIT     caller -> callee      call id of a stream, number of further items that the callee may send
@@ -233,6 +234,10 @@ def error(number: CallId, encoded: bytes, executed: bool | None) -> Message:
 
 def away(number: CallId) -> Message:
     return ERROR, number, b"", False
+
+
+def cancelled(number: CallId) -> Message:
+    return ERROR, number, b"", None
 
 
 def item(number: CallId, value: Value) -> Message:

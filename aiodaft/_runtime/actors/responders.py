@@ -18,6 +18,7 @@ from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Place
 from aiodaft._runtime.serialization.errors import encode_error, passed_on
 from aiodaft._runtime.serialization.small import Small
+from aiodaft.exceptions import CallCancelled
 from aiodaft.ref import Borrowed
 
 # Results that are remembered after their answer, in two generations; and bytes of one of them at most.
@@ -109,7 +110,11 @@ class RemoteResponder:
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
         if call.handle(ANSWER):
             self.calls.pop(call.number, None)
-            self._connection.send(m.error(call.number, encode_error(error), executed))
+            if call.dropped and executed is None and isinstance(error, CallCancelled):
+                # The caller has cancelled it, as have others: to encode where it was takes longer than most calls.
+                self._connection.send(m.cancelled(call.number))
+            else:
+                self._connection.send(m.error(call.number, encode_error(error), executed))
         call.tell_pullers(error)
 
     def turn_away(self, call: InboundCall) -> None:

@@ -12,7 +12,7 @@ from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Delivery
 from aiodaft._runtime.serialization.errors import copy_error, decode_failure
-from aiodaft.exceptions import DaftError, RemoteProtocolError
+from aiodaft.exceptions import CallCancelled, DaftError, RemoteProtocolError
 
 
 class Replies:
@@ -56,6 +56,9 @@ class Replies:
         state = _settled(connection, number)
         if encoded:
             state.on_error(decode_failure(encoded, executed))
+        elif executed is None:
+            what = state.origin if isinstance(state, CallState) else state.label
+            state.on_error(CallCancelled(f"{what} was cancelled"))
         else:
             state.on_away(connection.remote)
 

@@ -321,6 +321,7 @@ class Peer:
             m.CREDIT: self.inbound.credit_came,
             m.ADOPTED: self.inbound.adopted_came,
             m.REPLY: self.replies.replied,
+            m.OVER: self.replies.over_came,
             m.RESULT: self.replies.result_came,
             m.STORED: self.replies.stored_came,
             m.ERROR: self.replies.error_came,

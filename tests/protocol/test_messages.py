@@ -57,6 +57,7 @@ _EXAMPLES: dict[int, Message] = {
     m.DATA: (m.DATA, "peer-d", 3, b"key"),
     m.REACH: (m.REACH, ("ucx",)),
     m.TELL: (m.TELL, 2, 16, "add", (1, "x")),
+    m.OVER: (m.OVER, (2, 3)),
 }
 
 # Fields that may be of several types: (kind, position, what else may stand there).

@@ -29,7 +29,7 @@ from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import ProcessOptions, closed, opened
 from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.errors import decode_failure
-from aiodaft.exceptions import CallCancelled, DaftError
+from aiodaft.exceptions import DaftError
 from aiodaft_transport import Key, default_name
 
 # How pickles begin.
@@ -86,7 +86,7 @@ def comparable(message: Message) -> Any:
         return message[:4]
     if message[0] == m.RESULT and _PICKLED in message[2]:
         return message[:2], repr(decode(m.read_result(message)[1][0]))
-    if message[0] == m.ERROR:
+    if message[0] == m.ERROR and message[2]:
         number, encoded, executed = m.read_error(message)
         error = decode_failure(encoded, executed)
         return number, type(error), error.args, executed
@@ -122,5 +122,6 @@ def test_a_program_understands_a_recorded_worker(recording: Recording) -> None:
     ]
     assert [message[2] for message in came if message[0] == m.REPLY][:4] == [None, 16, 22, 64]
     assert [decode(m.read_item(message)[1][0]) for message in came if message[0] == m.ITEM] == [0, 1, 2]
-    errors = [decode_failure(*m.read_error(message)[1:]) for message in came if message[0] == m.ERROR]
-    assert [type(error) for error in errors] == [LookupError, CallCancelled]
+    (failed, cancelled) = [m.read_error(message) for message in came if message[0] == m.ERROR]
+    assert type(decode_failure(*failed[1:])) is LookupError
+    assert cancelled == m.read_error(m.cancelled(cancelled[0]))

@@ -85,6 +85,10 @@ class Wire:
         if not answer.done():
             answer.set_result(message)
 
+    def tell_over(self, number: CallId) -> None:
+        # Stands for the message that has several of them.
+        self.send((m.REPLY, number, None))
+
     def _answer(self, number: CallId) -> asyncio.Future[m.Message]:
         return self._answers.setdefault(number, asyncio.get_running_loop().create_future())
 

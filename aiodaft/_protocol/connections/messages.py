@@ -5,11 +5,12 @@ Kind       From -> to            Fields
 ========== ===================== ================================================================================
 HELLO      each side, once       oldest and newest wire version that it speaks, its id, its pid
 CALL       caller -> callee      call id, actor, method, plain positional arguments, or the payload of small arguments
-TELL       caller -> callee      as CALL: nothing is to be returned, and the REPLY says that the call is over
+TELL       caller -> callee      as CALL, but nothing is to be returned: OVER is the answer
 APPLY      caller -> callee      call id, actor, method, plain positional arguments, *awaited refs* among them
 SEND       caller -> callee      call id, actor, method, mode (WANT_*), *terms*, *value* (the arguments), descriptors of
                                  awaited refs, number of earlier attempts
 REPLY      callee -> caller      call id, plain value
+OVER       callee -> caller      call ids: these have ended, and the caller does not want their results
 RESULT     callee -> caller      call id, *value*
 STORED     callee -> caller      call id, size of the value, which stays at the callee, and what it is, for people
 ERROR      callee -> caller      call id, encoded exception, whether the call ran; without exception: the caller has
@@ -75,6 +76,7 @@ TELL and REPLY, because each function counts there, those of a pull (PULL to BRO
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 from typing import Any, Final, TypeAlias
 
@@ -101,12 +103,12 @@ INLINE_LIMIT: Final = 64 << 10
 # Arguments that need no encoding beyond the frame's own; longer text and bytes are encoded, and so accounted for.
 PLAIN_TEXT_LIMIT: Final = 1 << 10
 
-KINDS: Final = 37
+KINDS: Final = 38
 # The place of a kind is its number on the wire: a new one comes last.
 (
     HELLO, CALL, SEND, REPLY, RESULT, STORED, ERROR, CANCEL, ITEM, CREDIT, PULL, VALUE, MOVED, BROKEN, RELEASE, ADOPTED,
     NOTE, INTRODUCE, BYE, BORROW, JOIN, LEAVE, RING, RUN, FLOW, REPORT, SKIP, APPLY, FORWARD, ASK, GIVEN,
-    DEFINE, FORGET, ADMIT, DATA, REACH, TELL,
+    DEFINE, FORGET, ADMIT, DATA, REACH, TELL, OVER,
 ) = range(KINDS)  # fmt: skip
 
 # Stages of RING. USED, sent by both sides, is the last message of its direction that goes over the socket.
@@ -181,6 +183,7 @@ _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
     DATA: (_STR, _INT, _BYTES),
     REACH: (_TUPLE,),
     TELL: (_INT, _INT, _STR, (tuple, bytes)),
+    OVER: (_TUPLE,),
 }
 
 _SHAPES: Final = {kind: frozenset((int, *types) for types in product(*fields)) for kind, fields in _LAYOUT.items()}
@@ -218,6 +221,10 @@ def send(
     number: CallId, actor: ActorId, name: str, mode: int, terms: SentTerms, args: Arguments, tries: int
 ) -> Message:
     return SEND, number, actor, name, mode, terms, *args, tries
+
+
+def over(numbers: Iterable[CallId]) -> Message:
+    return OVER, (*numbers,)
 
 
 def result(number: CallId, value: Value) -> Message:
@@ -375,6 +382,10 @@ def read_given(message: Message) -> tuple[PeerId, CallId, Any]:
 
 def read_error(message: Message) -> tuple[CallId, bytes, bool | None]:
     return message[1:]
+
+
+def read_over(message: Message) -> tuple[CallId, ...]:
+    return message[1]
 
 
 def read_release(message: Message) -> tuple[CallId, ...]:

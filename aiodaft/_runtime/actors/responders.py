@@ -104,7 +104,7 @@ class RemoteResponder:
         """The caller only waits for the end of the call; and no other process may get the result."""
         if call.handle(ANSWER):
             self.calls.pop(call.number, None)
-            self._connection.send((m.REPLY, call.number, None))
+            self._connection.tell_over(call.number)
         call.tell_pullers(call.caller)
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:

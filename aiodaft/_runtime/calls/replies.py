@@ -30,6 +30,12 @@ class Replies:
             raise _unasked(connection, number)
         state.on_plain(value)
 
+    @staticmethod
+    def over_came(connection: Connection, message: Message) -> None:
+        """OVER came."""
+        for number in m.read_over(message):
+            _settled(connection, number).on_plain(None)
+
     def result_came(self, connection: Connection, message: Message) -> None:
         """RESULT came."""
         number, value = m.read_result(message)

@@ -128,6 +128,8 @@ class Connection:
         self.offer: tuple[RingPair, int] | None = None
         # The rings, once the peer sends its messages through them.
         self._ring: RingPair | None = None
+        # The calls that `tell_over` has not told.
+        self._over: list[CallId] = []
         # The number of messages that are packed and not written, and of those among them that depend on earlier ones.
         self._collected = self._followers = 0
         self._watching_stall = False
@@ -183,6 +185,13 @@ class Connection:
         """Send a message that nobody waits for at the end of this turn, together with what is sent until then."""
         self.flush_soon()
         self.send(message)
+
+    def tell_over(self, number: CallId) -> None:
+        """Tell the caller that a call has ended whose result it does not want, with the others of this turn."""
+        if self.lost is None:
+            self._over.append(number)
+            if len(self._over) == 1:
+                self._sent_one()
 
     def follow(self) -> None:
         """Note that the next message depends on an earlier one, which is not held back for it."""
@@ -376,6 +385,9 @@ class Connection:
             self._send_queue.add(self._take(), fds)
 
     def _write(self) -> None:
+        if self._over:
+            over, self._over = self._over, []
+            self._pack(m.over(over))
         if self._packed and self._socket is not None:
             self._collected = self._followers = 0
             self._send_queue.write(self._take())

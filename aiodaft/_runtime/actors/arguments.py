@@ -61,9 +61,11 @@ class Arguments:
             self._put(call, one, place.value)
             return
         received: ReceivedValue | None = None
+        value: Any = None
         try:
             received = self._receive_now(call, place)
-            value = None if received is None else self._open(call, one, received)
+            if received is not None:
+                value = self._open(call, one, received)
         except Exception as error:  # noqa: BLE001 - the call fails with it, after it was delivered
             # The frames lead to this one: a circle would keep what came.
             received, place = None, BaseException.with_traceback(error, None)

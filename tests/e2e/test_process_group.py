@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import sys
 
 import pytest
 from spmd_actors import Rank, batch, model, train
@@ -156,6 +157,19 @@ async def test_groups_that_share_processes_open_no_two_blocks_at_the_same_time(m
     assert await ranks[1].sum_ranks() == await first == 1.0
     assert await beside.all(Rank.sum_ranks) == [1.0] * 2
     assert [after for _, after, _ in await ranks.all(Rank.variables)] == [{}] * 2
+
+
+async def test_the_store_is_opened_in_two_attempts_where_no_server_of_names_answers(module_rt: aiodaft.Runtime) -> None:
+    ranks = await module_rt.group(3, Rank)
+    assert await ranks.all(Rank.connect_slowly) == [1, 2, 2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one address of the machine itself")
+async def test_the_store_listens_on_the_network_of_the_group_only(module_rt: aiodaft.Runtime) -> None:
+    ranks = await module_rt.group(2, Rank)
+    for error in await failures(ranks.all(Rank.connect_over_another_network)):
+        assert isinstance(error, ConnectionRefusedError | RuntimeError | aiodaft.CallCancelled)
+        assert "Connection refused" in told(error)
 
 
 async def test_wrong_uses_are_refused(module_rt: aiodaft.Runtime) -> None:

@@ -108,3 +108,8 @@ def questions_from_now() -> list[Key]:
 def end_blocks_that_stand_still(looks: int) -> None:
     """In an actor: how often a block of torch may be found at one place after a member is lost."""
     process_group._LOOKS = looks
+
+
+def connect_to_stores_within(seconds: float) -> None:
+    """In an actor: the seconds of the first attempt to connect to the store of a block."""
+    process_group._CONNECT_WITHIN = seconds

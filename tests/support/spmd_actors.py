@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from inside import end_blocks_that_stand_still
+from inside import connect_to_stores_within, end_blocks_that_stand_still
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -84,6 +86,22 @@ def init_and_die(init: Callable[..., None], backend: str, *, store: dist.Store, 
     init(backend, store=LastStore(store), **options)
 
 
+class SlowStores:
+    """Stores of torch, which take some seconds to connect, whatever time they are given: an answer about a name."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._make = dist.TCPStore
+        self.attempts = 0
+
+    def __call__(self, *args: Any, timeout: timedelta = timedelta.max, **options: Any) -> dist.Store:
+        self.attempts += 1
+        threading.Event().wait(self._seconds)
+        if timeout.total_seconds() < self._seconds:
+            raise dist.DistNetworkError("the client socket has timed out")
+        return self._make(*args, **options)
+
+
 class Rank(aiodaft.Actor):
     def __init__(self) -> None:
         self.inside = threading.Event()
@@ -126,6 +144,20 @@ class Rank(aiodaft.Actor):
         with aiodaft.current_group().process_group("gloo"):
             inside = {name: os.environ[name] for name in names}
         return inside, {name: os.environ[name] for name in names if name in os.environ}, dist.is_initialized()
+
+    @aiodaft.method
+    def connect_slowly(self) -> int:
+        """The attempts to connect to the store, each of which takes a hundred times as long as the first one may."""
+        connect_to_stores_within(0.001)
+        stores = dist.TCPStore = SlowStores(0.1)
+        self.sum_ranks()
+        return stores.attempts
+
+    @aiodaft.method
+    def connect_over_another_network(self) -> None:
+        """To the store, which is at 127.0.0.1."""
+        with aiodaft.current_group().process_group("gloo"):
+            socket.create_connection(("127.0.0.2", int(os.environ["MASTER_PORT"]))).close()
 
     @aiodaft.method
     def train_ddp(self) -> list[float]:

@@ -301,24 +301,35 @@ def _open_store(me: Membership, interface: str, patience: float, what: str) -> A
 
     dist: Any = torch.distributed
     if me.rank == 0:
-        store = dist.TCPStore(_ip_of(interface), 0, me.size, is_master=True, wait_for_workers=False)
-        me.sockets.store_port = store.port
-        block_on(me.process, me.gather(f"{store.host}:{store.port}", patience), what)
-        return store
+        # That of torch listens on all networks, and asks for the name of each member that comes, one by one.
+        with _listen(_ip_of(interface)) as listener:
+            host, port = listener.getsockname()[:2]
+            me.sockets.store_port = port
+            block_on(me.process, me.gather(f"{host}:{port}", patience), what)
+            # The others connect meanwhile.
+            return dist.TCPStore(
+                host, port, me.size, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+            )
     host, _, port = block_on(me.process, me.come(patience), what).rpartition(":")
     until, seconds = time.monotonic() + patience, _CONNECT_WITHIN
     while True:
         # Refused at once if rank 0 is gone by now. The store would try again until its time is over.
         socket.create_connection((host, int(port)), patience).close()
+        began = time.monotonic()
         try:
             store = dist.TCPStore(host, int(port), me.size, is_master=False, timeout=timedelta(seconds=seconds))
         except dist.DistError:
             if time.monotonic() > until:
                 raise
-            seconds *= 2
+            # An attempt takes longer than its time where no server of names answers: torch asks for that of rank 0.
+            seconds = 2 * max(seconds, time.monotonic() - began)
         else:
             store.set_timeout(timedelta(seconds=patience))
             return store
+
+
+def _listen(ip: str) -> socket.socket:
+    return socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
 
 
 def _destroy(blocks: Blocks) -> None:

@@ -20,6 +20,7 @@ from aiodaft._protocol.graphs.layout import NO_NOTE, ValueNote, lay_out
 from aiodaft._protocol.graphs.listing import listing_of, summary
 from aiodaft._protocol.graphs.plan import Dataflow, Step
 from aiodaft._protocol.graphs.svg import svg_of
+from aiodaft._runtime.calls.beside import AlwaysBeside
 from aiodaft._runtime.calls.call import Caller, Request, Target
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.owner import GraphOwner
@@ -173,13 +174,13 @@ class Graph(Generic[P, Out]):
         """
         old, fresh = _target(dead), _target(new)
         core = self._core
-        if old not in (target for target, _ in core.specs):
+        if old not in (target.host for target, _ in core.specs):
             raise ValueError(f"{old.label} has no part in {self!r}")
         methods = specs_of(class_of(new))
         lacking = [spec.label for target, spec in core.specs if target == old and spec.name not in methods]
         if lacking:
             raise TypeError(f"{fresh.label} cannot take the place of {old.label}: it has no {lacking[0]}")
-        await core.replace([(fresh if target == old else target, spec) for target, spec in core.specs])
+        await core.replace([(_moved(target, old, fresh), spec) for target, spec in core.specs])
 
     async def aclose(self) -> None:
         """Refuse new runs, wait for those under way, and free the graph in all processes. Idempotent.
@@ -201,9 +202,9 @@ class Graph(Generic[P, Out]):
         """Write a picture of the graph, an SVG file: a lane for each actor, its calls from top to bottom, and arrows.
 
         An arrow is a value that goes to another process; a dashed one stays in its process. A box is a call, with the
-        type of its result. Steps of collectives are in the lane of the actor in whose process they run. Calls of one
-        method in a row, each of which takes only the result of the one before, are one box, and of more than 80 rows
-        only the first 48 and the last 24 are shown. Takes time linear in the calls.
+        type of its result. Steps of collectives are in the lane of their member. Calls of one method in a row, each of
+        which takes only the result of the one before, are one box, and of more than 80 rows only the first 48 and the
+        last 24 are shown. Takes time linear in the calls.
 
         Raises:
             OSError: The file cannot be written.
@@ -262,7 +263,7 @@ class Graph(Generic[P, Out]):
 
     def __repr__(self) -> str:
         steps = self._core.dataflow.steps
-        return f"<Graph of {summary(len(steps), len({step.actor for step in steps}))}>"
+        return f"<Graph of {summary(len(steps), len({step.lane for step in steps}))}>"
 
 
 def _map_output(output: Any, replace: Callable[[Ref[Any]], Ref[Any]]) -> Any:
@@ -277,6 +278,13 @@ def _target(actor: object) -> Target:
     target = target_of(actor)
     assert isinstance(target, Target)
     return target
+
+
+def _moved(target: Target, old: Target, fresh: Target) -> Target:
+    """A target of a graph in which one actor takes the place of another, with what is beside it."""
+    if target == old:
+        return fresh
+    return AlwaysBeside(fresh, target.actor) if target.host == old else target
 
 
 def _check_loop(process: Process, what: str) -> None:

@@ -46,13 +46,16 @@ def chain(length: int, actors: int) -> Dataflow[None]:
     return Dataflow(1, tuple(step(keys[index % actors], index) for index in range(length)), (length,))
 
 
-def test_what_the_runtime_does_in_the_process_of_one_actor_is_drawn_in_its_lane() -> None:
-    system, other = actor(0, number=3), actor(1, number=17)
-    layout = lay_out(Dataflow(1, (step(system, 0), step(A, 1), step(B, 2), step(actor(1, number=3), 3)), (4,)), {})
-    assert [lane.name for lane in layout.lanes[1:]] == [step(A).name, step(B).name]
-    # Of two actors, neither is meant.
-    layout = lay_out(Dataflow(1, (step(B, 0), step(other, 1), step(actor(1, number=3), 2)), (3,)), {})
-    assert len(layout.lanes) == 4
+def test_what_the_runtime_does_beside_an_actor_is_shown_as_its_own() -> None:
+    other = actor(0, number=17)
+    beside = [replace(step(actor(0, number=3), index), name=step(A if index < 3 else other).name) for index in (2, 3)]
+    flow = Dataflow(1, (step(A, 0), step(other, 1), *beside), (4,))
+    assert [(lane.name, lane.steps) for lane in lay_out(flow, {}).lanes[1:]] == [("A-16", 2), ("A-17", 2)]
+    assert listing_of(flow, {}).splitlines()[:3] == [
+        "4 calls to 2 actors",
+        "  A-16 in worker-0: 2 calls",
+        "  A-17 in worker-0: 2 calls",
+    ]
 
 
 @given(flow=flows())

@@ -180,7 +180,8 @@ def test_a_given_order_is_kept() -> None:
 
 def test_another_actor_takes_the_place_of_one() -> None:
     flow = Dataflow(1, (step(actor(1), 0), step(actor(2), 1)), (2,), {actor(1): [0]})
-    moved = flow.with_actors({actor(1): (actor(3), "B-1")})
+    moved = flow.with_actors([(actor(3), "B-1"), (actor(2), "C-1")])
+    assert moved.orders == {actor(3): [0]}
     assert set(make_plan(moved)) == {actor(2)[0], actor(3)[0]}
 
 

@@ -148,12 +148,18 @@ class Node(WithGate):
             return [await graph(value), await graph(value + 1)]
 
     @method
-    async def outlives(self, other: Node, deaths: int) -> list[bool]:
-        """A graph of this actor's own, over one that is restarted, works again after every death of it."""
+    async def outlives(self, other: Node, deaths: int, *, beside: bool = False) -> list[bool]:
+        """A graph of this actor's own, over one that is restarted, works again after every death of it.
+
+        With `beside`, it has a step of a collective there as well.
+        """
+        # So that this process knows where it is.
+        await other.same()
         worked: list[bool] = []
 
         def flow(x: aiodaft.Ref[str]) -> aiodaft.Ref[Any]:
-            return other.die(x)
+            found = other.die(x)
+            return aiodaft.broadcast(found, [other])[0] if beside else found
 
         async with aiodaft.compile(flow) as graph:
             for _ in range(deaths):

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
-from aiodaft._protocol.graphs.plan import ActorKey, Dataflow
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
+from aiodaft._protocol.graphs.plan import Dataflow
+from aiodaft._protocol.ids import PeerId
 
 DataT = TypeVar("DataT")
 
@@ -158,16 +158,14 @@ def lay_out(flow: Dataflow[DataT], notes: Notes, *, owner: PeerId | None = None)
 def _place_steps(
     flow: Dataflow[DataT], notes: Notes, layout: Layout, made: dict[int, Box], needed: list[tuple[int, Box]]
 ) -> None:
-    lanes: dict[ActorKey, int] = {}
-    names, homes = {step.actor: step.name for step in flow.steps}, _homes(flow)
+    lanes: dict[tuple[PeerId, str], int] = {}
     # The lowest box of each lane, with its value.
     lowest: dict[int, tuple[int, Box]] = {}
     inner = _values_of_one_use(flow)
     for value, step in enumerate(flow.steps, flow.inputs):
-        home = homes.get(step.actor, step.actor)
-        place = lanes.setdefault(home, len(layout.lanes))
+        place = lanes.setdefault(step.lane, len(layout.lanes))
         if place == len(layout.lanes):
-            layout.lanes.append(Lane(names[home]))
+            layout.lanes.append(Lane(step.name))
         lane, note = layout.lanes[place], notes.get(value, NO_NOTE)
         lane.steps += 1
         lane.seconds = _sum(lane.seconds, note.seconds)
@@ -183,16 +181,6 @@ def _place_steps(
         layout.boxes.append(box)
         needed += [(need, box) for need in dict.fromkeys(step.needs)]
         made[value], lowest[place] = box, (value, box)
-
-
-def _homes(flow: Dataflow[DataT]) -> dict[ActorKey, ActorKey]:
-    """The actors in whose lanes steps of the runtime are drawn: the only other one of the same process."""
-    inside: dict[PeerId, list[ActorKey]] = {}
-    for actor in dict.fromkeys(step.actor for step in flow.steps):
-        if actor[1] >= FIRST_USER_ACTOR:
-            inside.setdefault(actor[0], []).append(actor)
-    systems = {step.actor for step in flow.steps if step.actor[1] < FIRST_USER_ACTOR}
-    return {actor: inside[actor[0]][0] for actor in systems if len(inside.get(actor[0], ())) == 1}
 
 
 def _values_of_one_use(flow: Dataflow[DataT]) -> set[int]:

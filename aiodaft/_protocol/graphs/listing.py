@@ -19,11 +19,10 @@ def listing_of(flow: Dataflow[DataT], notes: Notes) -> str:
 
 
 def _lines(flow: Dataflow[DataT], notes: Notes) -> Iterator[str]:
-    calls = Counter(step.actor for step in flow.steps)
-    names = {step.actor: step.name for step in flow.steps}
+    calls = Counter(step.lane for step in flow.steps)
     yield summary(len(flow.steps), len(calls))
-    for actor, number in calls.items():
-        yield f"  {names[actor]} in {actor[0]}: {count(number, 'call')}"
+    for (process, name), number in calls.items():
+        yield f"  {name} in {process}: {count(number, 'call')}"
     for value in range(flow.inputs):
         yield _line(f"  %{value} = input", "", notes.get(value, NO_NOTE))
     for value, step in enumerate(flow.steps, flow.inputs):

@@ -53,6 +53,11 @@ class Step(Generic[DataT]):
     needs: tuple[int, ...]
     data: DataT
 
+    @property
+    def lane(self) -> tuple[PeerId, str]:
+        """The actor for people. What the runtime does beside an actor has its name, and so counts as its own."""
+        return self.actor[0], self.name
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -186,11 +191,13 @@ class Dataflow(Generic[DataT]):
         step = self.steps[value - self.inputs]
         return f"{step.label} of {step.name}"
 
-    def with_actors(self, others: Mapping[ActorKey, tuple[ActorKey, str]]) -> Dataflow[DataT]:
-        """The same dataflow with some actors replaced, each by another actor and its name."""
-        moved = ((step, others.get(step.actor, (step.actor, step.name))) for step in self.steps)
-        steps = tuple(replace(step, actor=actor, name=name) for step, (actor, name) in moved)
-        orders = {others.get(actor, (actor, ""))[0]: order for actor, order in self.orders.items()}
+    def with_actors(self, actors: Sequence[tuple[ActorKey, str]]) -> Dataflow[DataT]:
+        """The same dataflow with another actor, and its name, for each step."""
+        steps = tuple(
+            replace(step, actor=actor, name=name) for step, (actor, name) in zip(self.steps, actors, strict=True)
+        )
+        moved = {before.actor: step.actor for before, step in zip(self.steps, steps, strict=True)}
+        orders = {moved.get(actor, actor): order for actor, order in self.orders.items()}
         return Dataflow(self.inputs, steps, self.outputs, orders, self.timed)
 
 

@@ -306,6 +306,11 @@ class Target:
         return self.remote, self.actor
 
     @property
+    def host(self) -> Target:
+        """The actor in whose process it is: itself, or the one that a system actor was named beside."""
+        return self
+
+    @property
     def lane(self) -> Target:
         """The key in `Order` of the calls and runs that this process submits to the actor."""
         return self

@@ -33,7 +33,7 @@ class Deployment:
         routes: The routes to the processes.
         run_routes: For each process the route to it, and what a RUN carries: the inputs that it needs, and the
             positions of its outputs among all.
-        followed: Its supervised actors, which may move.
+        followed: Its supervised actors, which may move, also those that only have steps of collectives beside them.
     """
 
     def __init__(self, context: GraphContext, dataflow: Dataflow[Arguments], specs: Specs) -> None:
@@ -44,9 +44,7 @@ class Deployment:
         """
         self._context = context
         self.number = context.process.next_number()
-        self.dataflow = dataflow.with_actors({
-            step.actor: (_place(target), target.label) for step, (target, _) in zip(dataflow.steps, specs, strict=True)
-        })
+        self.dataflow = dataflow.with_actors([(_place(target), target.label) for target, _ in specs])
         self.plans = make_plan(self.dataflow)
         self.reports = {
             result.value: process for process, plan in self.plans.items() for result in plan.results if result.reported
@@ -63,13 +61,25 @@ class Deployment:
             for process, plan in self.plans.items()
         ]
         self._failed = False
-        self._places = [(target, _place(target)) for target in dict.fromkeys(target for target, _ in specs)]
-        self.followed = [target for target, _ in self._places if isinstance(target, FollowingTarget)]
+        self._places = [(host, _place(host)) for host in dict.fromkeys(target.host for target, _ in specs)]
+        self.followed = [host for host, _ in self._places if isinstance(host, FollowingTarget)]
 
     @property
     def is_stale(self) -> bool:
         """Whether a supervised actor was restarted, so that the next run needs another deployment."""
-        return bool(self.followed) and (self._failed or any(_place(target) != place for target, place in self._places))
+        return bool(self.followed) and (self._failed or any(_place(host) != place for host, place in self._places))
+
+    async def arrive(self) -> None:
+        """Wait until its supervised actors are up, all at the same time.
+
+        Raises:
+            DaftError: One of them is gone for good.
+        """
+        while True:
+            for target in self.followed:
+                await target.arrive()
+            if not any(target.is_down for target in self.followed):
+                return
 
     async def install(self) -> None:
         """Tell the processes their plans.
@@ -106,4 +116,4 @@ class Deployment:
 
 
 def _place(target: Target) -> ActorKey:
-    return target.remote, target.actor
+    return target.host.remote, target.actor

@@ -99,8 +99,7 @@ class GraphOwner:
     async def _install(self) -> None:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                for target in self._deployment.followed:
-                    await target.arrive()
+                await self._deployment.arrive()
                 if self._deployment.is_stale:
                     self._redeploy()
                 await self._deployment.install()

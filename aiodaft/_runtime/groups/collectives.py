@@ -16,7 +16,7 @@ from aiodaft._protocol.groups.collective import Cut, Plan, Step, Work, runs_on_l
 from aiodaft._protocol.ids import COLLECTIVES, PeerId, can_share_memory
 from aiodaft._protocol.objects.value import PENDING
 from aiodaft._runtime.actors.hosted_actor import current_call
-from aiodaft._runtime.calls.beside import TargetBeside
+from aiodaft._runtime.calls.beside import AlwaysBeside, Beside, TargetBeside
 from aiodaft._runtime.calls.call import Caller, CallState, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.groups.arithmetic import Reducer, alone, cut, joined, nbytes_of, no_gradients, reduced
@@ -95,8 +95,8 @@ class Collectives(Actor):
 _SPECS: Final = specs_of(Collectives)
 
 
-# A process; or, while the actor that is to have or make a value there is restarted, the target of its steps.
-Place: TypeAlias = PeerId | TargetBeside
+# A process; or the target of the steps there: of an actor that is restarted, or in a graph.
+Place: TypeAlias = PeerId | Beside
 # The errors of what is lost with a process.
 DEATHS: Final = (ActorDied, OwnerDied, PeerLost)
 
@@ -124,8 +124,8 @@ class Members:
     @property
     def one_memory(self) -> bool:
         """Whether values go from member to member through memory that they share."""
-        known = [place for place in self.places if not isinstance(place, Target)]
-        if self._process.options.transport != "shm" or len(known) < len(self.places):
+        known = [place.remote if isinstance(place, Target) else place for place in self.places]
+        if self._process.options.transport != "shm" or NOWHERE in known:
             return False
         return all(can_share_memory(known[0], place) for place in known)
 
@@ -160,20 +160,26 @@ def _job(step: Step, plan: Plan) -> Job:
 def place_of(ref: Ref[Any]) -> Place:
     """Where a value is, or will be."""
     state = state_of(ref)
-    if isinstance(state, CallState) and state.status is PENDING:
+    if isinstance(state, CallState) and (state.status is PENDING or _is_captured(state.target)):
         return place_beside(state.target)
     return state.producer
 
 
 def place_beside(target: Target) -> Place:
     """Where an actor is, or will be."""
-    if isinstance(target, TargetBeside) and target.remote == NOWHERE:
-        return target
-    caller = target.caller
-    # While a graph is captured, its recorder takes all calls.
-    if isinstance(target, FollowingTarget) and target.is_down and caller.outgoing is caller.direct:
-        return TargetBeside(target, COLLECTIVES)
-    return target.remote
+    host = target.host
+    if _is_captured(target):
+        return AlwaysBeside(host, COLLECTIVES)
+    if isinstance(target, TargetBeside):
+        return target if target.remote == NOWHERE else target.remote
+    if isinstance(host, FollowingTarget) and host.is_down:
+        return TargetBeside(host, COLLECTIVES)
+    return host.remote
+
+
+def _is_captured(target: Target) -> bool:
+    """Whether calls are captured in a graph: its recorder takes them all."""
+    return target.caller.outgoing is not target.caller.direct
 
 
 async def place_of_living(ref: Ref[Any]) -> PeerId | None:

@@ -297,39 +297,51 @@ def process_group(
 
 def _open_store(me: Membership, interface: str, patience: float, what: str) -> Any:
     """Come together at the store, which is at rank 0."""
+    if me.rank == 0:
+        return _serve_store(me, _ip_of(interface), patience, what)
+    host, _, port = block_on(me.process, me.come(patience), what).rpartition(":")
+    return _connect_store(host, int(port), me.size, patience)
+
+
+def _serve_store(me: Membership, ip: str, patience: float, what: str) -> Any:
     import torch.distributed  # noqa: PLC0415 - takes a second
 
     dist: Any = torch.distributed
-    if me.rank == 0:
-        # That of torch listens on all networks, and asks for the name of each member that comes, one by one.
-        with _listen(_ip_of(interface)) as listener:
-            host, port = listener.getsockname()[:2]
-            me.sockets.store_port = port
-            block_on(me.process, me.gather(f"{host}:{port}", patience), what)
-            # The others connect meanwhile.
-            return dist.TCPStore(
-                host, port, me.size, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
-            )
-    host, _, port = block_on(me.process, me.come(patience), what).rpartition(":")
+    # A listener of torch is on all networks, and asks servers of names for each member that connects, one by one.
+    with socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET) as listener:
+        port = me.sockets.store_port = listener.getsockname()[1]
+        block_on(me.process, me.gather(f"{ip}:{port}", patience), what)
+        return dist.TCPStore(
+            ip,
+            port,
+            me.size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),
+            # Takes no listener before torch 2.8.
+            use_libuv=False,
+        )
+
+
+def _connect_store(host: str, port: int, size: int, patience: float) -> Any:
+    import torch.distributed  # noqa: PLC0415 - takes a second
+
+    dist: Any = torch.distributed
     until, seconds = time.monotonic() + patience, _CONNECT_WITHIN
     while True:
         # Refused at once if rank 0 is gone by now. The store would try again until its time is over.
-        socket.create_connection((host, int(port)), patience).close()
+        socket.create_connection((host, port), patience).close()
         began = time.monotonic()
         try:
-            store = dist.TCPStore(host, int(port), me.size, is_master=False, timeout=timedelta(seconds=seconds))
+            store = dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=seconds))
         except dist.DistError:
             if time.monotonic() > until:
                 raise
-            # An attempt takes longer than its time where no server of names answers: torch asks for that of rank 0.
+            # An attempt takes longer than its time where servers of names are slow: torch asks for that of rank 0.
             seconds = 2 * max(seconds, time.monotonic() - began)
         else:
             store.set_timeout(timedelta(seconds=patience))
             return store
-
-
-def _listen(ip: str) -> socket.socket:
-    return socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
 
 
 def _destroy(blocks: Blocks) -> None:

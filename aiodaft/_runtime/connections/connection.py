@@ -77,6 +77,7 @@ class Connection:
     # When the messages of this turn began to be collected, and how many turns up to the last one were bursts.
     _corked_at = 0.0
     _bursts = 0
+    _watching_stall = False
 
     def __init__(
         self,
@@ -132,7 +133,6 @@ class Connection:
         self._over: list[CallId] = []
         # The number of messages that are packed and not written, and of those among them that depend on earlier ones.
         self._collected = self._followers = 0
-        self._watching_stall = False
         # `RingPoller.turns` when a message was last written to the ring.
         self._turn = -1
         # Messages are collected, and written at the end of the turn.

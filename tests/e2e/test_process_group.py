@@ -34,6 +34,12 @@ async def failures(refs: aiodaft.Refs[None]) -> list[BaseException | None]:
     return [result if isinstance(result, BaseException) else None for result in results]
 
 
+async def all_know_restarts(ranks: aiodaft.Group[Rank]) -> None:
+    """Wait until the members know the restarts of the others: who comes to a block before gets a GroupChanged."""
+    while len(set(await ranks.all(Rank.epoch))) > 1:
+        pass
+
+
 async def test_programs_for_torchrun_work_in_methods(module_rt: aiodaft.Runtime) -> None:
     ranks = await module_rt.group(4, Rank)
     for rank, (inside, after, initialized) in enumerate(await ranks.all(Rank.variables)):
@@ -61,9 +67,11 @@ async def test_a_death_at_any_point_ends_the_waiting_of_all_others_and_is_named(
         for error in await failures(ranks.all(Rank.train_and_die, point, dies)):
             assert isinstance(error, aiodaft.ActorDied)
             assert re.search(rf"Rank-\d+\[{dies}\] .*SIGKILL", told(error))
+        await all_know_restarts(ranks)
     # At its end all others have left the block.
     done = await failures(ranks.all(Rank.train_and_die, "destroy", 1))
     assert (done[0], type(done[1]), done[2]) == (None, aiodaft.ActorDied, None)
+    await all_know_restarts(ranks)
     # The next block has the new incarnation.
     assert await ranks.all(Rank.sum_ranks) == [3.0] * 3
 
@@ -157,6 +165,16 @@ async def test_groups_that_share_processes_open_no_two_blocks_at_the_same_time(m
     assert await ranks[1].sum_ranks() == await first == 1.0
     assert await beside.all(Rank.sum_ranks) == [1.0] * 2
     assert [after for _, after, _ in await ranks.all(Rank.variables)] == [{}] * 2
+
+
+async def test_nobody_waits_for_a_block_of_a_group_that_has_changed(module_rt: aiodaft.Runtime) -> None:
+    ranks = await module_rt.group(2, Rank)
+    await ranks.all(Rank.come_in_first_group)
+    await ranks.renew()
+    for member in ranks:
+        with pytest.raises(aiodaft.GroupChanged, match="this is of epoch 1, it has epoch 2 now"):
+            await member.come_in_first_group()
+    assert await ranks.all(Rank.sum_ranks) == [1.0] * 2
 
 
 async def test_the_store_is_opened_in_two_attempts_where_no_server_of_names_answers(module_rt: aiodaft.Runtime) -> None:

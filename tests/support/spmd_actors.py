@@ -106,6 +106,19 @@ class Rank(aiodaft.Actor):
     def __init__(self) -> None:
         self.inside = threading.Event()
         self.kept = ExitStack()
+        self.first_group: aiodaft.CurrentGroup[Any] | None = None
+
+    @aiodaft.method
+    async def epoch(self) -> int:
+        """That which this member knows."""
+        return aiodaft.current_group().epoch
+
+    @aiodaft.method
+    def come_in_first_group(self) -> None:
+        """To a block of the group as it was at the first call."""
+        self.first_group = self.first_group or aiodaft.current_group()
+        with self.first_group.process_group("gloo"):
+            pass
 
     @aiodaft.method
     def sum_ranks(self) -> float:

@@ -116,10 +116,7 @@ class Blocks(Actor):
         """
         if not self._enlisted.has(ActorId(actor)):
             raise ActorDied("rank 0 of the group was stopped", executed=False)
-        standing = self._enlisted.find(ActorId(actor))
-        if standing is not None and standing.roster.epoch > epoch:
-            raise _changed(standing, epoch)
-        return await self._come((number_of(ActorId(actor)), epoch), size, rank, patience)
+        return await self._come(ActorId(actor), epoch, size, rank, patience)
 
     @method(ordered=False)
     async def left(self, actor: int, block: str) -> Left:
@@ -157,7 +154,7 @@ class Blocks(Actor):
     async def gather(self, actor: ActorId, epoch: int, size: int, address: str, patience: float) -> Begun:
         """Come as rank 0. Raises as `come` does."""
         begun = Begun(f"{self._process.id}/{self._process.next_number()}", address)
-        return await self._come((number_of(actor), epoch), size, 0, patience, begun)
+        return await self._come(actor, epoch, size, 0, patience, begun)
 
     def leave(self, actor: ActorId, block: str, how: Left) -> None:
         """The member leaves a block."""
@@ -187,8 +184,12 @@ class Blocks(Actor):
             self._gatherings.pop(place).fail(ActorDied("rank 0 of the group was stopped", executed=False))
 
     async def _come(
-        self, where: tuple[ActorId, int], size: int, rank: int, patience: float, begun: Begun | None = None
+        self, actor: ActorId, epoch: int, size: int, rank: int, patience: float, begun: Begun | None = None
     ) -> Begun:
+        standing = self._enlisted.find(actor)
+        if standing is not None and standing.roster.epoch > epoch:
+            raise _changed(standing, epoch)
+        where = number_of(actor), epoch
         gathering = self._gatherings.setdefault(where, Gathering(size))
         try:
             return await gathering.come(rank, patience, begun)

@@ -127,9 +127,14 @@ def down(address: str | None, key_file: str | None) -> None:
 
     ADDRESS: where a node of the cluster listens; $AIODAFT_ADDRESS by default.
     """
+    logger = logging.getLogger("aiodaft")
+    before = logger.level
     # That the coordinator does not answer any more is what was asked for, and no reason for a warning.
-    logging.getLogger("aiodaft").setLevel(logging.ERROR)
-    _with_cluster(address, key_file, _end)
+    logger.setLevel(logging.ERROR)
+    try:
+        _with_cluster(address, key_file, _end)
+    finally:
+        logger.setLevel(before)
 
 
 async def answer_of(question: Ref[T]) -> T | None:

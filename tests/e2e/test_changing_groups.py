@@ -54,11 +54,11 @@ async def test_heal_leaves_out_the_dead_and_the_others_close_ranks(rt: aiodaft.R
 
 async def test_the_first_calls_to_new_members_find_that_these_know_the_group(rt: aiodaft.Runtime) -> None:
     group = await mortals(rt).group(1, Peer)
-    growing = asyncio.ensure_future(group.resize(3))
-    while not growing.done():
-        for _, rank, size in await group.all(Peer.seat):
-            assert (rank, size) == (0, 1) or size == 3
-    await growing
+    async with asyncio.TaskGroup() as tasks:
+        growing = tasks.create_task(group.resize(3))
+        while not growing.done():
+            for _, rank, size in await group.all(Peer.seat):
+                assert (rank, size) == (0, 1) or size == 3
     await group.resize(0)
 
 

@@ -346,7 +346,9 @@ async def test_a_restarted_member_sends_and_receives_as_the_next_one(rt: aiodaft
     group = await rt.on(restart=aiodaft.Restart("permanent", intensity=9, backoff=AT_ONCE)).group(2, Member)
     await group[1].send(0, "from the first life")
     waiting = group[0].recv(1, "never")
-    await until_waiting(group[0])
+    # A receive that the first life does not hear of waits for the second one.
+    while not await group[1].is_watched():
+        pass
     await kill(group[1])
     with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
         await waiting

@@ -82,6 +82,11 @@ def producer_of(ref: aiodaft.Ref[object]) -> str:
     return state_of(ref).producer
 
 
+def members_watched_here() -> int:
+    """How many members in this process are watched by those that receive from them."""
+    return len(current_process().part(Inboxes)._ends)
+
+
 def inboxes_here() -> list[Box]:
     """The inboxes of the members in this process."""
     return list(current_process().part(Inboxes)._boxes.values())

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from inside import inboxes_here, traffic_here
+from inside import inboxes_here, members_watched_here, traffic_here
 
 import aiodaft
 from aiodaft import Actor, method
@@ -162,6 +162,11 @@ class Member(Actor):
             sum(len(box.watches) for box in boxes),
             sum(box.inbox.nbytes for box in boxes),
         )
+
+    @method
+    async def is_watched(self) -> bool:
+        """Whether a receiver would hear of the end of this member, alone in its process."""
+        return members_watched_here() > 0
 
     @method
     async def traffic(self) -> aiodaft.Traffic:

@@ -1,11 +1,12 @@
 """The model of `serve_images.py`: sees an image, and writes its caption. It learns from drawn images in seconds."""
 
 import random
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from serve_model import WIDTH, ByteGPT, no_past
+from serve_model import WIDTH, ByteGPT, Weights, learn, no_past
 from torch import Tensor, nn
 
 SIDE, PLACES = 32, 16
@@ -14,7 +15,6 @@ SHAPES = "square", "ring", "cross"
 END = ord("\n")
 
 Image = Tensor  # (3, SIDE, SIDE)
-Weights = dict[str, Tensor]
 
 
 def drawn(rng: random.Random) -> tuple[Image, bytes]:
@@ -84,17 +84,14 @@ class Captioner(nn.Module):
 
 def train(steps: int) -> Weights:
     model, rng = Captioner(), random.Random(0)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, steps, pct_start=0.1)
-    for _ in range(steps):
-        images, captions = zip(*(drawn(rng) for _ in range(32)), strict=True)
-        longest = max(map(len, captions))
-        tokens_BT = torch.tensor([list(caption.ljust(longest, b"\n")) for caption in captions])
-        x_BTC = torch.cat([model.eyes(torch.stack(images)), model.text.bytes(tokens_BT[:, :-1])], 1)
-        logits_BTV = model.text.layers(x_BTC, *no_past(model.text, len(images)), lambda _: None)[:, PLACES - 1 :]
-        loss = nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    return model.state_dict()
+
+    def losses() -> Iterator[Tensor]:
+        for _ in range(steps):
+            images, captions = zip(*(drawn(rng) for _ in range(32)), strict=True)
+            longest = max(map(len, captions))
+            tokens_BT = torch.tensor([list(caption.ljust(longest, b"\n")) for caption in captions])
+            x_BTC = torch.cat([model.eyes(torch.stack(images)), model.text.bytes(tokens_BT[:, :-1])], 1)
+            logits_BTV = model.text.layers(x_BTC, *no_past(model.text, len(images)), lambda _: None)[:, PLACES - 1 :]
+            yield nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT.flatten())
+
+    return learn(model, losses(), steps)

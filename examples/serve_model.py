@@ -3,7 +3,7 @@
 A model is a function of tokens, and of the keys and values of those before them, which it does not keep.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pydoc_data.topics import topics
 from typing import Protocol
 
@@ -104,19 +104,28 @@ def text() -> bytes:
     return "\n".join(topics[topic] for topic in sorted(topics)).encode("ascii", "ignore")[:TEXT]
 
 
-def train(steps: int) -> Weights:
-    """The weights of a ByteGPT that has learned from the text."""
-    model, rows = make_model("bytes"), 8
+def learn(model: nn.Module, losses: Iterable[Tensor], steps: int) -> Weights:
+    """The weights after a step for each loss; each loss is computed with the weights that there are by then."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, steps, pct_start=0.1)
-    for tokens_BT, next_BT in batches(rows, steps, data=torch.tensor(list(text()))):
-        logits_BTV = model.all_logits(tokens_BT, *no_past(model, rows), lambda _: None)
-        loss = nn.functional.cross_entropy(logits_BTV.flatten(0, 1), next_BT.flatten())
+    for loss in losses:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
     return model.state_dict()
+
+
+def train(steps: int) -> Weights:
+    """The weights of a ByteGPT that has learned from the text."""
+    model, rows = make_model("bytes"), 8
+
+    def losses() -> Iterator[Tensor]:
+        for tokens_BT, next_BT in batches(rows, steps, data=torch.tensor(list(text()))):
+            logits_BTV = model.all_logits(tokens_BT, *no_past(model, rows), lambda _: None)
+            yield nn.functional.cross_entropy(logits_BTV.flatten(0, 1), next_BT.flatten())
+
+    return learn(model, losses(), steps)
 
 
 @torch.inference_mode()

@@ -82,10 +82,11 @@ class Arguments:
             return
         try:
             received = await self._receive(call, one, place)
-            if is_heavy(received.payload) and not self._leave(call, one, received):
-                value = await self._store.decode(received, refs=received.refs)
-            else:
+            if not is_heavy(received.payload):
                 value = self._open(call, one, received)
+            else:
+                is_left = self._leave(call, one, received)
+                value = None if is_left else await self._store.decode(received, refs=received.refs)
         except Exception as error:  # noqa: BLE001 - the call fails with it
             self._fail(call, needed_by(error, _name(call), one[-1]))
         else:

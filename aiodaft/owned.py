@@ -251,13 +251,15 @@ class Owned:
         """Stop the actors on a mesh, the last one first or all at once, and release its slices. Idempotent.
 
         Raises:
-            ValueError: It is no mesh of this runtime.
+            ValueError: It belongs to another runtime.
 
         Cancellation: the actors are killed, and are gone when this raises.
         """
-        scope = mesh._scope if isinstance(mesh, Mesh) else None
-        if not isinstance(scope, Owned) or scope.controller is not self.controller:
-            raise ValueError(f"{mesh!r:.80} is no mesh of this runtime")
+        scope = cast("Owned", mesh._scope)
+        if scope.controller is not self.controller:
+            raise ValueError(
+                f"{mesh!r:.80} belongs to another runtime, that of {scope.controller.process.runtime_name}"
+            )
         interrupted = await scope.close(graceful=graceful)
         if interrupted is not None:
             raise interrupted

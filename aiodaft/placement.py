@@ -366,8 +366,8 @@ class Slice(Spawner):
 class Mesh(Spawner):
     """Slices of several nodes; spawn on all of them as with the runtime, or on one: `mesh[0].group(8, Shard)`.
 
-    The mesh owns the actors on it: `stop_mesh`, the end of an `async with` or of the scope stops them and releases the
-    slices. A group on the whole mesh fills one slice after the other.
+    The mesh owns the actors on it: `rt.stop(mesh)`, the end of an `async with` or of the scope stops them and releases
+    the slices. A group on the whole mesh fills one slice after the other.
 
     Attributes:
         slices: The slices.

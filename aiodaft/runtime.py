@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextvars import Context
 from dataclasses import astuple
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 from aiodaft._protocol.connections.address import parse_address
 from aiodaft._protocol.coordination.records import check_name as check_actor_name
@@ -45,6 +45,7 @@ from aiodaft.placement import check_labels
 from aiodaft.questions import answers
 from aiodaft.ref import Ref
 from aiodaft.scope import Scope
+from aiodaft.service import Service
 from aiodaft.stack import RuntimeStack
 from aiodaft.survey import look_over
 from aiodaft.tracing import Trace
@@ -257,7 +258,7 @@ class Runtime(Scope):
             raise RuntimeError("an actor ships no code: what it spawns imports what its program has shipped")
         await shipped.offer(os.fspath(path))
 
-    async def name(self, actor: object, name: str) -> None:
+    async def name(self, actor: Actor | Service[Any], name: str) -> None:
         """Give an actor a name: `lookup` finds it by that name as long as it lives.
 
         Raises:

@@ -11,7 +11,7 @@ from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.platform.tasks import see_through
 from aiodaft._runtime.scope_actors import Constraints
 from aiodaft._runtime.scope_errors import ScopeErrors
-from aiodaft.actor import ActorFacts, Handle, class_of, target_of
+from aiodaft.actor import Actor, ActorFacts, Handle, class_of, target_of
 from aiodaft.group import Group
 from aiodaft.html import page, table
 from aiodaft.info import ActorInfo, look_at
@@ -90,14 +90,24 @@ class Scope(Spawner):
 
     # Stopping.
 
-    async def stop(self, actor: object) -> None:
-        """Stop an actor: it refuses new calls, gives the others `stop_grace`, then its process ends. Idempotent.
+    async def stop(self, what: Actor | Service[Any] | Group[Any] | Mesh) -> None:
+        """Stop an actor, the members of a group, or the actors on a mesh, whose slices are free then. Idempotent.
 
-        Cancellation: the actor is killed, and is gone when this raises.
+        An actor that is stopped refuses new calls, gives the others `stop_grace`, then its process ends. Of a group or
+        a mesh, the last actor is stopped first.
+
+        Raises:
+            TypeError: It is none of these.
+            ValueError: It belongs to another runtime.
+
+        Cancellation: the actors that are left are killed, and are gone when this raises.
         """
-        await self._owned.stop_handles([actor])
+        if isinstance(what, Mesh):
+            await self._owned.stop_mesh(what)
+        else:
+            await self._owned.stop_handles(list(what) if isinstance(what, Group) else [what])
 
-    async def kill(self, actor: object) -> None:
+    async def kill(self, actor: Actor | Service[Any]) -> None:
         """Kill an actor's process, with every actor in it. Calls under way fail with ActorDied. Idempotent.
 
         Cancellation: raised when the process has ended.
@@ -105,23 +115,9 @@ class Scope(Spawner):
         target = self._owned.target(actor)
         await see_through(self._controller.start_task(self._owned.actors.kill(target), f"kill {target.label}"))
 
-    async def stop_group(self, group: Group[Any]) -> None:
-        """Stop every member of a group, the last rank first.
-
-        Cancellation: the remaining members are killed, and all are gone when this raises.
-        """
-        await self._owned.stop_handles(list(group))
-
-    async def stop_mesh(self, mesh: Mesh) -> None:
-        """Stop the actors on a mesh, the last one first, and release its slices. Idempotent.
-
-        Cancellation: the actors are killed, and are gone when this raises.
-        """
-        await self._owned.stop_mesh(mesh)
-
     # Inspecting.
 
-    async def info(self, actor: object) -> ActorInfo:
+    async def info(self, actor: Actor | Service[Any]) -> ActorInfo:
         """The state of an actor. If its process does not answer, the result has what its node knows."""
         return await look_at(self._controller, self._owned.target(actor), class_of(handle_of(actor)))
 

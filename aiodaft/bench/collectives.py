@@ -120,13 +120,13 @@ async def run(
                 await _in_methods(bench, group, size, budget)
             await asyncio.gather(*group.all(Rank.leave))
             await _gather(bench, group, min(most, 16 * _MIB))
-            await rt.stop_group(group)
+            await rt.stop(group)
         for count in crowds:
             group = await rt.group(count + 1, Rank)
             await asyncio.gather(*group.all(Rank.join, None))
             await _next_to_gloo(bench, group, min(most, 16 * _MIB), "broadcast")
             await asyncio.gather(*group.all(Rank.leave))
-            await rt.stop_group(group)
+            await rt.stop(group)
     await _between_hosts(bench, sizes)
 
 

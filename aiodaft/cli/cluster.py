@@ -92,7 +92,7 @@ def stop(name: str, address: str | None, key_file: str | None) -> None:
     async def stop_actor(rt: Runtime) -> None:
         # Services have names, too, and need not be of a class derived from Actor.
         named = await rt._controller.coordinator.lookup(check_name(name))
-        await rt.stop(await found(rt._controller, named, object, rt._owned.errors))
+        await rt._owned.stop_handles([await found(rt._controller, named, object, rt._owned.errors)])
 
     _with_cluster(address, key_file, stop_actor)
 

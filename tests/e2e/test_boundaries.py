@@ -166,6 +166,9 @@ async def test_two_runtimes_do_not_know_each_other(rt: aiodaft.Runtime) -> None:
             await other.on(with_=here).spawn(Echo)
         with pytest.raises(ValueError, match=f"{name} belongs to another runtime"):
             await other.name(here, "stranger")
+        async with rt.mesh(1) as mesh:
+            with pytest.raises(ValueError, match=r"^<Mesh of .*> belongs to another runtime"):
+                await other.stop(mesh)
         truth = f"<Echo {name} in .* another runtime, that of {controller_of(rt).name}: pass a handle of this one"
         with pytest.raises(aiodaft.SerializationError, match=rf"^args\[0\] of Relay.call_other .*{truth}"):
             there.call_other(here, 1)

@@ -47,7 +47,7 @@ async def test_a_member_knows_its_rank_size_and_axes_from_its_constructor_on(rt:
 
 
 async def test_a_member_knows_its_rank_while_it_is_left(rt: aiodaft.Runtime, tmp_path: Path) -> None:
-    await rt.stop_group(await rt.group(2, Leaver, str(tmp_path)))
+    await rt.stop(await rt.group(2, Leaver, str(tmp_path)))
     assert sorted(os.listdir(tmp_path)) == ["0", "1"]
 
 
@@ -131,7 +131,7 @@ async def test_a_resize_that_fails_leaves_the_group_and_what_its_members_know(rt
         await group.resize(5)
     assert (group.epoch, len(group)) == (1, 2)
     assert {(seen.epoch, seen.size) for seen in await group.all(Seated.look)} == {(1, 2)}
-    await rt.stop_group(group)
+    await rt.stop(group)
 
 
 async def test_resizes_of_one_group_happen_one_after_the_other(rt: aiodaft.Runtime) -> None:

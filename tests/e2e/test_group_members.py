@@ -169,7 +169,7 @@ async def leave(rt: aiodaft.Runtime, notes: str) -> None:
 
 
 async def stop(rt: aiodaft.Runtime, notes: str) -> None:
-    await rt.stop_group(await rt.group(3, Lingerer, notes))
+    await rt.stop(await rt.group(3, Lingerer, notes))
 
 
 async def shrink(rt: aiodaft.Runtime, notes: str) -> None:

@@ -372,7 +372,7 @@ async def test_a_member_that_dies_fails_its_own_calls_only(rt: aiodaft.Runtime) 
     assert await group[::2].all(Member.times, 2) == [2, 2]
     with pytest.raises(aiodaft.ActorDied):
         await group.all(Member.times, 2)
-    await rt.stop_group(group)
+    await rt.stop(group)
 
 
 async def test_a_group_leaves_no_member_when_its_making_is_cancelled(rt: aiodaft.Runtime, tmp_path: Path) -> None:

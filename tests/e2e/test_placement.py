@@ -65,7 +65,7 @@ async def test_fractions_share_one_gpu_and_whole_ones_are_exclusive(rt: aiodaft.
 async def test_thirds_add_up_to_one(rt: aiodaft.Runtime) -> None:
     thirds = await rt.on(gpus=1 / 3).group(3, Probe)
     assert [(await rt.info(member)).gpus for member in thirds] == [(0,)] * 3
-    await rt.stop_group(thirds)
+    await rt.stop(thirds)
     assert (await free(rt))["gpus"] == pytest.approx(4)
     assert (await rt.info(await rt.on(gpus=4).spawn(Probe))).gpus == (0, 1, 2, 3)
 
@@ -224,7 +224,7 @@ async def test_with_lives_in_the_same_process_and_shares_its_gpus(rt: aiodaft.Ru
     assert await members.all(Probe.pid) == [await host.pid()] * 2
     await rt.stop(host)
     assert await guest.visible() == "0,1"
-    await rt.stop_group(members)
+    await rt.stop(members)
     await rt.stop(guest)
     assert (await free(rt))["gpus"] == 4
 

@@ -73,7 +73,7 @@ async def test_members_on_one_gpu_for_which_nccl_is_not_made_get_its_error(
         ended = await asyncio.gather(*calls, return_exceptions=True)
         assert [isinstance(error, RuntimeError | aiodaft.DaftError) for error in ended] == [True, True], ended
     finally:
-        await shared_runtime.stop_group(group)
+        await shared_runtime.stop(group)
 
 
 async def test_values_of_several_streams_and_of_methods_of_both_kinds(shared: aiodaft.Group[Programmer]) -> None:

@@ -120,7 +120,7 @@ def test_a_gang_that_is_cancelled_at_any_moment_gives_everything_back(moment: in
             await asyncio.sleep(pause)
         spawning.cancel()
         with suppress(asyncio.CancelledError):
-            await rt.stop_group(await spawning)
+            await rt.stop(await spawning)
         assert await free_gpus(rt) == 4
 
     simulate(program, seed=moment)
@@ -180,7 +180,7 @@ def test_a_spawn_waits_for_room_only_if_it_is_asked_to() -> None:
             tasks.create_task(stop_later())
             group = await rt.on(wait=1000).group(4, Shard)
         assert loop.time() - started < 20
-        await rt.stop_group(group)
+        await rt.stop(group)
 
     simulate(program)
 
@@ -265,8 +265,8 @@ def test_a_mesh_reserves_its_slices_until_it_is_stopped() -> None:
             # Actors take what the slice does not have from its node.
             light = await mesh[0].on(cpus=4, gpus=0).spawn(Shard)
             assert (await rt.resources())[1] == {"cpus": 0, "gpus": 1}
-            await rt.stop_mesh(mesh)
-            await rt.stop_mesh(mesh)
+            await rt.stop(mesh)
+            await rt.stop(mesh)
             assert await free_gpus(rt) == 3
             for gone in (*shards, light):
                 with pytest.raises(aiodaft.ActorDied):
@@ -325,8 +325,6 @@ def test_what_a_mesh_cannot_be_is_an_error_at_once() -> None:
         async with rt.mesh(1, gpus=4) as mesh:
             with pytest.raises(ValueError, match="not made of slices"):
                 mesh.mesh(1)
-            with pytest.raises(ValueError, match="is no mesh of this runtime"):
-                await rt.stop_mesh("mesh")  # type: ignore[arg-type]
         place = rt.on(gpus=1)
         with pytest.raises(ValueError, match=r"on\(gpus=\.\.\.\) is for actors, not for a mesh"):
             place.mesh(1, gpus=1)
@@ -353,7 +351,7 @@ def test_a_mesh_that_is_cancelled_at_any_moment_is_released(moment: int) -> None
             await asyncio.sleep(0)
         reserving.cancel()
         with suppress(asyncio.CancelledError):
-            await rt.stop_mesh(await reserving)
+            await rt.stop(await reserving)
         assert await free_gpus(rt) == 4
 
     simulate(program, seed=moment)
@@ -408,7 +406,7 @@ def test_an_actor_is_near_to_others_or_apart_from_them() -> None:
         with pytest.raises(aiodaft.InsufficientResources, match=r": Light-2\[0\] and Light-2\[1\] there"):
             await rt.on(apart_from=group).group(2, Light)
         await rt.kill(other)
-        await rt.stop_group(group)
+        await rt.stop(group)
         # They are nowhere any more.
         async with rt.on(apart_from=[other, *group]).spawn(Light) as light:
             assert await light.ping() == 1

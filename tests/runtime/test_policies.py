@@ -75,7 +75,7 @@ def test_members_on_a_node_that_is_being_drained_are_left_out(seed: int) -> None
             assert {rank async for rank in group.map(Server.at_for, range(12))} == near
             # Such members still take calls, and are better than a dead one.
             assert {await group[rank].at() for rank in {0, 1, 2, 3} - near} == {0, 1, 2, 3} - near
-            await rt.stop_group(group)
+            await rt.stop(group)
             await draining
 
     simulation.run(main())

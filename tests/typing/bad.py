@@ -19,6 +19,7 @@ async def spawning(rt: Runtime) -> None:
     await rt.on(gpus=1, nodes="n2").spawn(Model, "x")  # E27 an unknown placement
     await rt.get_or_create("model", Model, 3)  # E53 a constructor argument of the wrong type
     await rt.on(name="model", lifetime="for ever").spawn(Model, "x")  # E54 an unknown lifetime
+    await rt.stop(rt.spawn(Model, "x"))  # E68 forgot await
 
 
 async def calls(b: Model) -> None:

@@ -381,6 +381,8 @@ async def services(rt: Runtime) -> None:
             assert_type(llms[0], Service[LLM])
             assert_type(llms[:1], ServiceGroup[LLM])
             assert_type([service async for service in llms[:1].map(LLM.generate, [["a"]])], list[list[str]])
+            await rt.kill(llms[1])
+            await rt.stop(llms)
 
 
 async def dataflows(rt: Runtime) -> None:

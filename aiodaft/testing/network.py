@@ -59,8 +59,8 @@ class End:
         self.ended = False
         self.broken = False
 
-    # What a read raises when nothing more will come; None: it is the end of the stream.
-    error: OSError | None = None
+    # The number of the error that reads find when nothing more will come; None: it is the end of the stream.
+    errno: int | None = None
 
     @property
     def room(self) -> int:
@@ -152,8 +152,8 @@ class SimulatedSocket:
     def recvmsg_into(self, buffers: list[Any], space: int = 0) -> tuple[int, list[Any], int, None]:
         end, net = self.end, self.end.net
         if not end.arrived:
-            if end.error is not None:
-                raise end.error
+            if end.errno is not None:
+                raise OSError(end.errno, os.strerror(end.errno))
             if end.ended:
                 return 0, [], 0, None
             raise BlockingIOError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import socket
 from collections import Counter
 from collections.abc import Callable
@@ -208,7 +207,7 @@ class FarEnd(End):
             self.routes.loop.note("lost", sorted(self.fds), errno.errorcode[number])
             self.under_way.clear()
             self.ended = self.broken = True
-            self.error = OSError(number, os.strerror(number))
+            self.errno = number
             self.net.wake(self)
 
     def cut(self) -> None:

@@ -98,18 +98,20 @@ class GroupMembers:
             return
         wanted = Roster[Any](old.id, self._next_epoch(), n, grid)
         new = await self._grow(wanted, free)
-        if new and prepare is not None:
-            try:
-                await self._prepare(wanted, [group._member(handle) for handle in new], prepare)
-            except BaseException:
-                await self._stop(new)
-                raise
         joining = iter(new)
         taken = [next(joining) if seat is None else old.members[seat] for seat in seats]
+        wanted = replace(wanted, members=(*taken, *joining))
+        try:
+            if new and prepare is not None:
+                await self._prepare(wanted, [group._member(handle) for handle in new], prepare)
+            await self._introduce(new, replace(wanted, members=tuple(map(group._member, wanted.members))))
+        except BaseException:
+            await self._stop(new)
+            raise
         # A restart may have given the group a newer epoch meanwhile.
         epoch = wanted.epoch if wanted.epoch == self._last_epoch else self._next_epoch()
         # Before members are stopped, so that no new call goes to them.
-        self.cell.change(replace(wanted, epoch=epoch, members=(*taken, *joining)))
+        self.cell.change(replace(wanted, epoch=epoch))
         told = self._tell(replace(self.cell.roster, members=tuple(group)))
         leaving = [member for rank, member in enumerate(old.members) if rank not in seats]
         for member in leaving:
@@ -193,6 +195,14 @@ class GroupMembers:
             self._actors.release(shares)
             raise
         return shares
+
+    async def _introduce(self, new: list[Handle], roster: Roster[Any]) -> None:
+        """Tell new members who is in the group, before a call can get to them."""
+        told: list[Ref[None]] = []
+        for target in map(target_of, new):
+            self._enrolments[target].roster = roster
+            told += self._tell_one(self._enrolments[target], target)
+        await asyncio.gather(*(ref.ready() for ref in told))
 
     def _tell(self, roster: Roster[Any]) -> Awaitable[object]:
         """Tell every member that is up; the others are told before they are up again.

@@ -52,6 +52,16 @@ async def test_heal_leaves_out_the_dead_and_the_others_close_ranks(rt: aiodaft.R
     assert (len(group), group.epoch) == (0, 3)
 
 
+async def test_the_first_calls_to_new_members_find_that_these_know_the_group(rt: aiodaft.Runtime) -> None:
+    group = await mortals(rt).group(1, Peer)
+    async with asyncio.TaskGroup() as tasks:
+        growing = tasks.create_task(group.resize(3))
+        while not growing.done():
+            for _, rank, size in await group.all(Peer.seat):
+                assert (rank, size) == (0, 1) or size == 3
+    await group.resize(0)
+
+
 async def test_members_without_a_policy_are_left_out_and_give_back_what_they_had(rt: aiodaft.Runtime) -> None:
     group = await rt.on(gpus=2).group(2, Peer)
     with pytest.raises(ActorDied, match="SIGKILL"):

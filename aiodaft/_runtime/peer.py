@@ -328,6 +328,7 @@ class Peer:
             m.ITEM: self.replies.item_came,
             m.PULL: self.transfer.asked,
             m.ASK: self.transfer.ask_came,
+            m.RENEWED: self.transfer.renewed_came,
             m.GIVEN: self.transfer.given_came,
             m.VALUE: self.transfer.answered,
             m.MOVED: self.transfer.answered,

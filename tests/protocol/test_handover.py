@@ -64,11 +64,42 @@ def test_when_the_owner_is_lost_nothing_of_it_is_kept() -> None:
 
 
 def test_after_ask_an_answer_that_comes_nevertheless_is_dropped() -> None:
-    handover: Handover[str, str | None] = Handover()
+    handover: Handover[str, str] = Handover()
     handover.expect(PRODUCER, KEY, "call 1")
     handover.expect(PRODUCER, (OWNER, CallId(8)), "call 2")
     assert handover.ask(KEY) == ["call 1"]
     assert handover.ask(KEY) == []
     assert handover.came(PRODUCER, KEY, "x") is None
     assert handover.lost(PRODUCER) == [((OWNER, CallId(8)), "call 2")]
+    assert handover.is_empty
+
+
+def test_calls_of_a_producer_that_could_not_connect_ask_and_answers_that_come_nevertheless_are_dropped() -> None:
+    handover: Handover[str, str] = Handover()
+    handover.came(PRODUCER, (OWNER, CallId(8)), "y")
+    handover.expect(PRODUCER, KEY, "call 1")
+    handover.expect(CONSUMER, KEY, "call 2")
+    assert handover.doubt(PRODUCER) == [(KEY, "call 1")]
+    assert handover.came(PRODUCER, KEY, "x") is None
+    assert handover.expect(PRODUCER, (OWNER, CallId(8)), "call 3") == "y"
+    assert handover.came(CONSUMER, KEY, "x") == "call 2"
+    assert handover.is_empty
+
+
+def test_while_answers_are_in_doubt_later_calls_of_the_value_ask_too() -> None:
+    handover: Handover[str, str] = Handover()
+    handover.expect(PRODUCER, KEY, "call 1")
+    assert handover.ask(KEY) == ["call 1"]
+    # It may be that of call 1, or of call 2, which comes later.
+    assert handover.came(PRODUCER, KEY, "x") is None
+    assert handover.came(PRODUCER, KEY, "x") is None
+    assert handover.expect(PRODUCER, KEY, "call 2") == "x"
+    handover.expect(PRODUCER, KEY, "call 3")
+    assert handover.doubt(PRODUCER) == [(KEY, "call 3")]
+    assert handover.expect(PRODUCER, KEY, "call 4") == OWNER
+    assert [handover.came(PRODUCER, KEY, "x") for _ in range(2)] == [None, None]
+    assert handover.is_empty
+    handover.expect(PRODUCER, KEY, "call 5")
+    assert handover.doubt(PRODUCER) == [(KEY, "call 5")]
+    assert handover.lost(PRODUCER) == []
     assert handover.is_empty

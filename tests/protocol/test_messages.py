@@ -58,6 +58,7 @@ _EXAMPLES: dict[int, Message] = {
     m.REACH: (m.REACH, ("ucx",)),
     m.TELL: (m.TELL, 2, 16, "add", (1, "x")),
     m.OVER: (m.OVER, (2, 3)),
+    m.RENEWED: (m.RENEWED, "it was reset"),
 }
 
 # Fields that may be of several types: (kind, position, what else may stand there).

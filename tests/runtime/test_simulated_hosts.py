@@ -101,6 +101,26 @@ def test_a_partition_fails_calls_in_the_time_of_tcp_and_heals() -> None:
     play(scene)
 
 
+@pytest.mark.parametrize("part", range(4))
+def test_a_call_gets_its_argument_although_the_connection_that_brings_it_is_reset_while_it_is_made(part: int) -> None:
+    """The host that sends the argument sees that; to the one that waits for it, its own connection is still to come."""
+
+    async def scene(simulation: Simulation, rt: aiodaft.Runtime) -> None:
+        _, second, third = await spread(rt)
+        for consumer, producer in ((second, third), (third, second)):
+            argument = producer.at_once(Onlooker.history.made(producer, 2), 2)
+            number = Onlooker.history.made(consumer)
+            call = consumer.combine(number, 0, argument)
+            delay = simulation.loop.rng.random() * 0.05
+            simulation.loop.later(delay, simulation.routes.reset, "two", "three")
+            async with asyncio.timeout(120):
+                with suppress(aiodaft.PeerLost):
+                    assert await call == number * 7
+
+    for seed in range(25 * part, 25 * (part + 1)):
+        play(scene, seed)
+
+
 def test_a_node_that_does_not_answer_is_shown_as_silent() -> None:
     async def scene(simulation: Simulation, rt: aiodaft.Runtime) -> None:
         await spread(rt)

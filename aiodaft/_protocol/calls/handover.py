@@ -10,12 +10,14 @@ The owner of the ref, which makes the call, chooses the way:
 
 A FORWARD is answered once, and each call consumes one answer, whichever comes first. An answer does not come if the
 producer is lost, or if the connection from the owner to the producer is: then the owner tells the consumer with ASK.
-In both cases the consumer asks the owner.
+Nor if the producer fails to connect to the consumer, which does not notice that: the producer says so as soon as they
+are connected (RENEWED). In each case the consumer asks the owner.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -60,54 +62,71 @@ class Handover(Generic[AnswerT, TakerT]):
     """The answers that a consumer expects of producers, and the takers that its calls have for them."""
 
     def __init__(self) -> None:
-        # None: the taker asks the owner, and the answer may still come.
-        self._takers: dict[tuple[PeerId, Key], deque[TakerT | None]] = {}
+        self._takers: dict[tuple[PeerId, Key], deque[TakerT]] = {}
         # Answers that came before the call that needs them.
         self._early: dict[tuple[PeerId, Key], deque[AnswerT]] = {}
+        # The number of answers that may not come: their calls ask the owner. So does each later call of the same value,
+        # because nobody knows whether an answer that comes is for it.
+        self._doubtful: Counter[tuple[PeerId, Key]] = Counter()
 
-    def expect(self, producer: PeerId, key: Key, taker: TakerT) -> AnswerT | None:
-        """A call came: its answer, if that is here, else `came` gives it to the taker."""
-        early = self._early.get((producer, key))
-        if early is None:
-            self._takers.setdefault((producer, key), deque()).append(taker)
-            return None
-        answer = early.popleft()
-        if not early:
-            del self._early[producer, key]
-        return answer
+    def expect(self, producer: PeerId, key: Key, taker: TakerT) -> AnswerT | PeerId | None:
+        """A call came: its answer, or the owner, if it has to ask that; else `came` finds its taker for the answer."""
+        expected = producer, key
+        early = self._early.get(expected)
+        if early is not None:
+            answer = early.popleft()
+            if not early:
+                del self._early[expected]
+            return answer
+        if expected in self._doubtful:
+            self._doubtful[expected] += 1
+            return key[0]
+        self._takers.setdefault(expected, deque()).append(taker)
+        return None
 
     def came(self, producer: PeerId, key: Key, answer: AnswerT) -> TakerT | None:
         """An answer came: its taker, if there is one; else it waits for the call."""
-        takers = self._takers.get((producer, key))
-        if takers is None:
-            self._early.setdefault((producer, key), deque()).append(answer)
-            return None
-        taker = takers.popleft()
-        if not takers:
-            del self._takers[producer, key]
-        return taker
+        expected = producer, key
+        takers = self._takers.get(expected)
+        if takers is not None:
+            taker = takers.popleft()
+            if not takers:
+                del self._takers[expected]
+            return taker
+        if expected in self._doubtful:
+            # Its call has asked the owner.
+            self._doubtful -= Counter((expected,))
+        else:
+            self._early.setdefault(expected, deque()).append(answer)
+        return None
 
     def ask(self, key: Key) -> list[TakerT]:
         """Answers of this key may not come: the takers that have to ask."""
-        found: list[TakerT] = []
-        for asked, takers in self._takers.items():
-            if asked[1] == key:
-                found += [taker for taker in takers if taker is not None]
-                self._takers[asked] = deque([None] * len(takers))
-        return found
+        return [taker for _, taker in self._doubt(lambda expected: expected[1] == key)]
+
+    def doubt(self, producer: PeerId) -> list[tuple[Key, TakerT]]:
+        """Answers of a process may not come: the takers that have to ask."""
+        return self._doubt(lambda expected: expected[0] == producer)
+
+    def _doubt(self, chosen: Callable[[tuple[PeerId, Key]], bool]) -> list[tuple[Key, TakerT]]:
+        found = self._take(chosen)
+        self._doubtful.update(expected for expected, _ in found)
+        return [(expected[1], taker) for expected, taker in found]
 
     def lost(self, peer: PeerId) -> list[tuple[Key, TakerT]]:
         """A process is lost: the takers of its answers, which have to ask. Calls and values of its own are gone."""
-        found: list[tuple[Key, TakerT]] = []
-        for asked in [asked for asked in self._takers if peer in (asked[0], asked[1][0])]:
-            takers = self._takers.pop(asked)
-            if asked[1][0] != peer:
-                found += [(asked[1], taker) for taker in takers if taker is not None]
-        for asked in [asked for asked in self._early if asked[1][0] == peer]:
-            del self._early[asked]
-        return found
+        found = self._take(lambda expected: peer in (expected[0], expected[1][0]))
+        for expected in [expected for expected in self._doubtful if peer in (expected[0], expected[1][0])]:
+            del self._doubtful[expected]
+        for expected in [expected for expected in self._early if expected[1][0] == peer]:
+            del self._early[expected]
+        return [(key, taker) for (_, key), taker in found if key[0] != peer]
+
+    def _take(self, chosen: Callable[[tuple[PeerId, Key]], bool]) -> list[tuple[tuple[PeerId, Key], TakerT]]:
+        taken = [expected for expected in self._takers if chosen(expected)]
+        return [(expected, taker) for expected in taken for taker in self._takers.pop(expected)]
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is expected or kept."""
-        return not (self._takers or self._early)
+        return not (self._takers or self._early or self._doubtful)

@@ -48,6 +48,7 @@ DATA       node -> any process   process at the other end of the stream for payl
                                  which the receiver asked for it: 0 if the other process did, -1 if the stream itself
                                  says it; then the key of that connection
 REACH      any -> any            names of the transports, beside "tcp", that lead to the sender from other machines
+RENEWED    any -> any            why the sender lost the connection before this one, of which the receiver may not know
 ========== ===================== ================================================================================
 
 A *value* is three fields: `payload` (the encoded skeleton), `blobs` (None, the buffers themselves, or grants of a
@@ -103,12 +104,12 @@ INLINE_LIMIT: Final = 64 << 10
 # Arguments that need no encoding beyond the frame's own; longer text and bytes are encoded, and so accounted for.
 PLAIN_TEXT_LIMIT: Final = 1 << 10
 
-KINDS: Final = 38
+KINDS: Final = 39
 # The place of a kind is its number on the wire: a new one comes last.
 (
     HELLO, CALL, SEND, REPLY, RESULT, STORED, ERROR, CANCEL, ITEM, CREDIT, PULL, VALUE, MOVED, BROKEN, RELEASE, ADOPTED,
     NOTE, INTRODUCE, BYE, BORROW, JOIN, LEAVE, RING, RUN, FLOW, REPORT, SKIP, APPLY, FORWARD, ASK, GIVEN,
-    DEFINE, FORGET, ADMIT, DATA, REACH, TELL, OVER,
+    DEFINE, FORGET, ADMIT, DATA, REACH, TELL, OVER, RENEWED,
 ) = range(KINDS)  # fmt: skip
 
 # Stages of RING. USED, sent by both sides, is the last message of its direction that goes over the socket.
@@ -184,6 +185,7 @@ _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
     REACH: (_TUPLE,),
     TELL: (_INT, _INT, _STR, (tuple, bytes)),
     OVER: (_TUPLE,),
+    RENEWED: (_STR,),
 }
 
 _SHAPES: Final = {kind: frozenset((int, *types) for types in product(*fields)) for kind, fields in _LAYOUT.items()}
@@ -285,6 +287,10 @@ def data(remote: PeerId, number: int, session: bytes = b"") -> Message:
 
 def reach(names: tuple[str, ...]) -> Message:
     return REACH, names
+
+
+def renewed(reason: str) -> Message:
+    return RENEWED, reason
 
 
 def bye(reason: str) -> Message:
@@ -411,6 +417,10 @@ def read_data(message: Message) -> tuple[PeerId, int, bytes]:
 
 
 def read_reach(message: Message) -> tuple[str, ...]:
+    return message[1]
+
+
+def read_renewed(message: Message) -> str:
     return message[1]
 
 

@@ -167,7 +167,7 @@ class CallState(RefState):
     def doubt_forwards(self) -> None:
         """The connection to the producer is lost: the other processes that wait for the result have to ask for it."""
         for consumer in self.forwarded:
-            self.target.caller.connections.to(consumer).send(m.ask(self.number))
+            self.target.caller.connections.to(consumer).send_in_turn(m.ask(self.number))
 
     @property
     def sink(self) -> UnhandledErrors | None:

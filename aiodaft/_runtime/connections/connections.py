@@ -75,10 +75,12 @@ class Connections(dict[PeerId, Connection]):
     def renew(self, remote: PeerId) -> Connection:
         """A new connection, in place of one that is lost, if there is one."""
         before = self.get(remote)
+        connection = self[remote] = self.make(remote)
         if before is not None:
             self._past_traffic = total([self._past_traffic, before.traffic_so_far()])
             self._lost.remove(before)
-        connection = self[remote] = self.make(remote)
+            # If `before` never had a socket, the other process may not have lost a connection.
+            connection.send(m.renewed(str(before.lost)))
         return connection
 
     def route_to(self, remote: PeerId) -> Route:

@@ -29,6 +29,7 @@ from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.exhaustion import exhausted
+from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.decoder import is_heavy
 from aiodaft._runtime.serialization.encoder import plain_payload
@@ -273,6 +274,12 @@ class Transfer:
         """ASK came."""
         for take in self.handover.ask((connection.remote, m.read_ask(message))):
             take(connection.remote)
+
+    def renewed_came(self, connection: Connection, message: m.Message) -> None:
+        """RENEWED came: what this process expects may have been answered over the lost connection."""
+        logger.debug("%s has lost a connection to this process: %s", connection.remote, m.read_renewed(message))
+        for (owner, _), take in self.handover.doubt(connection.remote):
+            take(owner)
 
     def _ask_owners(self, lost: PeerId) -> None:
         for (owner, _), take in self.handover.lost(lost):

@@ -350,11 +350,6 @@ class Runtime(Scope):
         """
         return Trace(self._controller, path, limit, patience)
 
-    async def resources(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """The resources of this machine, or of the node that this program is attached to: total, and free."""
-        controller = self._controller
-        return await controller.nodes.of(controller.process.id).resources()
-
     async def nodes(self, *, patience: float = 1.0) -> tuple[NodeInfo, ...]:
         """The nodes of the cluster by name, with what is free on each; without a cluster, this machine.
 

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from inside import resources_of
 from leaks import ended, is_alive
 from log_ear import listening
 from parents import Avenger, Child, Founder, Parent, pid_in, words_in
@@ -119,10 +120,10 @@ async def test_a_child_has_the_resources_that_it_asks_for_and_not_those_of_its_p
         visible = await child.visible()
         assert visible is not None
         assert len(visible.split(",")) == 2
-        _, free = await rt.resources()
+        _, free = await resources_of(rt)
         assert (free["cpus"], free["gpus"]) == (5, 1)
         await rt.stop(parent)
-        _, free = await rt.resources()
+        _, free = await resources_of(rt)
         assert (free["cpus"], free["gpus"]) == (8, 4)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from actors import Echo, Log, Relay, Sleeper, Streamer
-from inside import awaited, controller_of, fork_server_of, launcher_of
+from inside import awaited, controller_of, fork_server_of, launcher_of, resources_of
 from leaks import is_alive
 from probes import Probe
 
@@ -234,7 +234,7 @@ async def test_a_runtime_inside_an_actor_is_its_own(rt: aiodaft.Runtime) -> None
 @pytest.mark.asyncio(loop_scope="function")
 async def test_spawns_under_way_fail_with_the_fork_server(own_rt: aiodaft.Runtime) -> None:
     await own_rt.stop(await own_rt.spawn(Echo))
-    before = await own_rt.resources()
+    before = await resources_of(own_rt)
     spawning = [asyncio.get_running_loop().create_task(awaited(own_rt.on(gpus=1).spawn(Probe))) for _ in range(4)]
     # The orders are out, and nothing has come back.
     os.kill(fork_server_of(own_rt), signal.SIGSTOP)
@@ -244,4 +244,4 @@ async def test_spawns_under_way_fail_with_the_fork_server(own_rt: aiodaft.Runtim
     async with asyncio.timeout(10):
         outcomes = await asyncio.gather(*spawning, return_exceptions=True)
     assert all(isinstance(outcome, aiodaft.SpawnFailed) for outcome in outcomes), outcomes
-    assert await own_rt.resources() == before
+    assert await resources_of(own_rt) == before

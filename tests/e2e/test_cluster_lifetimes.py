@@ -14,6 +14,7 @@ from pathlib import Path
 import lone_owner
 import pytest
 from clusters import Cluster, attached, cluster_of, two_nodes
+from inside import resources_of
 from leaks import ended, is_alive
 from parents import Child, Parent, pid_in
 
@@ -141,7 +142,7 @@ async def test_an_actor_with_the_lifetime_of_the_cluster_serves_others_when_its_
 async def test_any_program_stops_an_actor_of_the_cluster_and_its_resources_are_free(
     rt: aiodaft.Runtime, cluster: Cluster
 ) -> None:
-    _, before = await rt.resources()
+    _, before = await resources_of(rt)
     async with aiodaft.Runtime(cluster.address, key_file=cluster.key_file) as other:
         made = await other.on(node="n1", cpus=3, lifetime="cluster", name="kept").spawn(Parent)
         child = await made.bear()
@@ -150,11 +151,11 @@ async def test_any_program_stops_an_actor_of_the_cluster_and_its_resources_are_f
     assert await found.answer() == 42
     # What it has spawned ends with it, not with the program.
     assert await found.ask_child() == 2
-    _, now = await rt.resources()
+    _, now = await resources_of(rt)
     assert now["cpus"] == before["cpus"] - 3
     await rt.stop(found)
     assert await rt.names() == ()
-    _, after = await rt.resources()
+    _, after = await resources_of(rt)
     assert after == before
 
 

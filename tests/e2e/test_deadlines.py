@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from actors import Sleeper
 from cancelled import Subject
-from inside import peer_of, producer_of
+from inside import peer_of, producer_of, resources_of
 from leaks import is_alive
 
 import aiodaft
@@ -235,4 +235,4 @@ async def test_what_is_cleared_up_after_a_deadline_is_cleared_up_in_full(rt: aio
             else:
                 await outlive(rt)
     assert not any(map(is_alive, pids))
-    assert (await rt.resources())[1]["gpus"] == 4
+    assert (await resources_of(rt))[1]["gpus"] == 4

@@ -44,7 +44,7 @@ async def test_h118_a_forked_child_is_refused_whatever_it_tries_and_the_parent_g
     async with rt.scope() as scope, aiodaft.compile(lambda x: echo.echo(x)) as graph:
         found = in_a_child({
             "call": lambda: echo.echo(1),
-            "call of this process": lambda: rt.resources(),
+            "call of this process": lambda: rt.nodes(),
             "tell": lambda: echo.echo.tell(1),
             "stream": lambda: forker.nothing(),
             "next item": lambda: anext(stream),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from actors import Echo
-from inside import agent_of
+from inside import agent_of, resources_of
 from supervised import Balancer, Late, Lingerer, Mortal
 
 import aiodaft
@@ -198,4 +198,4 @@ async def test_cancelling_the_end_of_a_group_leaves_no_member(
     await asyncio.wait([ending])
     assert ending.cancelled()
     assert await agent_of(rt).processes() == ()
-    assert (await rt.resources())[1]["gpus"] == 4
+    assert (await resources_of(rt))[1]["gpus"] == 4

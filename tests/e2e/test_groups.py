@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from actors import Box, Echo, NeedsGpu
-from inside import actors_of, agent_of
+from inside import actors_of, agent_of, resources_of
 from leaks import is_alive
 from probes import FirstIsQuick, Member
 
@@ -341,11 +341,11 @@ async def test_growing_beyond_what_there_is_changes_nothing(rt: aiodaft.Runtime)
     with pytest.raises(aiodaft.InsufficientResources, match=r"NeedsGpu-\d+\[\d\] needs gpus=1"):
         await group.resize(5)
     assert len(group) == 2
-    assert (await rt.resources())[1]["gpus"] == 2
+    assert (await resources_of(rt))[1]["gpus"] == 2
     await group.resize(4)
     assert sorted(await group.all(NeedsGpu.visible)) == ["0", "1", "2", "3"]
     await group.resize(0)
-    assert (await rt.resources())[1]["gpus"] == 4
+    assert (await resources_of(rt))[1]["gpus"] == 4
     assert len(group) == 0
 
 

@@ -14,7 +14,7 @@ import journeys
 import pytest
 import pytest_asyncio
 import torch
-from inside import awaited, controller_of
+from inside import awaited, controller_of, resources_of
 from journeys import Consumer, Model, Producer, Reward, Sampler, Trainer
 from leaks import is_alive
 from torch import Tensor
@@ -251,7 +251,7 @@ async def test_journey_7_message_passing(rt: aiodaft.Runtime) -> None:
 
 
 async def test_journey_8_elastic_group(rt: aiodaft.Runtime) -> None:
-    _, before = await rt.resources()
+    _, before = await resources_of(rt)
     async with rt.group(2, Trainer, lr=1.0) as group:
         assert await group.all(Trainer.step, [1]) == [1.0, 1.0]
         await group.resize(5)
@@ -265,7 +265,7 @@ async def test_journey_8_elastic_group(rt: aiodaft.Runtime) -> None:
         with pytest.raises(aiodaft.InsufficientResources):
             await group.resize(9)
         assert await group.all(Trainer.step, [1]) == [4.0]
-    assert (await rt.resources())[1] == before
+    assert (await resources_of(rt))[1] == before
 
 
 async def test_journey_9_streaming(rt: aiodaft.Runtime) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from actors import Echo, Plain, Relay, SlowStart, Streamer, Trainer
-from inside import awaited, peer_of
+from inside import awaited, peer_of, resources_of
 from leaks import is_alive
 from probes import Abstract, Careless, DiesInConstructor, StuckInConstructor
 
@@ -161,7 +161,7 @@ async def test_what_belongs_to_this_process_cannot_be_passed_and_is_named(mrt: a
 
 
 async def test_a_class_that_cannot_be_pickled_fails_the_spawn_and_gives_back_its_place(mrt: aiodaft.Runtime) -> None:
-    before, lock = await mrt.resources(), threading.Lock()
+    before, lock = await resources_of(mrt), threading.Lock()
 
     class Locked(aiodaft.Actor, gpus=1):
         @aiodaft.method
@@ -172,7 +172,7 @@ async def test_a_class_that_cannot_be_pickled_fails_the_spawn_and_gives_back_its
         await mrt.spawn(Locked)
     with pytest.raises(aiodaft.SerializationError, match=r"^args\[0\] of Trainer cannot travel"):
         await mrt.on(gpus=1).spawn(Trainer, lock)  # type: ignore[arg-type]  # the mistake under test
-    assert await mrt.resources() == before
+    assert await resources_of(mrt) == before
 
 
 async def test_an_abstract_class_cannot_be_spawned(mrt: aiodaft.Runtime) -> None:
@@ -197,21 +197,21 @@ def licensed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[a
 
 async def test_a_class_that_cannot_be_imported_by_the_worker_fails_the_spawn(licensed: type[aiodaft.Actor]) -> None:
     async with aiodaft.Runtime(preload=(), gpus=1) as rt:
-        before = await rt.resources()
+        before = await resources_of(rt)
         with pytest.raises(aiodaft.SpawnFailed, match=r"Licensed-1(.|\n)*no licence for this process") as caught:
             await rt.on(gpus=1).spawn(licensed)
         assert caught.value.executed is False
-        assert await rt.resources() == before
+        assert await resources_of(rt) == before
 
 
 async def test_a_constructor_that_raises_fails_the_spawn_with_its_own_error(mrt: aiodaft.Runtime) -> None:
-    before, connections = await mrt.resources(), len(peer_of(mrt).connections)
+    before, connections = await resources_of(mrt), len(peer_of(mrt).connections)
     with pytest.raises(ValueError, match="no weights") as caught:
         await mrt.on(gpus=1).spawn(SlowStart, 0.0, "no weights")
     assert any(note.startswith("raised while SlowStart-") for note in caught.value.__notes__)
     with pytest.raises(ValueError, match="no weights"):
         await mrt.on(gpus=1).group(2, SlowStart, 0.0, "no weights")
-    assert await mrt.resources() == before
+    assert await resources_of(mrt) == before
     assert sum(connection.lost is None for connection in peer_of(mrt).connections.values()) <= connections
 
 
@@ -219,12 +219,12 @@ async def test_a_constructor_that_raises_fails_the_spawn_with_its_own_error(mrt:
 async def test_a_constructor_that_ends_the_process_fails_the_spawn_with_the_evidence(
     mrt: aiodaft.Runtime, how: str, code: int | None, number: str | None
 ) -> None:
-    before, echo = await mrt.resources(), await mrt.spawn(Echo)
+    before, echo = await resources_of(mrt), await mrt.spawn(Echo)
     with pytest.raises(aiodaft.ActorDied, match=r"^DiesInConstructor-\d+ \(pid \d+\)") as caught:
         await mrt.on(gpus=1).spawn(DiesInConstructor, how)
     assert (caught.value.exit_code, caught.value.signal) == (code, number)
     assert caught.value.last_lines == (f"about to {how}",)
-    assert await mrt.resources() == before
+    assert await resources_of(mrt) == before
     assert await echo.echo("untouched") == "untouched"
 
 
@@ -239,7 +239,7 @@ def _read(path: Path) -> str:
 
 
 async def test_a_scope_that_ends_while_an_actor_is_made_takes_it_along(mrt: aiodaft.Runtime, tmp_path: Path) -> None:
-    before = await mrt.resources()
+    before = await resources_of(mrt)
     async with mrt.scope() as scope:
         making = asyncio.get_running_loop().create_task(
             awaited(scope.on(gpus=1).spawn(StuckInConstructor, str(tmp_path / "pid")))
@@ -250,14 +250,14 @@ async def test_a_scope_that_ends_while_an_actor_is_made_takes_it_along(mrt: aiod
             with pytest.raises(aiodaft.RuntimeClosed, match="its scope is closed"):
                 await asyncio.shield(making)
         assert not is_alive(pid)
-        assert await mrt.resources() == before
+        assert await resources_of(mrt) == before
     finally:
         making.cancel()
         await asyncio.wait([making])
 
 
 async def test_c45_a_constructor_that_hangs_is_given_up_at_the_deadline(mrt: aiodaft.Runtime, tmp_path: Path) -> None:
-    before = await mrt.resources()
+    before = await resources_of(mrt)
 
     async def spawn() -> None:
         with pytest.raises(aiodaft.DeadlineExceeded):
@@ -269,7 +269,7 @@ async def test_c45_a_constructor_that_hangs_is_given_up_at_the_deadline(mrt: aio
         pid = await _made(tmp_path / "pid")
     while is_alive(pid):
         await asyncio.sleep(0)
-    assert await mrt.resources() == before
+    assert await resources_of(mrt) == before
 
 
 async def test_a_runtime_that_ends_while_an_actor_is_made_takes_it_along(tmp_path: Path) -> None:

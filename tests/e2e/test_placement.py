@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from actors import Echo, Entered, NeedsGpu, SlowStart
 from cuda_library import fake_cuda
-from inside import awaited, controller_of
+from inside import awaited, controller_of, resources_of
 from probes import Half, HalfChild, Probe
 
 import aiodaft
@@ -20,7 +20,7 @@ from aiodaft._runtime.platform.env import Env
 
 async def free(rt: aiodaft.Runtime) -> Mapping[str, float]:
     """What is left of each resource."""
-    return (await rt.resources())[1]
+    return (await resources_of(rt))[1]
 
 
 async def spawn_all(*spawned: aiodaft.Spawned[Any]) -> list[Any]:
@@ -30,7 +30,7 @@ async def spawn_all(*spawned: aiodaft.Spawned[Any]) -> list[Any]:
 
 async def test_resources_are_taken_and_returned_however_an_actor_ends(tmp_path: Any) -> None:
     async with aiodaft.Runtime(preload=(), cpus=4, gpus=4, resources={"disk": 3}) as rt:
-        total, everything = await rt.resources()
+        total, everything = await resources_of(rt)
         assert total == everything == {"cpus": 4, "gpus": 4, "disk": 3}
         place = rt.on(cpus=1.5, gpus=2, resources={"disk": 3})
         stopped = await place.spawn(Echo)
@@ -190,7 +190,7 @@ async def test_gpus_of_a_restricted_controller_keep_their_names(monkeypatch: pyt
     # "gpu1" ends the list, as CUDA has it.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-3,MIG-abc,gpu1,0")
     async with aiodaft.Runtime(preload=(), env=machine, share_gpus=True) as rt:
-        assert (await rt.resources())[0]["gpus"] == 3
+        assert (await resources_of(rt))[0]["gpus"] == 3
         assert [await (await rt.spawn(NeedsGpu)).visible() for _ in range(3)] == ["5", "GPU-3", "MIG-abc"]
 
 
@@ -249,7 +249,7 @@ async def test_neighbours_die_together_and_the_dead_have_none(rt: aiodaft.Runtim
     with pytest.raises(aiodaft.ActorDied, match="was to live with an actor that is gone") as caught:
         await rt.on(with_=host).spawn(Probe)
     assert caught.value.executed is False
-    assert await rt.resources() == ((await rt.resources())[0],) * 2
+    assert await resources_of(rt) == ((await resources_of(rt))[0],) * 2
     with pytest.raises(TypeError, match="expected an actor's handle, got str"):
         await rt.on(with_="host").spawn(Probe)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from actors import Echo, Entered, Sleeper
-from inside import agent_of, awaited, controller_of, fork_server_of, timeouts_of
+from inside import agent_of, awaited, controller_of, fork_server_of, resources_of, timeouts_of
 from leaks import descendants, is_alive
 from odd_actors import Parent
 from stuck import Stuck
@@ -52,7 +52,7 @@ async def gone(*pids: int) -> None:
 async def test_spawns_that_are_cancelled_at_any_moment_leave_nothing(rt: aiodaft.Runtime) -> None:
     await rt.spawn(Echo)
     loop = asyncio.get_running_loop()
-    _, free = await rt.resources()
+    _, free = await resources_of(rt)
     before = len(descendants())
     for turns in range(1, 60, 2):
         spawning = loop.create_task(awaited(rt.on(gpus=1).spawn(Echo)))
@@ -65,7 +65,7 @@ async def test_spawns_that_are_cancelled_at_any_moment_leave_nothing(rt: aiodaft
     async with asyncio.timeout(10):
         while len(descendants()) > before:
             await asyncio.sleep(0)
-    assert (await rt.resources())[1] == free
+    assert (await resources_of(rt))[1] == free
 
 
 async def spawn_more_than_there_is_room_for(rt: aiodaft.Runtime, count: int) -> list[asyncio.Task[Echo]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from actors import Echo, Entered, NeedsGpu, Sleeper, SlowStart
 from failing import Failing
-from inside import awaited
+from inside import awaited, resources_of
 from leaks import descendants, is_alive, wait_gone
 
 import aiodaft
@@ -206,14 +206,14 @@ async def test_a_runtime_is_opened_in_one_task_and_closed_in_another() -> None:
 
 
 async def test_spawning_that_is_cancelled_leaves_nothing(rt: aiodaft.Runtime) -> None:
-    before = await rt.resources()
+    before = await resources_of(rt)
     for delay in (0.0, 0.001, 0.02):
         spawning = asyncio.get_running_loop().create_task(awaited(rt.on(gpus=1).spawn(SlowStart, 60.0)))
         await asyncio.wait([spawning], timeout=delay)
         spawning.cancel()
         with pytest.raises(asyncio.CancelledError):
             await spawning
-    assert await rt.resources() == before
+    assert await resources_of(rt) == before
 
 
 SCRIPT = """

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from actors import Echo
+from inside import resources_of
 from leaks import is_alive
 from supervised import AT_ONCE, Heir, Member, Mortal, ThreadedHeir
 
@@ -43,7 +44,7 @@ async def gone(scope: aiodaft.Scope, actor: object) -> aiodaft.ActorInfo:
 
 
 async def free_gpus(rt: aiodaft.Runtime) -> float:
-    return (await rt.resources())[1]["gpus"]
+    return (await resources_of(rt))[1]["gpus"]
 
 
 @contextlib.contextmanager

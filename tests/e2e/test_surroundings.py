@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from inside import resources_of
 from probes import Probe
 from supervised import AT_ONCE
 
@@ -90,10 +91,10 @@ async def test_a_working_directory_that_is_gone_fails_the_spawn_and_says_what_to
     monkeypatch.chdir(directory)
     guest_of = await rt.spawn(Probe)
     directory.rmdir()
-    free = await rt.resources()
+    free = await resources_of(rt)
     with pytest.raises(aiodaft.SpawnFailed, match=r"working directory of this process, which is gone .*os\.chdir\(\)"):
         await rt.on(gpus=1).spawn(Probe)
-    assert await rt.resources() == free
+    assert await resources_of(rt) == free
     # It needs no process of its own.
     assert await (await rt.on(with_=guest_of).spawn(Probe)).pid() == await guest_of.pid()
     monkeypatch.undo()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_actors import GpuKeeper
-from inside import fork_server_of
+from inside import fork_server_of, resources_of
 from on_gpu import ON_OWN_LOOPS, memory_by_process
 from probes import Probe
 
@@ -68,7 +68,7 @@ async def test_gpus_are_found_and_named_as_cuda_names_them(monkeypatch: pytest.M
     ):  # fmt: skip
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
         async with aiodaft.Runtime(preload=("torch",), share_gpus=True) as rt:
-            assert (await rt.resources())[0]["gpus"] == count
+            assert (await resources_of(rt))[0]["gpus"] == count
             if names in {"0", uuid}:
                 keeper = await rt.on(gpus=1).spawn(GpuKeeper)
                 assert uuid.endswith((await keeper.where(keeper.make(8, 1.0)))[1].removeprefix("GPU-"))
@@ -90,7 +90,7 @@ async def test_two_programs_do_not_use_one_gpu_unless_they_share_it() -> None:
         "import sys, aiodaft\n"
         "async def main():\n"
         "    async with aiodaft.Runtime(preload=(), share_gpus=bool(sys.argv[1])) as rt:\n"
-        "        await rt.on(gpus=(await rt.resources())[0]['gpus']).spawn(aiodaft.Actor)\n"
+        "        await rt.on(gpus=(await rt.nodes())[0].total['gpus']).spawn(aiodaft.Actor)\n"
         "        print('spawned')\n"
         "aiodaft.run(main())\n"
     )

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from inside import resources_of
 
 import aiodaft
 from aiodaft import Actor, method
@@ -46,11 +47,11 @@ def simulate(program: PROGRAM, seed: int = 1, **options: Any) -> Simulation:
 
     async def main() -> None:
         async with simulation.runtime(**{"gpus": 4, "cpus": 4, **options}) as rt:
-            everything = (await rt.resources())[1]
+            everything = (await resources_of(rt))[1]
             await program(rt)
             async with rt.scope():
                 pass
-            assert (await rt.resources())[1] == everything
+            assert (await resources_of(rt))[1] == everything
 
     simulation.run(main())
     assert simulation.problems == []
@@ -58,7 +59,7 @@ def simulate(program: PROGRAM, seed: int = 1, **options: Any) -> Simulation:
 
 
 async def free_gpus(rt: aiodaft.Runtime) -> float:
-    return (await rt.resources())[1]["gpus"]
+    return (await resources_of(rt))[1]["gpus"]
 
 
 # Gangs.
@@ -264,7 +265,7 @@ def test_a_mesh_reserves_its_slices_until_it_is_stopped() -> None:
                 await mesh.spawn(Shard)
             # Actors take what the slice does not have from its node.
             light = await mesh[0].on(cpus=4, gpus=0).spawn(Shard)
-            assert (await rt.resources())[1] == {"cpus": 0, "gpus": 1}
+            assert (await resources_of(rt))[1] == {"cpus": 0, "gpus": 1}
             await rt.stop(mesh)
             await rt.stop(mesh)
             assert await free_gpus(rt) == 3

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 from actors import NeedsGpu
-from inside import awaited
+from inside import awaited, resources_of
 from probes import Probe
 
 import aiodaft
@@ -110,7 +110,7 @@ async def test_a_wait_ends_when_another_runtime_gives_back_a_gpu(gpu: str) -> No
             await two.on(wait=0.01).spawn(NeedsGpu)
         waiting = asyncio.get_running_loop().create_task(awaited(two.on(wait=20).spawn(NeedsGpu)))
         # It has been refused when both runtimes have answered others.
-        assert (await two.resources())[1] == (await two.resources())[0]
+        assert (await resources_of(two))[1] == (await resources_of(two))[0]
         await one.stop(holder)
         assert await (await waiting).visible() == "0"
 

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 
 import pytest
+from inside import resources_of
 
 import aiodaft
 from aiodaft import Actor, method
@@ -47,7 +48,7 @@ def test_a_spawn_that_is_cancelled_at_any_moment_gives_back_what_it_took(moment:
             loop.call_later(moment * 0.004, spawning.cancel)
             with suppress(asyncio.CancelledError):
                 await rt.stop(await spawning)
-            assert (await rt.resources())[1]["cpus"] == 1
+            assert (await resources_of(rt))[1]["cpus"] == 1
             # So there is room for another one.
             assert await (await rt.spawn(Desk, "next")).get() == "next"
 
@@ -62,7 +63,7 @@ def test_an_actor_that_cannot_be_made_gives_back_its_place() -> None:
         async with simulation.runtime(cpus=1) as rt:
             with pytest.raises(ValueError, match="it cannot be made"):
                 await rt.spawn(Desk, "fail")
-            assert (await rt.resources())[1]["cpus"] == 1
+            assert (await resources_of(rt))[1]["cpus"] == 1
 
     simulation.run(main())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Collection, Sized
+from collections.abc import Awaitable, Collection, Mapping, Sized
 from typing import Any, TypeVar
 
 import aiodaft
@@ -50,6 +50,13 @@ def fork_server_of(rt: aiodaft.Runtime) -> int:
     pid = launcher_of(rt).pid
     assert pid is not None
     return pid
+
+
+async def resources_of(rt: aiodaft.Runtime) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """The resources of the node of this process, and how much of each is free."""
+    here = rt._controller.nodes.name_of(rt._controller.process.id)
+    [node] = [node for node in await rt.nodes(patience=30) if node.name == here]
+    return node.total, node.free
 
 
 def timeouts_of(rt: aiodaft.Runtime) -> Timeouts:

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any, Final
 
+from inside import resources_of
 from sim_program import EXPECTED
 
 import aiodaft
@@ -73,7 +74,7 @@ class SpawningProgram:
                 self.wrong.append(f"processes are left: {left}")
             for name in ("a", "b"):
                 await rt.stop(await rt.get_or_create(name, Spawning))
-            _, free = await rt.resources()
+            _, free = await resources_of(rt)
             if free["cpus"] != 100:
                 self.wrong.append(f"resources are left in use: {free}")
 

@@ -6,7 +6,7 @@ The states of a worker are in `_protocol/node/worker.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -524,11 +524,6 @@ class NodeAgent(NodeContact):
         """End the process of the node, with its workers; nothing in a runtime of one machine."""
         # First, this call is answered.
         self._process.loop.call_soon(self.on_end)
-
-    @method
-    async def resources(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """The resources of this node, and how much of each is free."""
-        return {**self._resources.totals, "gpus": float(self._resources.gpus)}, self._resources.free()
 
     @method
     async def process_of(self, peer: str) -> WorkerProcess | None:

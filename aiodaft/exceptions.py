@@ -113,7 +113,7 @@ class SpawnFailed(NotDelivered):
 
 
 class StaleHandle(NotDelivered):
-    """The actor was restarted, and the handle does not follow: `rt.rebind(handle)` gives one of the new incarnation."""
+    """The actor was restarted, and the handle does not follow: `rt.lookup(name, cls)` gives one that leads to it."""
 
 
 class GroupChanged(NotDelivered):

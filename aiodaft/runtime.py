@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextvars import Context
 from dataclasses import astuple
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
 
 from aiodaft._protocol.connections.address import parse_address
 from aiodaft._protocol.coordination.records import check_name as check_actor_name
@@ -275,8 +275,12 @@ class Runtime(Scope):
             await controller.agent_of(target.remote).report(target.actor)
         await register(controller, target, cls, name)
 
-    async def lookup(self, name: str, cls: type[ActorT]) -> ActorT:
-        """Find the actor with a name.
+    @overload
+    async def lookup(self, name: str, cls: type[ActorT]) -> ActorT: ...  # type: ignore[overload-overlap]  # the first that fits counts
+    @overload
+    async def lookup(self, name: str, cls: type[T]) -> Service[T]: ...
+    async def lookup(self, name: str, cls: type[Any]) -> Any:
+        """Find the actor with a name, or the `Service`; while it is restarted, this waits.
 
         Raises:
             NameNotFound: No actor has the name.
@@ -284,7 +288,8 @@ class Runtime(Scope):
             ActorDied: The actor is gone, and is not restarted.
         """
         named = await self._controller.coordinator.lookup(check_actor_name(name))
-        return cast("ActorT", await found(self._controller, named, cls, self._owned.errors))
+        handle = await found(self._controller, named, cls, self._owned.errors)
+        return handle if issubclass(cls, Actor) else Service(handle, cls)
 
     async def names(self, prefix: str = "") -> tuple[str, ...]:
         """The names of actors that begin like this, in alphabetical order.

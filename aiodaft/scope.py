@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar, cast
+from typing import Any, NoReturn, Self
 
 from aiodaft._protocol.diagnostics.amount import count
 from aiodaft._protocol.supervision.supervision import Restart
-from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.platform.tasks import see_through
 from aiodaft._runtime.scope_actors import Constraints
 from aiodaft._runtime.scope_errors import ScopeErrors
-from aiodaft.actor import Actor, ActorFacts, Handle, class_of, target_of
+from aiodaft.actor import Actor, ActorFacts, class_of
 from aiodaft.group import Group
 from aiodaft.html import page, table
 from aiodaft.info import ActorInfo, look_at
@@ -20,8 +19,6 @@ from aiodaft.placement import Mesh, Spawner
 from aiodaft.service import Service
 
 __all__ = ["Scope"]
-
-T = TypeVar("T")
 
 
 class Scope(Spawner):
@@ -120,18 +117,3 @@ class Scope(Spawner):
     async def info(self, actor: Actor | Service[Any]) -> ActorInfo:
         """The state of an actor. If its process does not answer, the result has what its node knows."""
         return await look_at(self._controller, self._owned.target(actor), class_of(handle_of(actor)))
-
-    async def rebind(self, actor: T) -> T:
-        """A handle of the actor's current or next incarnation; the same handle if it follows restarts.
-
-        Raises:
-            ActorDied: The actor is gone, and is not restarted.
-        """
-        handle, target = handle_of(actor), self._owned.target(actor)
-        if not isinstance(target, FollowingTarget) or target.owner != self._controller.process.id:
-            return actor
-        address = await self._controller.directory.address(target.number)
-        if address is target_of(handle):
-            return actor
-        new = Handle(address, class_of(handle))
-        return cast("T", Service(new, class_of(handle)) if isinstance(actor, Service) else new)

@@ -12,7 +12,7 @@ import aiodaft
 from aiodaft.service import Service
 
 OF_SPAWNERS = {"get_or_create", "group", "host", "host_group", "mesh", "on", "spawn"}
-OF_SCOPES = OF_SPAWNERS | {"info", "kill", "rebind", "scope", "stop"}
+OF_SCOPES = OF_SPAWNERS | {"info", "kill", "scope", "stop"}
 OF_FUTURES = {"add_done_callback", "cancel", "cancelled", "done", "exception", "remove_done_callback", "result"}
 
 NAMES: dict[type, set[str]] = {

@@ -333,6 +333,7 @@ async def test_a_service_is_stopped_named_and_passed_on_like_an_actor(rt: aiodaf
         assert (info.name, info.class_name, info.gpus, info.alive) == ("Plain-1", "Plain", (0,), True)
         await rt.name(service, "plain")
         assert (await rt.info(service)).names == ("plain",)
+        assert await (await rt.lookup("plain", Plain)).call(Plain.add, 6) == 16
         travelled: Any = await echo.echo(service)
         assert await travelled.call(Plain.add, 5) == 15
         neighbour = await rt.on(with_=service).spawn(Probe)

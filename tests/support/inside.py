@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import aiodaft
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.objects.value import Key
+from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.controller import Controller
 from aiodaft._runtime.groups import process_group
 from aiodaft._runtime.groups.inboxes import Box, Inboxes
@@ -67,6 +68,13 @@ def timeouts_of(rt: aiodaft.Runtime) -> Timeouts:
 def actors_of(rt: aiodaft.Runtime) -> ScopeActors:
     """The actors that the runtime stops at its end."""
     return rt._owned.actors
+
+
+async def up_again(rt: aiodaft.Runtime, actor: aiodaft.Actor) -> None:
+    """Wait until a supervised actor is up; raises ActorDied if it is gone."""
+    target = rt._owned.target(actor)
+    assert isinstance(target, FollowingTarget)
+    await rt._controller.directory.address(target.number)
 
 
 def errors_kept_by(rt: aiodaft.Runtime) -> Sized:

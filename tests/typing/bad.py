@@ -99,7 +99,7 @@ async def supervision(rt: Runtime) -> None:
     aiodaft.Restart(strategy="all")  # E40 not a strategy
     rt.on(restart="one_for_all")  # E41 not a kind
     rt.scope(restart="permanent")  # E42 not a policy
-    wrong: int = await rt.rebind(rt)  # E43 a handle of another type
+    wrong: int = await rt.lookup("model", Model)  # E43 a handle of another type
     aiodaft.method(retries="twice")  # E44 not a number of retries
 
 

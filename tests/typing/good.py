@@ -382,6 +382,8 @@ async def services(rt: Runtime) -> None:
             assert_type(llms[:1], ServiceGroup[LLM])
             assert_type([service async for service in llms[:1].map(LLM.generate, [["a"]])], list[list[str]])
             await rt.kill(llms[1])
+            await rt.name(llms[0], "llm")
+            assert_type(await rt.lookup("llm", LLM), Service[LLM])
             await rt.stop(llms)
 
 
@@ -466,8 +468,8 @@ async def supervised(rt: Runtime) -> None:
         lasting = await siblings.spawn(Lasting, "l")
         assert_type(lasting, Lasting)
         assert_type(lasting.again(1), Ref[int])
-        helper = await siblings.on(restart="temporary").spawn(Derived, "h")
-        assert_type(await rt.rebind(helper), Derived)
+        await siblings.on(restart="temporary", name="helper").spawn(Derived, "h")
+        assert_type(await rt.lookup("helper", Derived), Derived)
         info = await rt.info(lasting)
         async with rt.trace("run.json", limit=10, patience=1) as trace:
             assert_type(trace.left_out, dict[str, str])

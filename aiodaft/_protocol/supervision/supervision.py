@@ -77,7 +77,7 @@ class Restart:
         period: Seconds.
         backoff: The wait before a restart.
         follow: Whether handles lead to the new incarnation. Calls made while it starts wait for it. With False, handles
-            of an earlier incarnation raise `StaleHandle`, and `rt.rebind(handle)` gives a new one.
+            of an earlier incarnation raise `StaleHandle`, and `rt.lookup(name, cls)` gives a new one.
 
     Raises:
         ValueError: A value is not allowed, or the backoff is so slow that the intensity is never reached.

@@ -16,6 +16,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Final
 
+from inside import up_again
 from leaks import descendants
 
 from aiodaft._protocol.supervision.supervision import Backoff, Restart
@@ -137,7 +138,7 @@ async def _is_there(runtime: Runtime, actor: Victim, *, followed: bool) -> bool:
     with suppress(ActorDied, TimeoutError):
         async with asyncio.timeout(_HANG):
             while not (alive := (await runtime.info(actor)).alive) and followed:
-                await runtime.rebind(actor)
+                await up_again(runtime, actor)
             return alive
     return False
 

@@ -9,6 +9,8 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import closing
 from mmap import PAGESIZE
 
 import pytest
@@ -20,7 +22,7 @@ from transport_probes import descriptors_of_segments, mappings, no_more_files, s
 from aiodaft_transport import Block, GrantError
 from aiodaft_transport.memory.address import address_of
 from aiodaft_transport.memory.host_pool import ArenaBlock
-from aiodaft_transport.shm import private_pages
+from aiodaft_transport.memory.page_map import PageMap
 
 MIB = 1 << 20
 # What later Pythons say of any fork beside threads.
@@ -217,32 +219,52 @@ def test_no_write_of_a_consumer_ever_shows_in_a_later_value(data: st.DataObject)
         assert live(office) == 0
 
 
-def test_private_pages_are_those_written_to_in_a_private_mapping() -> None:
+@pytest.fixture
+def page_map() -> Iterator[PageMap]:
+    with closing(PageMap()) as found:
+        yield found
+
+
+def test_private_pages_are_those_written_to_in_a_private_mapping(page_map: PageMap) -> None:
     with opened_office() as office:
         block, view = office.give(content(16 * PAGESIZE))
         start = address_of(view)
-        assert list(private_pages(start, 16)) == []
+        assert list(page_map.private_pages(start, 16)) == []
         assert bytes(view) == block.view
-        assert list(private_pages(start, 16)) == []
+        assert list(page_map.private_pages(start, 16)) == []
         for page in (0, 5, 15):
             view[page * PAGESIZE] = 1
-        assert list(private_pages(start, 16)) == [0, 5, 15]
-        assert list(private_pages(start + PAGESIZE, 5)) == [4]
-        assert list(private_pages(start, 0)) == []
+        assert list(page_map.private_pages(start, 16)) == [0, 5, 15]
+        assert list(page_map.private_pages(start + PAGESIZE, 5)) == [4]
+        assert list(page_map.private_pages(start, 0)) == []
 
 
-def test_writing_back_what_was_there_makes_a_page_private_too() -> None:
+def test_writing_back_what_was_there_makes_a_page_private_too(page_map: PageMap) -> None:
     with opened_office() as office:
         _, view = office.give(content(2 * PAGESIZE))
         view[0] = view[0]
-        assert list(private_pages(address_of(view), 2)) == [0]
+        assert list(page_map.private_pages(address_of(view), 2)) == [0]
 
 
-def test_the_producers_own_pages_are_not_private() -> None:
+def test_the_producers_own_pages_are_not_private(page_map: PageMap) -> None:
     with opened_office() as office:
         block = office.producer.allocate(4 * PAGESIZE)
         block.view[:] = content(4 * PAGESIZE)
-        assert list(private_pages(block.address, 4)) == []
+        assert list(page_map.private_pages(block.address, 4)) == []
+
+
+def test_a_forked_child_reads_its_own_page_map(page_map: PageMap) -> None:
+    with opened_office() as office:
+        _, view = office.give(content(2 * PAGESIZE))
+        start = address_of(view)
+        view[0] = 1
+        assert list(page_map.private_pages(start, 2)) == [0]
+        child = os.fork()
+        if child == 0:
+            view[PAGESIZE] = 1
+            os._exit(0 if list(page_map.private_pages(start, 2)) == [0, 1] else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert list(page_map.private_pages(start, 2)) == [0]
 
 
 def test_dropping_private_pages_of_one_block_leaves_its_neighbours_alone() -> None:

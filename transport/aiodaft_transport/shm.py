@@ -19,7 +19,7 @@ import asyncio
 import ctypes
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from mmap import MADV_DONTNEED, MAP_PRIVATE, PAGESIZE, PROT_READ, PROT_WRITE, mmap
 from typing import ClassVar, Final, cast
@@ -29,6 +29,7 @@ from aiodaft_transport.exceptions import GrantError
 from aiodaft_transport.forks import fork_count
 from aiodaft_transport.memory.address import check_target, exposed_view
 from aiodaft_transport.memory.host_pool import DEFAULT_KEEP, Arena, ArenaBlock, Segment
+from aiodaft_transport.memory.page_map import PageMap
 from aiodaft_transport.memory.registered import Block
 from aiodaft_transport.peers import GONE, RETURN, SEGMENT, SegmentRemote, SegmentTransport
 
@@ -37,9 +38,6 @@ _RETIRE: Final = 4  # id: a grant is returned, and forked children may still rea
 _MISSED: Final = 5  # id: the sender had no room for the descriptor of a segment
 # Bytes copied in one step: about 0.1 ms.
 _SLICE: Final = 1 << 20
-
-# In the top byte of a pagemap entry: bit 7 present, bit 6 swapped, bit 5 page of a file.
-_IS_PRIVATE: Final = bytes(1 if byte & 0b1100_0000 and not byte & 0b0010_0000 else 0 for byte in range(256))
 
 
 class _Mapping:
@@ -52,12 +50,12 @@ class _Mapping:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.region))
         self.busy: set[int] = set()
 
-    def scrub(self, offset: int, nbytes: int) -> None:
+    def scrub(self, offset: int, nbytes: int, page_map: PageMap) -> None:
         """Make the range show the shared pages again."""
         first = offset // PAGESIZE
         pages = -(-(offset + nbytes) // PAGESIZE) - first
         try:
-            for page in private_pages(self.address + first * PAGESIZE, pages):
+            for page in page_map.private_pages(self.address + first * PAGESIZE, pages):
                 self.region.madvise(MADV_DONTNEED, (first + page) * PAGESIZE, PAGESIZE)
         except OSError:
             # Without a descriptor for the page map, drop all pages.
@@ -122,6 +120,7 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
         # The pool that blocks come from.
         self.arena = Arena(shared=True, keep=keep, on_segment_closed=self._segment_closed)
         self._forks = fork_count()
+        self._page_map = PageMap()
 
     def mapped_segments(self) -> int:
         """How many segments of peers are known here."""
@@ -160,7 +159,9 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
         forks = self._forks.value
 
         def give_back() -> None:
-            mapping.scrub(offset, nbytes)
+            if self._closed:
+                return
+            mapping.scrub(offset, nbytes, self._page_map)
             mapping.busy.discard(offset)
             self._send(remote, RETURN if self._forks.value == forks else _RETIRE, number)
 
@@ -186,6 +187,7 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
     def close(self) -> None:
         self._closed = True
         self._lose_all()
+        self._page_map.close()
         self.arena.close()
 
     def _meet(self, control: Control) -> _Remote:
@@ -228,20 +230,3 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
             block.retire()
         for segment in remote.segments.values():
             segment.close()
-
-
-def private_pages(address: int, pages: int) -> Iterator[int]:
-    """Indices of the pages from `address` on of which this process has a private copy.
-
-    Source: Documentation/admin-guide/mm/pagemap.rst of the Linux kernel.
-    """
-    pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        entries = os.pread(pagemap, pages * 8, address // PAGESIZE * 8)
-    finally:
-        os.close(pagemap)
-    flags = entries[7::8].translate(_IS_PRIVATE)
-    index = flags.find(1)
-    while index >= 0:
-        yield index
-        index = flags.find(1, index + 1)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, Final, TypeAlias
 
 from aiodaft._protocol.groups.collective import QUICK, Cut
@@ -17,6 +17,9 @@ from aiodaft._runtime.serialization.tensors import loaded_torch
 Allocate: TypeAlias = Callable[[Any, Any], Any]
 # Elements that torch computes in the calling thread: its GRAIN_SIZE.
 _SERIAL: Final = 1 << 15
+# What numpy computes as fast as torch, and to the same bits; of two NaNs, it may give the other one.
+_SAME_OPS: Final = frozenset({"sum", "product"})
+_SAME_DTYPES: Final = frozenset({"torch.float32", "torch.float64", "torch.int32", "torch.int64"})
 # The name of a reducer below, or a function of two values.
 Reducer: TypeAlias = str | Callable[[Any, Any], Any]
 
@@ -142,7 +145,7 @@ def nbytes_of(value: Any) -> int:
 def _combined(values: Sequence[Any], op: Reducer, allocate: Allocate) -> Any:
     if callable(op):
         return reduce(op, values)
-    number, of_torch, of_numpy = _REDUCERS[op]
+    number, *_ = _REDUCERS[op]
     first = values[0]
     if not _has_reducers(first, op):
         raise TypeError(
@@ -155,25 +158,32 @@ def _combined(values: Sequence[Any], op: Reducer, allocate: Allocate) -> Any:
     if len(values) == 1:
         total[...] = first
         return total
-    function = getattr(loaded_torch(), of_torch) if _is_tensor(first) else getattr(_numpy(), of_numpy)
-    for out, one, two, *others in _pieces([total, *values]):
+    function, parts = _computing(op, [total, *values])
+    for out, one, two, *others in parts:
         function(one, two, out=out)
         for other in others:
             function(out, other, out=out)
     return total
 
 
-def _pieces(values: Sequence[Any]) -> Iterable[Sequence[Any]]:
-    """Values of one shape in pieces that torch computes without its threads, if that is quick; else whole.
+def _computing(op: str, values: Sequence[Any]) -> tuple[Callable[..., Any], Iterable[Sequence[Any]]]:
+    """What reduces values of one shape, and the parts of them that it is called with.
 
-    Its threads are for large values: where others need the cores, they spin for milliseconds at the end of each job.
+    What is quick is done without the threads of torch. These are for large values: where others need the cores, they
+    spin for milliseconds at the end of each job. numpy has none; torch uses none for small parts, which take longer.
     """
+    _, of_torch, of_numpy = _REDUCERS[op]
     first = values[0]
-    if not _is_tensor(first) or first.numel() <= _SERIAL or len(values) * first.nbytes > 2 * QUICK:
-        return [values]
+    if not _is_tensor(first):
+        return getattr(_numpy(), of_numpy), [values]
+    function = getattr(loaded_torch(), of_torch)
+    if first.numel() <= _SERIAL or len(values) * first.nbytes > 2 * QUICK:
+        return function, [values]
     if first.device.type != "cpu" or not all(value.is_contiguous() for value in values):
-        return [values]
-    return zip(*(value.view(-1).split(_SERIAL) for value in values), strict=True)
+        return function, [values]
+    if op in _SAME_OPS and str(first.dtype) in _SAME_DTYPES and _numpy_sees_tensors():
+        return _quiet(of_numpy), [[value.detach().numpy() for value in values]]
+    return function, zip(*(value.view(-1).split(_SERIAL) for value in values), strict=True)
 
 
 def _like(value: Any, allocate: Allocate) -> Any:
@@ -209,6 +219,24 @@ def _has_reducers(value: Any, op: str) -> bool:
 
 def _is_dense(value: Any) -> bool:
     return str(value.layout) == "torch.strided"
+
+
+@cache
+def _numpy_sees_tensors() -> bool:
+    """Whether this torch works with this numpy."""
+    torch: Any = loaded_torch()
+    try:
+        torch.empty(0).numpy()
+    except RuntimeError:
+        return False
+    return True
+
+
+@cache
+def _quiet(name: str) -> Callable[..., Any]:
+    """A function of numpy that does not warn of infinite results; torch does not."""
+    quiet: Callable[..., Any] = _numpy().errstate(all="ignore")(getattr(_numpy(), name))
+    return quiet
 
 
 def _numpy() -> Any:

@@ -1,0 +1,47 @@
+"""Values are reduced to the bits that torch gives, whatever computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from aiodaft._runtime.groups.arithmetic import reduced
+
+# Elements: one that torch computes in one thread anyway, one that is not a multiple of a piece, and a large one.
+SIZES = (1, (1 << 16) + 5, 3 << 20)
+OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+def allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def some(size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(size, generator=generator).to(dtype)
+    return torch.randint(-(1 << 30), 1 << 30, (size,), generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.uint8])
+def test_tensors_are_reduced_as_torch_does(size: int, dtype: torch.dtype) -> None:
+    values = [some(size, dtype, seed).requires_grad_(dtype.is_floating_point) for seed in range(3)]
+    for op, function in OPS.items():
+        with torch.no_grad():
+            expected = function(function(values[0], values[1]), values[2])
+            total = reduced(values, range(3), op, "test", allocate)
+        assert torch.equal(total, expected)
+
+
+def test_infinite_results_are_no_warnings() -> None:
+    large = torch.full((1 << 16,), 3e38)
+    total = reduced([large, large, -torch.inf * large], range(3), "sum", "test", allocate)
+    assert total.isnan().all()

@@ -35,7 +35,7 @@ class ActorInfo:
         name: What it is called in errors.
         class_name: Its class.
         names: Its names, given by `rt.name`.
-        pid: Its process; 0 if that has ended.
+        pid: Its process; None if that has ended, also while it is restarted.
         node: Its machine.
         gpus: Numbers of the GPUs of its process.
         alive: Whether it takes calls.
@@ -60,7 +60,7 @@ class ActorInfo:
     name: str
     class_name: str
     names: tuple[str, ...]
-    pid: int
+    pid: int | None
     node: str
     gpus: tuple[int, ...]
     alive: bool
@@ -152,7 +152,7 @@ async def look_at(controller: Owner, target: Target, cls: type) -> ActorInfo:
     report = None if before is None else await _report(controller, target)
     process = await _process(controller, target)
     node_name = controller.nodes.name_of(target.remote if child is None else child.place.peer)
-    info = ActorInfo(target.label, cls.__name__, names, 0, node_name, (), alive=report is not None)
+    info = ActorInfo(target.label, cls.__name__, names, None, node_name, (), alive=report is not None)
     if child is not None:
         info = replace(info, epoch=child.epoch, restarts=child.restarts, last_error=child.last_error)
     if process is None:

@@ -35,7 +35,7 @@ class ProcessInfo:
 
     Attributes:
         id: Its id in the runtime.
-        pid: Its pid.
+        pid: Its pid; None if it has not started yet, or is not known.
         node: The name of its node.
         role: "controller": it has opened a runtime. "node": it serves a machine of a cluster. "worker": it has actors.
         owner: The id of the process that owns its actors.
@@ -56,7 +56,7 @@ class ProcessInfo:
     """
 
     id: str
-    pid: int
+    pid: int | None
     node: str
     role: Literal["controller", "node", "worker"]
     owner: str
@@ -239,7 +239,7 @@ class Overview:
             for one in self.actors
         ]
         processes = [
-            (one.title, one.pid, one.node, amount(one.rss), amount(one.stored_bytes)) for one in self.processes
+            (one.title, one.pid or "", one.node, amount(one.rss), amount(one.stored_bytes)) for one in self.processes
         ]
         return page(
             f"Runtime {self.runtime}",

@@ -85,7 +85,7 @@ class ProcessStack:
 
     Attributes:
         id: Its id in the runtime.
-        pid: Its pid.
+        pid: Its pid; None if it has not started yet.
         actors: The actors in it.
         asked_for: None if it answered; else the seconds for which it has not, because its loop does not turn.
         calls: The calls of its actors, running calls first.
@@ -96,7 +96,7 @@ class ProcessStack:
     """
 
     id: str
-    pid: int
+    pid: int | None
     actors: tuple[str, ...]
     asked_for: float | None = None
     calls: tuple[CallStack, ...] = ()
@@ -115,7 +115,7 @@ class ProcessStack:
         return " and ".join(self.actors) or "the controller"
 
     def _lines(self, titles: Mapping[str, str]) -> Iterator[str]:
-        yield f"{self.title} (pid {self.pid}, {self.id})"
+        yield f"{self.title} (pid {self.pid or '?'}, {self.id})"
         if self.asked_for is not None:
             yield f"  does not answer, for {self.asked_for:.1f} s by now"
             yield from _indented(self.dump.splitlines())

@@ -133,7 +133,7 @@ class _Survey:
 
 def _unknown(peer: PeerId, view: ProcessView | None) -> WorkerProcess:
     """A process of which no node has told anything, with what it says itself."""
-    pid, owner = (0, PeerId("")) if view is None else (view.pid, view.owner)
+    pid, owner = (None, PeerId("")) if view is None else (view.pid, view.owner)
     return WorkerProcess(peer, pid, owner, (), (), LastHeartbeat())
 
 
@@ -192,13 +192,13 @@ def _actors(owner: Owner, seen: Iterable[Seen], names: Iterable[NamedActor]) -> 
             child, child_names = children.pop((process.id, label), (None, ()))
             own_names = child_names or named.get((process.id, label), ())
             info = ActorInfo(
-                label, owner.class_in(label), own_names, 0, owner.nodes.name_of(process.id), (), alive=True
+                label, owner.class_in(label), own_names, None, owner.nodes.name_of(process.id), (), alive=True
             )
             info = in_process(info, process, actor, 0 if view is None else view.stored_bytes)
             yield info if child is None else _with_restarts(info, child)
     for (peer, label), (child, child_names) in children.items():
         if child.is_down:
-            info = ActorInfo(label, "", child_names, 0, owner.nodes.name_of(peer), (), alive=False, restarting=True)
+            info = ActorInfo(label, "", child_names, None, owner.nodes.name_of(peer), (), alive=False, restarting=True)
             yield _with_restarts(info, child)
 
 

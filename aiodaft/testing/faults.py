@@ -17,7 +17,6 @@ from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.connections.connection import Connection, Handler
 from aiodaft._runtime.node.local_node import LocalNode
-from aiodaft._runtime.node.worker import WorkerProcess
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.linux import SEES_PROCESSES, is_stopped, status_of
 from aiodaft._runtime.process import current_process
@@ -53,13 +52,13 @@ class Faults:
         """
         runtime, target = _of(actor)
         remote = target.remote
-        process = await _process(runtime, target)
+        pid = await _pid_of(runtime, target)
         launcher = _launcher(runtime)
         if launcher is None:
-            os.kill(process.pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
         else:
             launcher.kill(launcher.workers[remote])
-        self._stopped.discard(process.pid)
+        self._stopped.discard(pid)
         await runtime._controller.nodes.of(remote).wait_end(remote)
         with suppress(DaftError):
             # Only its connection shows this process that it has ended.
@@ -75,7 +74,7 @@ class Faults:
         runtime, target = _of(actor)
         if _launcher(runtime) is not None:
             raise RuntimeError(f"{target.label} lives in the process of the test: only one of `daft_cluster` can stop")
-        pid = (await _process(runtime, target)).pid
+        pid = await _pid_of(runtime, target)
         self._stopped.add(pid)
         os.kill(pid, signal.SIGSTOP)
         while SEES_PROCESSES and not is_stopped(pid) and status_of(pid) is None:  # noqa: ASYNC110 - the kernel tells nobody
@@ -87,7 +86,7 @@ class Faults:
         Raises:
             ActorDied: It has no process any more.
         """
-        self._resume((await _process(*_of(actor))).pid)
+        self._resume(await _pid_of(*_of(actor)))
 
     def resume_all(self) -> None:
         """Let all processes go on that this has stopped. Idempotent."""
@@ -212,8 +211,8 @@ def _launcher(runtime: Runtime) -> InProcessLauncher | None:
     return launcher if isinstance(launcher, InProcessLauncher) else None
 
 
-async def _process(runtime: Runtime, target: Target) -> WorkerProcess:
+async def _pid_of(runtime: Runtime, target: Target) -> int:
     process = await runtime._controller.nodes.of(target.remote).process_of(target.remote)
-    if process is None:
+    if process is None or process.pid is None:
         raise ActorDied(f"{target.label} has no process any more", executed=False)
-    return process
+    return process.pid

@@ -169,7 +169,7 @@ async def test_an_actor_that_is_restarted_is_there_without_a_process(log_only: a
     while (overview := await rt.overview()) and named(overview, name).state != "restarting":
         pass
     actor = named(overview, name)
-    assert (actor.pid, actor.process, actor.class_name, actor.names) == (0, "", "Source", ("comes-back",))
+    assert (actor.pid, actor.process, actor.class_name, actor.names) == (None, "", "Source", ("comes-back",))
     assert isinstance(actor.last_error, aiodaft.ActorDied)
     assert (await rt.info(source)).state == "restarting"
     plain = json.loads(overview.to_json())

@@ -177,7 +177,7 @@ async def test_the_slot_stays_between_incarnations_and_is_free_at_the_end(
     assert await actor.visible() == "0,1,2"
     await kill(actor)
     down = await gone(module_rt, actor)
-    assert (down.pid, down.alive, down.restarts) == (0, False, 0)
+    assert (down.pid, down.alive, down.restarts) == (None, False, 0)
     assert await free_gpus(module_rt) == 1
     with pytest.raises(aiodaft.InsufficientResources, match="Mortal-[0-9]+ has 3"):
         await place.spawn(Mortal)

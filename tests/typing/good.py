@@ -288,6 +288,7 @@ async def owners(rt: Runtime) -> None:
     await rt.name(a, "router")
     assert_type(await rt.lookup("router", Model), Model)
     assert_type(await rt.info(a), ActorInfo)
+    assert_type((await rt.info(a)).pid, int | None)
     assert_type(await rt.nodes(patience=0.5), tuple[NodeInfo, ...])
     async with rt.scope() as scope:
         assert_type(scope, Scope)

@@ -51,7 +51,7 @@ class Failure:
         actor: The actor; of a death all actors of the process; of a node its name.
         method: The method, such as "Model.step"; "" if it was no call.
         process: The id of the process that failed.
-        pid: Its pid.
+        pid: Its pid; None if it had not started.
         line: Where the first cause was raised, such as "model.py:12 in step"; "" if that is not known.
         causes: The chain of exceptions: the root cause first, what callers got last.
         times: How often this failed in this way.
@@ -64,7 +64,7 @@ class Failure:
     actor: str
     method: str
     process: str
-    pid: int
+    pid: int | None
     line: str
     causes: tuple[Cause, ...]
     times: int
@@ -85,7 +85,7 @@ class Subject(NamedTuple):
     actor: str
     method: str
     process: str
-    pid: int
+    pid: int | None
 
 
 class FailureLog:

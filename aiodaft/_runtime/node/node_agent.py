@@ -547,7 +547,7 @@ class NodeAgent(NodeContact):
         wanted = worker.state is WorkerState.STOPPING and not worker.orphaned
         error = worker.error = worker.given_up or self._post_mortem(worker, ending)
         if worker.state is not WorkerState.STOPPING:
-            death = Subject("death", worker.names, error.last_method, worker.id, worker.pid)
+            death = Subject("death", worker.names, error.last_method, worker.id, worker.pid or None)
             self._process.failures.note(death, error, self._process.env.monotonic())
         worker.handle(WorkerEvent.ENDED)
         self.draining.note()

@@ -62,7 +62,7 @@ class WorkerProcess(NamedTuple):
     """A worker process, as the node knows it without asking it."""
 
     id: PeerId
-    pid: int
+    pid: int | None
     owner: PeerId
     actors: tuple[str, ...]
     gpus: tuple[int, ...]
@@ -81,6 +81,7 @@ class Worker:
         # Takes its output to the program that shows it, if that is on another machine.
         self.relay: Relay | None = None
         self.heartbeat = heartbeat
+        # 0 until it has started.
         # 0 until it has started.
         self.pid = 0
         self.started: asyncio.Future[None] = loop.create_future()
@@ -133,7 +134,7 @@ class Worker:
 
     def snapshot(self) -> WorkerProcess:
         return WorkerProcess(
-            self.id, self.pid, self.owner, tuple(self.actors.values()), self.gpus, self.heartbeat.last()
+            self.id, self.pid or None, self.owner, tuple(self.actors.values()), self.gpus, self.heartbeat.last()
         )
 
     def add(self, actor: ActorId, label: str) -> None:

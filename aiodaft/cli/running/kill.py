@@ -32,7 +32,7 @@ async def _kill(name: str, pid: str | None, output: Output, *, ask: bool) -> Non
         look = await program.answer("overview")
         actor = _one_of(look["actors"], name)
         (process,) = (one for one in look["processes"] if one["id"] == actor["process"])
-        victims = f"{' and '.join(process['actors'])} (pid {process['pid']} on {process['node']})"
+        victims = f"{' and '.join(process['actors'])} (pid {process['pid'] or '?'} on {process['node']})"
         if ask:
             click.confirm(f"kill {victims}?", abort=True, err=True)
         await program.answer("kill", process=process["id"])
@@ -51,7 +51,7 @@ def _one_of(actors: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]
     if not found:
         raise no_actor(actors, name)
     if len(found) > 1:
-        where = ", ".join(f"pid {actor['pid']} on {actor['node']}" for actor in found)
+        where = ", ".join(f"pid {actor['pid'] or '?'} on {actor['node']}" for actor in found)
         raise Failed(
             f"{len(found)} actors are called {name!r}: {where}. Kill one by a name that `rt.name` has given it"
         )

@@ -105,7 +105,7 @@ def _processes(actors: Mapping[str, Sequence[Plain]], processes: Iterable[Plain]
 def _line_of(process: Plain) -> str:
     actors = ", ".join(process["actors"]) or "no actors"
     named = f", named {', '.join(process['names'])}" if process["names"] else ""
-    return f"pid {process['pid']}: {actors}{named}"
+    return f"pid {process['pid'] or '?'}: {actors}{named}"
 
 
 def _node_line(node: Plain) -> str:

@@ -46,7 +46,7 @@ def memory_view(title: str, look: Plain, most: int) -> RenderableType:
             f"{one['stored_values']:,}",
             amount(one["pooled_bytes"]),
         ]
-        processes.add_row(one["title"], str(one["pid"]), *(numbers if one["answered"] else ["?"] * len(numbers)))
+        processes.add_row(one["title"], str(one["pid"] or "?"), *(numbers if one["answered"] else ["?"] * len(numbers)))
     stored, titles = look["stored"], {one["id"]: one["title"] for one in look["processes"]}
     values = _table(["value", "stored by", "held by"], ["size", "readers"])
     for one in stored[:most]:
@@ -151,9 +151,9 @@ def _rows(look: Plain, room: int) -> Iterator[list[str | Text]]:
 def _numbers(process: Plain, rate: Plain | None) -> list[str]:
     memory = [amount(process["rss"]), amount(process["stored_bytes"])] if process["answered"] else ["?", "?"]
     if rate is None:
-        return [str(process["pid"]), "", *memory, "", ""]
+        return [str(process["pid"] or "?"), "", *memory, "", ""]
     traffic = [amount(round(rate["sent"])), amount(round(rate["received"]))]
-    return [str(process["pid"]), f"{rate['cpu']:.0%}", *memory, *traffic]
+    return [str(process["pid"] or "?"), f"{rate['cpu']:.0%}", *memory, *traffic]
 
 
 def _failure_lines(failures: Iterable[Plain]) -> Iterator[str]:

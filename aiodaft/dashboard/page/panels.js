@@ -162,7 +162,7 @@ export class Processes {
       { name: "Process", value: (p) => p.title, cell: (cell, p) => {
         if (!cell.firstChild) cell.append(h("b"), h("small"));
         text(cell.firstChild, p.title);
-        text(cell.lastChild, [p.node, `pid ${p.pid}`].join(" · "));
+        text(cell.lastChild, [p.node, p.pid ? `pid ${p.pid}` : ""].filter(Boolean).join(" · "));
         set(cell, { title: p.id });
       } },
       { name: "CPU", align: "right", value: (p) => p.cpu, cell: known((p) => `${Math.round(p.cpu * 100)} %`, (p) => p.cpu < 0.005) },

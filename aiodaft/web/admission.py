@@ -14,12 +14,24 @@ _WEIGHT: Final = 1 / 16
 _LONGEST_WAIT: Final = 60
 
 
+def admission_of(limit: int | None, queue: int) -> Admission | None:
+    """The admission with these limits; None if there is to be none.
+
+    Raises:
+        ValueError: They are not valid.
+    """
+    for name, value, least in (("limit", 1 if limit is None else limit, 1), ("queue", queue, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r}: a whole number that is at least {least} is needed")
+    if limit is None and queue:
+        raise ValueError(f"queue={queue} without a limit: requests wait only where `limit` bounds those under way")
+    return None if limit is None else Admission(limit, queue)
+
+
 class Admission:
     """Admits so many requests at a time, and lets so many others wait for their turn, in order."""
 
     def __init__(self, limit: int, queue: int) -> None:
-        if limit < 1 or queue < 0:
-            raise ValueError(f"limit={limit}, queue={queue}: at least 1 and 0 are needed")
         self._limit = limit
         self._queue = queue
         self._free = limit

@@ -10,7 +10,7 @@ from typing import Any
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import Overloaded
 from aiodaft.runtime import Runtime
-from aiodaft.web.admission import Admission
+from aiodaft.web.admission import Admission, admission_of
 from aiodaft.web.asgi import App, Receive, Send, answer
 from aiodaft.web.exchange import Exchange
 from aiodaft.web.heap import Heap
@@ -48,7 +48,8 @@ class Ingress:
         probes: Paths for those that look after the app.
 
     Raises:
-        ValueError: `limit` is less than 1, or `queue` is negative.
+        ValueError: `limit` is less than 1, `queue` is negative, or is given without `limit`. If it is made when the
+            lifespan begins, as by `add_middleware`, the server is told that the app cannot start.
     """
 
     def __init__(
@@ -64,7 +65,16 @@ class Ingress:
         self._app = app
         self._actors = actors
         self._open_runtime = runtime
-        self._admission = None if limit is None else Admission(limit, queue)
+        self._admission: Admission | None = None
+        self._wrong: ValueError | None = None
+        try:
+            self._admission = admission_of(limit, queue)
+        except ValueError as error:
+            if actors is None or asyncio._get_running_loop() is None:
+                raise
+            # Starlette makes its middleware when the lifespan begins, where uvicorn takes an error for an app without
+            # a lifespan, and serves. It hears of this one as an app that cannot start.
+            self._wrong = error
         self._probes = probes
         self._heap = Heap()
         # None: the actors are not up.
@@ -83,7 +93,7 @@ class Ingress:
             raise RuntimeError(
                 "the actors of this Ingress are not up, because its lifespan was not run: servers run that of the app "
                 "that they are given, not of one that is mounted in it, and uvicorn none with --lifespan off"
-            )
+            ) from self._wrong
         if "state" not in scope:
             # The server does not pass on the state of the lifespan.
             scope["state"] = dict(self._state or {})
@@ -96,6 +106,8 @@ class Ingress:
 
     @asynccontextmanager
     async def _open(self, actors: Actors, scope: Any) -> AsyncGenerator[None, None]:
+        if self._wrong is not None:
+            raise self._wrong
         async with self._open_runtime() as rt, actors(rt) as state, RunningProbes(self._probes, rt) as paths:
             self._state, self._paths = state, paths
             scope.setdefault("state", {}).update(state)

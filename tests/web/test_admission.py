@@ -10,7 +10,7 @@ import pytest
 
 from aiodaft import Overloaded
 from aiodaft.testing import AutojumpLoop
-from aiodaft.web.admission import Admission
+from aiodaft.web.admission import Admission, admission_of
 
 
 class Requests:
@@ -132,7 +132,10 @@ def run_at_once(main: Coroutine[Any, Any, list[int]]) -> list[int]:
         return runner.run(main)
 
 
-@pytest.mark.parametrize(("limit", "queue"), [(0, 1), (1, -1)])
-def test_limits_that_admit_nothing_are_refused(limit: int, queue: int) -> None:
-    with pytest.raises(ValueError, match="at least 1 and 0"):
-        Admission(limit, queue)
+@pytest.mark.parametrize(
+    ("limit", "queue", "why"),
+    [(0, 1, "limit=0: .* at least 1"), (1, -1, "queue=-1: .* at least 0"), (2.5, 0, "limit=2.5"), (None, 3, "without")],
+)
+def test_limits_that_admit_nothing_or_mean_nothing_are_refused(limit: Any, queue: int, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        admission_of(limit, queue)

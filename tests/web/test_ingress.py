@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from asgi_server import FakeServer
+from starlette.applications import Starlette
 
 import aiodaft
 from aiodaft.testing.in_process import in_process
@@ -364,3 +365,22 @@ async def test_a_garbage_collector_that_is_off_stays_off() -> None:
         assert gc.get_threshold()[0] == 0
     finally:
         gc.set_threshold(*before)
+
+
+async def test_an_app_that_is_given_a_wrong_limit_does_not_start() -> None:
+    @asynccontextmanager
+    async def actors(_rt: aiodaft.Runtime) -> AsyncGenerator[dict[str, object]]:
+        yield {}
+
+    # Starlette makes the ingress in the lifespan, where an error may count as that of an app without a lifespan.
+    app, server = Starlette(), FakeServer()
+    app.add_middleware(Ingress, actors=actors, limit=0)
+    server.put("lifespan.startup")
+    await app({"type": "lifespan", "app": app}, server.receive, server.send)
+    assert server.kinds == ["lifespan.startup.failed"]
+    assert "limit=0: a whole number that is at least 1 is needed" in server.sent[0]["message"]
+
+
+def test_a_wrong_limit_is_an_error_where_the_ingress_is_made() -> None:
+    with pytest.raises(ValueError, match="queue=3 without a limit"):
+        Ingress(Starlette(), queue=3)

@@ -81,7 +81,8 @@ def _with_cluster(address: str | None, key_file: str | None, do: Callable[[Runti
 @click.argument("name", shell_complete=_names)
 @address_argument
 @key_file_option
-def stop(name: str, address: str | None, key_file: str | None) -> None:
+@json_option
+def stop(name: str, address: str | None, key_file: str | None, as_json: bool) -> None:
     """Stop an actor of a cluster by its name.
 
     It may have outlived its program.
@@ -89,10 +90,14 @@ def stop(name: str, address: str | None, key_file: str | None) -> None:
     NAME: its name; `aiodaft ps` shows it. ADDRESS: where a node of the cluster listens; $AIODAFT_ADDRESS by default.
     """
 
+    output = Output(as_json=as_json)
+
     async def stop_actor(rt: Runtime) -> None:
         # Services have names, too, and need not be of a class derived from Actor.
         named = await rt._controller.coordinator.lookup(check_name(name))
         await rt._owned.stop_handles([await found(rt._controller, named, object, rt._owned.errors)])
+        output.document = {"name": name, "stopped": named.label}
+        output.end()
 
     _with_cluster(address, key_file, stop_actor)
 
@@ -122,7 +127,8 @@ def drain(node: str, address: str | None, key_file: str | None, grace: float, as
 @click.command()
 @address_argument
 @key_file_option
-def down(address: str | None, key_file: str | None) -> None:
+@json_option
+def down(address: str | None, key_file: str | None, as_json: bool) -> None:
     """End all nodes of a cluster.
 
     ADDRESS: where a node of the cluster listens; $AIODAFT_ADDRESS by default.
@@ -132,7 +138,7 @@ def down(address: str | None, key_file: str | None) -> None:
     # That the coordinator does not answer any more is what was asked for, and no reason for a warning.
     logger.setLevel(logging.ERROR)
     try:
-        _with_cluster(address, key_file, _end)
+        _with_cluster(address, key_file, partial(_end, output=Output(as_json=as_json)))
     finally:
         logger.setLevel(before)
 
@@ -167,19 +173,23 @@ async def _drain(rt: Runtime, name: str, grace: float, output: Output) -> None:
     output.end()
 
 
-async def _end(rt: Runtime) -> None:
+async def _end(rt: Runtime, output: Output) -> None:
     controller = rt._controller
     first = node_of(controller.process.options.coordinator)
     members = controller.nodes.members()
     silent: list[str] = []
+    ended: list[str] = []
 
     async def end(member: Member) -> None:
-        # One that is gone has ended.
-        with suppress(ActorDied):
-            try:
-                await controller.nodes.named(member.name).end()
-            except PeerLost as error:
-                silent.append(f"the node {member.name} was not told to end: {error}")
+        try:
+            await controller.nodes.named(member.name).end()
+        except PeerLost as error:
+            silent.append(f"the node {member.name} was not told to end: {error}")
+            return
+        except ActorDied:
+            # One that is gone has ended.
+            pass
+        ended.append(member.name)
 
     async def end_lost(member: Member) -> None:
         far = controller.connections.far
@@ -201,3 +211,5 @@ async def _end(rt: Runtime) -> None:
     await asyncio.gather(*(end(member) for member in members if member.name == first))
     if silent:
         raise PeerLost("; ".join(silent))
+    output.document = {"ended": sorted(ended)}
+    output.end()

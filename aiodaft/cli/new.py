@@ -8,7 +8,7 @@ from typing import Final
 
 import click
 
-from .output import Failed
+from .output import Failed, Output, json_option
 
 _TEMPLATES: Final = Path(__file__).parent / "templates"
 # A name that a Python project may have.
@@ -28,12 +28,16 @@ _STARTS: Final = {
 @click.option("--script", "kind", flag_value="script", default="script", help="A program.  [default]")
 @click.option("--web", "kind", flag_value="web", help="A server with FastAPI.")
 @click.option("--notebook", "kind", flag_value="notebook", help="A notebook.")
-def new(path: Path, kind: str) -> None:
+@json_option
+def new(path: Path, kind: str, as_json: bool) -> None:
     """Make a folder with a small project and its tests, to begin with."""
     made = make_project(path, kind)
-    click.echo(f"made {path} with {', '.join(made)}\nnext:\n  cd {path}")
-    click.echo("  python3 -m venv .venv && . .venv/bin/activate && pip install -e '.[test]'")
-    click.echo(f"  pytest\n  {_STARTS[kind]}")
+    output = Output(as_json=as_json)
+    output.document = {"path": str(path.resolve()), "kind": kind, "files": made, "start": _STARTS[kind]}
+    output.line(f"made {path} with {', '.join(made)}\nnext:\n  cd {path}")
+    output.line("  python3 -m venv .venv && . .venv/bin/activate && pip install -e '.[test]'")
+    output.line(f"  pytest\n  {_STARTS[kind]}")
+    output.end()
 
 
 def make_project(path: Path, kind: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -34,7 +35,7 @@ from aiodaft.runtime import has_uvloop
 from aiodaft_transport import TransportError, default_name
 
 from .options import key_file_option, seconds
-from .output import Failed
+from .output import Failed, json_option
 
 _NOBODY = PeerId("")
 
@@ -57,6 +58,7 @@ class Serving(NamedTuple):
     drain: float | None
     key_file: str | None
     key_stdin: bool
+    as_json: bool
     offers: Offers
 
 
@@ -95,6 +97,7 @@ def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
         is_flag=True,
         help="Read the key from standard input, a pipe that stays open; the node ends when the pipe ends.",
     )
+    @json_option
     @offers_options
     @wraps(command)
     def with_serving(**given: Any) -> Any:
@@ -173,8 +176,9 @@ async def _serve(serving: Serving, join: str | None, coordinator: Callable[[], C
             node.drain(grace)
 
         loop.add_signal_handler(signal.SIGTERM, drain)
-    # Who started this reads where it listens.
-    click.echo(address)
+    # The program that started this reads where it listens: one line.
+    where = {"address": address, "node": node.name, "pid": os.getpid(), "cluster": identity.key.cluster.hex()[:12]}
+    click.echo(json.dumps(where) if serving.as_json else address)
     await node.run()
     await node.aclose()
     if node.problem is not None:

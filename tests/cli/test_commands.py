@@ -43,6 +43,33 @@ def test_every_command_has_a_line_of_help_that_fits() -> None:
         assert [row.split(maxsplit=1) for row in shown.splitlines() if row.startswith(f"  {name} ")] == [[name, line]]
 
 
+def test_every_command_that_answers_has_json() -> None:
+    # The first two hand over the terminal, the third prints code for a shell. `bench` reads its arguments itself.
+    without = {"run", "debug", "completion", "bench"}
+    found = {name: getattr(command, "commands", {name: command}).values() for name, command in commands().items()}
+    has = {name for name, those in found.items() if all("--json" in one.get_help(click.Context(one)) for one in those)}
+    assert has == set(found) - without
+
+
+def test_a_node_says_in_one_line_of_json_where_it_listens(tmp_path: Path) -> None:
+    key = str(tmp_path / "key")
+    made = json.loads(ran("key", "new", key, "--json").stdout)
+    command = ["up", "--listen", "tcp://127.0.0.1:0", "--name", "n1", "--key-file", key, "--json"]
+    with subprocess.Popen([sys.executable, "-m", "aiodaft.cli", *command], stdout=subprocess.PIPE, text=True) as node:
+        assert node.stdout is not None
+        said = json.loads(node.stdout.readline())
+        node.terminate()
+        assert (node.wait(20), node.stdout.read()) == (0, "")
+    assert said.pop("address").startswith("tcp://127.0.0.1:")
+    assert said == {"node": "n1", "pid": node.pid, "cluster": made["cluster"]}
+
+
+def test_a_new_project_is_told_as_a_document(tmp_path: Path) -> None:
+    document = json.loads(ran("new", str(tmp_path / "words"), "--web", "--json").stdout)
+    assert (document["path"], document["kind"]) == (str(tmp_path / "words"), "web")
+    assert all((tmp_path / "words" / name).is_file() for name in document["files"])
+
+
 def test_the_errors_of_a_command_are_on_standard_error_and_its_status_is_1() -> None:
     for arguments in (("down",), ("stop", "one"), ("drain", "n1", "--json")):
         ended = ran(*arguments)

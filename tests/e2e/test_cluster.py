@@ -419,7 +419,7 @@ async def test_down_ends_a_node_that_has_lost_its_lease(tmp_path: Path) -> None:
 
 def test_down_ends_all_nodes(tmp_path: Path) -> None:
     with cluster_of(tmp_path / "key", "n1", "n2") as cluster:
-        ended = cluster.run("down")
-        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+        ended = cluster.run("down", "--json")
+        assert (ended.returncode, json.loads(ended.stdout), ended.stderr) == (0, {"ended": ["n1", "n2"]}, "")
         assert [node.process.wait(20) for node in cluster.nodes] == [0, 0]
         assert "no connection to" in cluster.run("ps").stderr

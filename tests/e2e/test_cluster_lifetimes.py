@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -131,8 +132,9 @@ async def test_an_actor_with_the_lifetime_of_the_cluster_serves_others_when_its_
     assert (info.pid, info.names, info.node) == (worker, ("lasting",), "n2")
     with pytest.raises(aiodaft.SpawnFailed, match="cannot share the process of Child-1"):
         await rt.on(with_=found).spawn(Child)
-    done = cluster.run("stop", "lasting")
+    done = cluster.run("stop", "lasting", "--json")
     assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == {"name": "lasting", "stopped": "Child-1"}
     assert not is_alive(worker)
     await no_names(rt)
     done = cluster.run("stop", "lasting")

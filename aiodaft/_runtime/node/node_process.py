@@ -73,6 +73,10 @@ class NodeProcess:
         # What is of no use any more once the node leaves.
         self._member_tasks: list[asyncio.Task[None]] = []
 
+    @property
+    def name(self) -> str:
+        return self._options.name
+
     async def open(self) -> str:
         """Listen, and become a member of the cluster. Returns the address.
 

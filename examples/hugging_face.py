@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+# GPT-J turns the first `rotary_dim` values of a head by its place, 64 by default, which a small head does not have.
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "rotary_dim": 8}
 
 
 def transformers(name: str) -> Any:
@@ -22,7 +23,10 @@ def transformers(name: str) -> Any:
 def causal_lm(name: str, **options: Any) -> nn.Module:
     """A model of a class of transformers, such as LlamaForCausalLM, made from its config."""
     cls = getattr(transformers(name), name)
-    return cls(cls.config_class(**SIZES, **HEADS, **options)).eval()
+    options |= SIZES | HEADS
+    # What a config computes from the others, as Falcon's the size of a head, cannot be given.
+    computed = {key for key in options if isinstance(getattr(cls.config_class, key, None), property)}
+    return cls(cls.config_class(**{key: value for key, value in options.items() if key not in computed})).eval()
 
 
 class WithKeysAndValues(nn.Module):
@@ -30,6 +34,9 @@ class WithKeysAndValues(nn.Module):
 
     def __init__(self, name: str, vocabulary: int, context: int) -> None:
         super().__init__()
+        why = f"--model {name}: the layers of this class keep no keys and values of every token"
+        if getattr(transformers(name), name)._is_stateful:  # as Mamba: a sum of what was read
+            raise ValueError(why)
         tokens = {"vocab_size": vocabulary, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         self.model = causal_lm(name, **tokens, max_position_embeddings=context)
         dynamic_cache = transformers(name).DynamicCache
@@ -50,6 +57,8 @@ class WithKeysAndValues(nn.Module):
         self.cache_name = "cache" if "cache" in known else "past_key_values"
         layers: list[Tensor] = []
         self(torch.zeros(1, 1, dtype=torch.long), [], torch.zeros(1, dtype=torch.long), layers.append)
+        if len(layers) != SIZES["num_hidden_layers"]:
+            raise ValueError(why)
         self.shape = len(layers), layers[0].shape[2], layers[0].shape[4]
 
     def forward(self, tokens_BT: Tensor, past_LKBHPD: Any, lengths_B: Tensor, on_layer: Any) -> Tensor:

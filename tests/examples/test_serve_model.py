@@ -48,10 +48,24 @@ def test_tokens_of_batches_are_those_of_one_prompt_without_cache(sizes: Sizes, w
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", pytest.param("GPT2LMHeadModel", marks=pytest.mark.programs)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LlamaForCausalLM",
+        "GPTJForCausalLM",
+        *(pytest.param(name, marks=pytest.mark.programs) for name in ("GPT2LMHeadModel", "FalconForCausalLM")),
+    ],
+)
 def test_so_they_are_with_models_of_transformers(name: str) -> None:
     pytest.importorskip("transformers")
     assert check_batch(make_model(name), TIGHT, 3).hit_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["MambaForCausalLM", "Mamba2ForCausalLM", "OpenAIGPTLMHeadModel"])
+def test_a_class_without_keys_and_values_is_refused(name: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=f"--model {name}: the layers of this class keep no keys and values"):
+        make_model(name)
 
 
 def check_batch(model: Model, sizes: Sizes, count: int) -> Batch:

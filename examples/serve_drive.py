@@ -117,6 +117,7 @@ async def drive(app: Any, model: str, weights: Weights | None) -> None:
             completing = [tasks.create_task(clients.complete(*each)) for each in enumerate(prompts)]
             tasks.create_task(clients.disturb())
         seconds = time.monotonic() - began
+        await clients.state()  # also the one that is made again
         freed = await clients.leave(prompts[0])
         example = await clients.complete(0, EXAMPLE)
         state = await clients.state()

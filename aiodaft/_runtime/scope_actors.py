@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -162,6 +162,8 @@ class ScopeActors:
         self._owned: dict[tuple[PeerId, ActorId], Target] = {}
         # Actors that are being made, by the call that makes them.
         self._making: dict[Ref[Any], Target] = {}
+        # For each actor that is being spawned, from before it has a place, or that is taken back.
+        self._spawning: set[asyncio.Future[None]] = set()
         # The slices of a mesh, if this is the scope of one.
         self._slices: list[Reserved] = []
         # Set when nothing waits for resources any more.
@@ -199,6 +201,17 @@ class ScopeActors:
         if found is not None and found.kind != "temporary":
             return 'no program is left to restart it; say `on(restart="temporary")` if its class or scope has a policy'
         return None
+
+    @contextmanager
+    def spawning(self) -> Generator[None]:
+        """In the block, an actor is made. `stop_all` waits for the end of it."""
+        ended: asyncio.Future[None] = self._controller.process.loop.create_future()
+        self._spawning.add(ended)
+        try:
+            yield
+        finally:
+            self._spawning.remove(ended)
+            ended.set_result(None)
 
     async def make(
         self,
@@ -297,8 +310,11 @@ class ScopeActors:
                 place = await placing
                 await self._undo(self._controller.target(place.peer, place.actor, wish.label, self._scope.errors))
             else:
-                taking = self._take_back(site, wish, start.epoch)
-                self._controller.process.create_task(taking, name=f"take back {wish.label}")
+                taking = self._controller.process.tasks.create_task(
+                    self._take_back(site, wish, start.epoch), name=f"take back {wish.label}"
+                )
+                self._spawning.add(taking)
+                taking.add_done_callback(self._spawning.discard)
             raise
 
     async def _take_back(self, site: Site[NodeAgent], wish: Wish[Tenant], epoch: int) -> None:
@@ -453,6 +469,9 @@ class ScopeActors:
             ref.cancel()
         await asyncio.gather(*(ref.ready() for ref in making))
         await asyncio.gather(*(self._vacate(target) for target in making.values()))
+        # Those that have got a place meanwhile find that the scope is closed, and free it.
+        if self._spawning:
+            await asyncio.wait(self._spawning)
         await self._end(list(self), graceful=graceful)
         self.release(self._slices)
 

@@ -243,7 +243,7 @@ async def test_info_of_the_dead(own_rt: aiodaft.Runtime) -> None:
     assert (await own_rt.info(host)).alive
     await own_rt.kill(host)
     info = await own_rt.info(host)
-    assert (info.name, info.alive, info.pid, info.gpus, info.names) == ("Probe-1", False, 0, (), ())
+    assert (info.name, info.alive, info.pid, info.gpus, info.names) == ("Probe-1", False, None, (), ())
 
 
 async def test_stopping_lets_calls_under_way_end_and_says_so_to_the_others(tmp_path: Path) -> None:

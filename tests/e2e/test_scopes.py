@@ -205,6 +205,21 @@ async def test_a_runtime_is_opened_in_one_task_and_closed_in_another() -> None:
         await rt.spawn(Echo)
 
 
+async def test_a_block_does_not_end_before_what_is_being_spawned_in_it_is_taken_back(rt: aiodaft.Runtime) -> None:
+    # What makes processes stays.
+    await rt.stop(await rt.spawn(Echo))
+    before = descendants()
+    async with rt.scope() as scope:
+        loop = asyncio.get_running_loop()
+        spawning, cancelled = (loop.create_task(awaited(scope.spawn(Echo))) for _ in range(2))
+        await asyncio.wait([cancelled], timeout=0)
+        cancelled.cancel()
+    assert spawning.done()
+    with pytest.raises(aiodaft.RuntimeClosed, match="Echo cannot be spawned: its scope is closed"):
+        await spawning
+    assert descendants() <= before
+
+
 async def test_spawning_that_is_cancelled_leaves_nothing(rt: aiodaft.Runtime) -> None:
     before = await resources_of(rt)
     for delay in (0.0, 0.001, 0.02):

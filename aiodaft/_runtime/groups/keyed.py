@@ -44,7 +44,7 @@ from aiodaft.ref import Ref
 T = TypeVar("T")
 
 # Seconds after its timeout that a member still waits for the one where they meet, which tells all who is late.
-GRACE: float = 5.0
+GRACE: float = 0.9
 # The collectives that a call has left, and that are forgotten if it fails.
 _REMEMBERED: Final = 99
 

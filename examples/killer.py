@@ -20,11 +20,11 @@ class Killer(asyncio.TaskGroup):
         self.rt, self.random = rt, random.Random(seed)
         self.last = steps * 3 // 4
         self.due = sorted(self.random.sample(range(self.last), kills))  # in these steps, or soon after
-        self.victim: object = None
+        self.victim: aiodaft.Actor | None = None
         self.killing: asyncio.Task[None] | None = None
         self.killed_at, self.seconds = 0.0, list[float]()
 
-    async def before_step(self, step: int, alive: Sequence[object]) -> None:
+    async def before_step(self, step: int, alive: Sequence[aiodaft.Actor]) -> None:
         if self.killing is not None and step >= self.last:
             await self.killing  # there has to be a step after it
         if self.victim is not None and self.victim not in alive:
@@ -35,6 +35,7 @@ class Killer(asyncio.TaskGroup):
             del self.due[0]
             self.victim = self.random.choice(alive)
             info = await self.rt.info(self.victim)
+            assert info.pid is not None  # it is alive
             print(f"step {step}: kill -9 of {info.name}")
             self.killing = self.create_task(self.kill(info.pid, delay=self.random.uniform(0, 0.1)))
 

@@ -93,7 +93,7 @@ async def main(options: argparse.Namespace) -> None:
             rt.group(options.decode, Decoder, shared) as decoders,
         ):
             pools = Pools(encoders, prefillers, decoders)
-            victims = [(await rt.info(pool[0])).pid for pool in pools]
+            victims = [pid for pool in pools if (pid := (await rt.info(pool[0])).pid)]
             began = time.monotonic()
             captions = await pools.captions(images, victims)
             seconds = time.monotonic() - began

@@ -50,7 +50,7 @@ async def test_everything_says_that_the_runtime_is_closed() -> None:
         lambda: rt.info(echo),
         lambda: rt.stop(echo),
         lambda: rt.kill(echo),
-        rt.resources,
+        rt.nodes,
         rt.__aenter__,
         lambda: channel.send(1),
         channel.recv,

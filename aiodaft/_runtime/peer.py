@@ -310,6 +310,9 @@ class Peer:
         self.transfer.connection_lost(connection, error)
         self.graphs.connection_lost(connection.remote, error)
 
+    def connection_renewed(self, remote: PeerId) -> None:
+        self.transfer.doubt(remote)
+
     def _handlers(self) -> list[Handler]:
         table: dict[int, Handler] = {
             m.CALL: self.inbound.call_came,

@@ -74,32 +74,36 @@ def test_after_ask_an_answer_that_comes_nevertheless_is_dropped() -> None:
     assert handover.is_empty
 
 
-def test_calls_of_a_producer_that_could_not_connect_ask_and_answers_that_come_nevertheless_are_dropped() -> None:
+def test_with_a_new_connection_to_the_producer_calls_ask_and_answers_are_dropped_but_for_those_that_had_come() -> None:
     handover: Handover[str, str] = Handover()
-    handover.came(PRODUCER, (OWNER, CallId(8)), "y")
+    other: Key = (OWNER, CallId(8))
+    handover.came(PRODUCER, other, "y")
     handover.expect(PRODUCER, KEY, "call 1")
     handover.expect(CONSUMER, KEY, "call 2")
     assert handover.doubt(PRODUCER) == [(KEY, "call 1")]
+    assert handover.expect(PRODUCER, other, "call 3") == "y"
+    # That of call 1 may have been lost: the call that this one is for comes later.
     assert handover.came(PRODUCER, KEY, "x") is None
-    assert handover.expect(PRODUCER, (OWNER, CallId(8)), "call 3") == "y"
+    assert handover.expect(PRODUCER, KEY, "call 4") == OWNER
+    assert handover.expect(PRODUCER, other, "call 5") == OWNER
     assert handover.came(CONSUMER, KEY, "x") == "call 2"
     assert handover.is_empty
 
 
-def test_while_answers_are_in_doubt_later_calls_of_the_value_ask_too() -> None:
+def test_with_a_new_connection_to_the_owner_what_came_for_lost_calls_is_not_kept() -> None:
+    handover: Handover[str, str] = Handover()
+    handover.came(PRODUCER, KEY, "x")
+    assert handover.doubt(OWNER) == []
+    assert handover.is_empty
+    assert handover.came(PRODUCER, KEY, "x") is None
+    assert handover.is_empty
+    assert handover.expect(PRODUCER, KEY, "call 2") == OWNER
+
+
+def test_calls_of_a_value_ask_for_ever_once_its_owner_has_lost_the_producer() -> None:
     handover: Handover[str, str] = Handover()
     handover.expect(PRODUCER, KEY, "call 1")
     assert handover.ask(KEY) == ["call 1"]
-    # It may be that of call 1, or of call 2, which comes later.
     assert handover.came(PRODUCER, KEY, "x") is None
-    assert handover.came(PRODUCER, KEY, "x") is None
-    assert handover.expect(PRODUCER, KEY, "call 2") == "x"
-    handover.expect(PRODUCER, KEY, "call 3")
-    assert handover.doubt(PRODUCER) == [(KEY, "call 3")]
-    assert handover.expect(PRODUCER, KEY, "call 4") == OWNER
-    assert [handover.came(PRODUCER, KEY, "x") for _ in range(2)] == [None, None]
-    assert handover.is_empty
-    handover.expect(PRODUCER, KEY, "call 5")
-    assert handover.doubt(PRODUCER) == [(KEY, "call 5")]
-    assert handover.lost(PRODUCER) == []
-    assert handover.is_empty
+    assert handover.expect(PRODUCER, KEY, "call 2") == OWNER
+    assert handover.expect(PRODUCER, (OWNER, CallId(8)), "call 3") is None

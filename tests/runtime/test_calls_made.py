@@ -138,6 +138,8 @@ class Office(Bench):
     def connection_explained(self, connection: Connection, error: DaftError) -> None:
         self.replies.connection_lost(connection, error)
 
+    def connection_renewed(self, remote: PeerId) -> None: ...
+
     def revoke(self, connection: Connection, blobs: Any) -> None: ...
 
     def take_note(self, *note: Any) -> None:

@@ -121,6 +121,31 @@ def test_a_call_gets_its_argument_although_the_connection_that_brings_it_is_rese
         play(scene, seed)
 
 
+def test_a_call_gets_its_argument_although_that_is_lost_on_its_way_before_the_call_comes() -> None:
+    async def scene(simulation: Simulation, rt: aiodaft.Runtime) -> None:
+        _, second, third = await spread(rt)
+        await relay(third, second)
+        await call(second)
+        await call(third)
+        # What the program sends there is delayed.
+        simulation.routes.drop(DESK, "two")
+        argument = third.at_once(Onlooker.history.made(third, 2), 2)
+        number = Onlooker.history.made(second)
+        combined = second.combine(number, 0, argument)
+        await asyncio.sleep(simulation.loop.rng.random() * 3 * simulation.routes.delay)
+        simulation.routes.reset("two", "three")
+        is_connected = False
+        while not is_connected:
+            with suppress(aiodaft.PeerLost):
+                is_connected = bool(await relay(third, second))
+        simulation.routes.heal()
+        async with asyncio.timeout(120):
+            assert await combined == number * 7
+
+    for seed in range(15):
+        play(scene, seed)
+
+
 def test_a_node_that_does_not_answer_is_shown_as_silent() -> None:
     async def scene(simulation: Simulation, rt: aiodaft.Runtime) -> None:
         await spread(rt)

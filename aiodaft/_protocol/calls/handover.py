@@ -10,13 +10,17 @@ The owner of the ref, which makes the call, chooses the way:
 
 A FORWARD is answered once, and each call consumes one answer, whichever comes first. An answer does not come if the
 producer is lost, or if the connection from the owner to the producer is: then the owner tells the consumer with ASK.
-Nor if the producer fails to connect to the consumer, which does not notice that: the producer says so as soon as they
-are connected (RENEWED). In each case the consumer asks the owner.
+Nor if the connection from the producer to the consumer is: if the consumer does not notice that, the producer says so
+as soon as there is another one (RENEWED). In each case the consumer asks the owner.
+
+An answer does not say which call it is for. So from the first time that the consumer gets a new connection to a process
+in place of a lost one, it drops the answers of that process, and those to the FORWARDs of that process, and its calls
+ask: an answer may have been lost before its call came, and a call before its answer came.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from typing import Generic, TypeVar
@@ -65,9 +69,9 @@ class Handover(Generic[AnswerT, TakerT]):
         self._takers: dict[tuple[PeerId, Key], deque[TakerT]] = {}
         # Answers that came before the call that needs them.
         self._early: dict[tuple[PeerId, Key], deque[AnswerT]] = {}
-        # The number of answers that may not come: their calls ask the owner. So does each later call of the same value,
-        # because nobody knows whether an answer that comes is for it.
-        self._doubtful: Counter[tuple[PeerId, Key]] = Counter()
+        # Values, by producer, and processes, of which answers are dropped and calls ask.
+        self._doubtful: set[tuple[PeerId, Key]] = set()
+        self._renewed: set[PeerId] = set()
 
     def expect(self, producer: PeerId, key: Key, taker: TakerT) -> AnswerT | PeerId | None:
         """A call came: its answer, or the owner, if it has to ask that; else `came` finds its taker for the answer."""
@@ -78,14 +82,13 @@ class Handover(Generic[AnswerT, TakerT]):
             if not early:
                 del self._early[expected]
             return answer
-        if expected in self._doubtful:
-            self._doubtful[expected] += 1
+        if self._is_doubtful(expected):
             return key[0]
         self._takers.setdefault(expected, deque()).append(taker)
         return None
 
     def came(self, producer: PeerId, key: Key, answer: AnswerT) -> TakerT | None:
-        """An answer came: its taker, if there is one; else it waits for the call."""
+        """An answer came: its taker, if there is one; else it waits for the call, if that does not ask."""
         expected = producer, key
         takers = self._takers.get(expected)
         if takers is not None:
@@ -93,34 +96,34 @@ class Handover(Generic[AnswerT, TakerT]):
             if not takers:
                 del self._takers[expected]
             return taker
-        if expected in self._doubtful:
-            # Its call has asked the owner.
-            self._doubtful -= Counter((expected,))
-        else:
+        if not self._is_doubtful(expected):
             self._early.setdefault(expected, deque()).append(answer)
         return None
 
     def ask(self, key: Key) -> list[TakerT]:
         """Answers of this key may not come: the takers that have to ask."""
-        return [taker for _, taker in self._doubt(lambda expected: expected[1] == key)]
-
-    def doubt(self, producer: PeerId) -> list[tuple[Key, TakerT]]:
-        """Answers of a process may not come: the takers that have to ask."""
-        return self._doubt(lambda expected: expected[0] == producer)
-
-    def _doubt(self, chosen: Callable[[tuple[PeerId, Key]], bool]) -> list[tuple[Key, TakerT]]:
-        found = self._take(chosen)
+        found = self._take(lambda expected: expected[1] == key)
         self._doubtful.update(expected for expected, _ in found)
-        return [(expected[1], taker) for expected, taker in found]
+        return [taker for _, taker in found]
+
+    def doubt(self, peer: PeerId) -> list[tuple[Key, TakerT]]:
+        """A process has another connection in place of a lost one: as `lost`, and what comes of it is dropped."""
+        found = self.lost(peer)
+        self._renewed.add(peer)
+        return found
 
     def lost(self, peer: PeerId) -> list[tuple[Key, TakerT]]:
         """A process is lost: the takers of its answers, which have to ask. Calls and values of its own are gone."""
         found = self._take(lambda expected: peer in (expected[0], expected[1][0]))
-        for expected in [expected for expected in self._doubtful if peer in (expected[0], expected[1][0])]:
-            del self._doubtful[expected]
+        self._doubtful = {expected for expected in self._doubtful if peer not in (expected[0], expected[1][0])}
+        self._renewed.discard(peer)
         for expected in [expected for expected in self._early if expected[1][0] == peer]:
             del self._early[expected]
         return [(key, taker) for (_, key), taker in found if key[0] != peer]
+
+    def _is_doubtful(self, expected: tuple[PeerId, Key]) -> bool:
+        producer, (owner, _) = expected
+        return expected in self._doubtful or producer in self._renewed or owner in self._renewed
 
     def _take(self, chosen: Callable[[tuple[PeerId, Key]], bool]) -> list[tuple[tuple[PeerId, Key], TakerT]]:
         taken = [expected for expected in self._takers if chosen(expected)]

@@ -278,7 +278,11 @@ class Transfer:
     def renewed_came(self, connection: Connection, message: m.Message) -> None:
         """RENEWED came: what this process expects may have been answered over the lost connection."""
         logger.debug("%s has lost a connection to this process: %s", connection.remote, m.read_renewed(message))
-        for (owner, _), take in self.handover.doubt(connection.remote):
+        self.doubt(connection.remote)
+
+    def doubt(self, remote: PeerId) -> None:
+        """There is a new connection to a process: what went over the one before may be lost."""
+        for (owner, _), take in self.handover.doubt(remote):
             take(owner)
 
     def _ask_owners(self, lost: PeerId) -> None:
@@ -287,7 +291,9 @@ class Transfer:
 
     def connection_lost(self, connection: Connection, error: DaftError) -> None:
         """Fail the pulls over a lost connection."""
-        self._ask_owners(connection.remote)
+        # A new one in its place was cause to ask, too.
+        if self._connections.get(connection.remote) in (None, connection):
+            self._ask_owners(connection.remote)
         for answer in self.questions.lost(connection.remote):
             if not answer.done():
                 answer.set_exception(copy_error(error))

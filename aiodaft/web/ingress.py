@@ -138,7 +138,9 @@ class Ingress:
             if exchange.started:
                 raise
             wait = 1 if self._admission is None else self._admission.retry_after
-            await answer(send, 503, f"overloaded: {error}", (b"retry-after", str(wait).encode()))
+            # The error names actors, processes and hosts, which are no business of clients.
+            logger.debug("%s is answered by 503: %s", scope["path"], error)
+            await answer(send, 503, f"overloaded: come back in {wait} s", (b"retry-after", str(wait).encode()))
 
     async def _admit(self, scope: Any, exchange: Exchange) -> None:
         if self._admission is None:

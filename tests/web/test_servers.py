@@ -85,7 +85,7 @@ async def test_of_ten_requests_two_run_three_wait_and_five_are_refused(client: h
         refused = [await answer for _, answer in zip(range(5), asyncio.as_completed(asked), strict=False)]
         assert [answer.status_code for answer in refused] == [503] * 5
         assert {answer.headers["retry-after"] for answer in refused} == {"1"}
-        assert {answer.text for answer in refused} == {"overloaded: 2 requests are under way, and 3 wait"}
+        assert {answer.text for answer in refused} == {"overloaded: come back in 1 s"}
         assert sum(not answer.done() for answer in asked) == 5
         await client.get("/release", params={"prompt": "hold-overload"})
     assert Counter(answer.result().status_code for answer in asked) == {200: 5, 503: 5}
@@ -96,6 +96,8 @@ async def test_a_full_queue_of_an_actor_is_answered_by_503(client: httpx.AsyncCl
         asked = [group.create_task(client.get("/narrow")) for _ in range(5)]
         refused = [await answer for _, answer in zip(range(3), asyncio.as_completed(asked), strict=False)]
         assert [(answer.status_code, answer.headers["retry-after"]) for answer in refused] == [(503, "1")] * 3
+        # Names of actors, processes and hosts stay inside.
+        assert {answer.text for answer in refused} == {"overloaded: come back in 1 s"}
         await client.get("/release", params={"prompt": "hold-narrow"})
     assert Counter(answer.result().status_code for answer in asked) == {200: 2, 503: 3}
 

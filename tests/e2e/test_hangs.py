@@ -76,7 +76,7 @@ async def test_d60_an_actor_that_stays_stopped_is_given_up_and_its_callers_hear(
         await stuck.echo("are you there?")
     assert later.value.executed is False
     seen = await rt.info(stuck)
-    assert (seen.alive, seen.pid) == (False, 0)
+    assert (seen.alive, seen.pid) == (False, None)
     # It cannot come back, and no other process in its name.
     assert not is_alive(pid)
     ours, theirs = socket.socketpair()

@@ -412,7 +412,7 @@ def test_a_call_that_finds_too_many_waiting_is_refused() -> None:
     mailbox: BoundedMailbox[Call] = BoundedMailbox(2)
     running, *waiting = [call(caller, concurrency=1) for caller in "abc"]
     admitted(mailbox, running, *waiting)
-    assert mailbox.admit(call("d", name="other")) == "2 calls wait there already, and max_queue=2"
+    assert mailbox.admit(call("d", name="other")) == "max_queue=2, and so many calls wait there already"
     assert mailbox.finished(running)
     assert next(mailbox.startable()) is waiting[0]
     admitted(mailbox, call("d", concurrency=1))
@@ -428,7 +428,7 @@ def test_a_bound_of_one_method_counts_its_calls_alone() -> None:
     mailbox: BoundedMailbox[Call] = BoundedMailbox(None)
     bounded = [call(name="bounded", concurrency=1, max_queue=1) for _ in range(3)]
     admitted(mailbox, bounded[0], bounded[1], *(call(concurrency=1) for _ in range(5)))
-    assert mailbox.admit(bounded[2]) == "1 calls of this method wait there already, and max_queue=1"
+    assert mailbox.admit(bounded[2]) == "max_queue=1, and so many calls of this method wait there already"
     assert mailbox.admit(call(name="free")) is None
 
 

@@ -263,11 +263,9 @@ class BoundedMailbox(Mailbox[EntryT]):
         waiting = [other.rules.name for other in self._queue if other is not first and not other.begun]
         most, of_method = self._max_queue, entry.rules.max_queue
         if most is not None and len(waiting) >= most:
-            return f"{len(waiting)} calls wait there already, and max_queue={most}"
+            return f"max_queue={most}, and so many calls wait there already"
         if of_method is not None and waiting.count(entry.rules.name) >= of_method:
-            return (
-                f"{waiting.count(entry.rules.name)} calls of this method wait there already, and max_queue={of_method}"
-            )
+            return f"max_queue={of_method}, and so many calls of this method wait there already"
         if most is not None or of_method is not None:
             self._queue[entry] = None
         return None

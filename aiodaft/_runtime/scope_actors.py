@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -160,10 +160,10 @@ class ScopeActors:
         # Supervises actors by the scope's own policy; made for the first of them.
         self._supervisor: Supervisor | None = None
         self._owned: dict[tuple[PeerId, ActorId], Target] = {}
-        # Actors that are being made, by the call that makes them.
-        self._making: dict[Ref[Any], Target] = {}
-        # For each actor that is being spawned, from before it has a place, or that is taken back.
-        self._spawning: set[asyncio.Future[None]] = set()
+        # For each actor that is being spawned: what ends that, and when it has ended.
+        self._spawning: dict[asyncio.Timeout, asyncio.Future[None]] = {}
+        # What takes back actors whose spawn has failed or was cancelled.
+        self._undoing: set[asyncio.Task[None]] = set()
         # The slices of a mesh, if this is the scope of one.
         self._slices: list[Reserved] = []
         # Set when nothing waits for resources any more.
@@ -202,15 +202,24 @@ class ScopeActors:
             return 'no program is left to restart it; say `on(restart="temporary")` if its class or scope has a policy'
         return None
 
-    @contextmanager
-    def spawning(self) -> Generator[None]:
-        """In the block, an actor is made. `stop_all` waits for the end of it."""
-        ended: asyncio.Future[None] = self._controller.process.loop.create_future()
-        self._spawning.add(ended)
+    @asynccontextmanager
+    async def spawning(self, what: str) -> AsyncGenerator[None]:
+        """In the block, an actor is made. `stop_all` cancels it, and waits for its end.
+
+        Args:
+            what: What the error says then.
+        """
+        limit, ended = asyncio.timeout(None), self._controller.process.loop.create_future()
+        self._spawning[limit] = ended
         try:
-            yield
+            async with limit:
+                yield
+        except TimeoutError:
+            if limit.expired():
+                self._scope.check_open(what)
+            raise
         finally:
-            self._spawning.remove(ended)
+            del self._spawning[limit]
             ended.set_result(None)
 
     async def make(
@@ -310,11 +319,8 @@ class ScopeActors:
                 place = await placing
                 await self._undo(self._controller.target(place.peer, place.actor, wish.label, self._scope.errors))
             else:
-                taking = self._controller.process.tasks.create_task(
-                    self._take_back(site, wish, start.epoch), name=f"take back {wish.label}"
-                )
-                self._spawning.add(taking)
-                taking.add_done_callback(self._spawning.discard)
+                taking = self._take_back(site, wish, start.epoch)
+                self._note_undoing(self._controller.process.tasks.create_task(taking, name=f"take back {wish.label}"))
             raise
 
     async def _take_back(self, site: Site[NodeAgent], wish: Wish[Tenant], epoch: int) -> None:
@@ -389,19 +395,12 @@ class ScopeActors:
         what = f"{spec.cls.__name__} cannot be spawned"
         try:
             self._scope.check_open(what)
-            making = spec.make(self._controller.peer.caller, target.remote, target.actor, again=again)
-            self._making[making] = target
-            try:
-                await making
-            finally:
-                del self._making[making]
+            await spec.make(self._controller.peer.caller, target.remote, target.actor, again=again)
             self._scope.check_open(what)
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, CallCancelled | OutcomeUnknown):
                 self._controller.process.note_failure("start", spec.label, error)
             await self._undo(target)
-            if isinstance(error, CallCancelled):
-                self._scope.check_open(what)
             if isinstance(error, SerializationError) and _lacks_code(error.__cause__):
                 where = self._controller.nodes.name_of(target.remote)
                 raise SpawnFailed(
@@ -412,8 +411,13 @@ class ScopeActors:
 
     async def _undo(self, target: Target) -> None:
         undoing = self._controller.start_task(self._vacate(target), f"take back {target.label}")
+        self._note_undoing(undoing)
         with shield_from_anyio():
             await asyncio.wait([undoing])
+
+    def _note_undoing(self, task: asyncio.Task[None]) -> None:
+        self._undoing.add(task)
+        task.add_done_callback(self._undoing.discard)
 
     # Ending.
 
@@ -464,14 +468,11 @@ class ScopeActors:
 
     async def stop_all(self, *, graceful: bool) -> None:
         """Take back the actors that are being made, then stop all others: the last one first, or all at once."""
-        making = dict(self._making)
-        for ref in making:
-            ref.cancel()
-        await asyncio.gather(*(ref.ready() for ref in making))
-        await asyncio.gather(*(self._vacate(target) for target in making.values()))
-        # Those that have got a place meanwhile find that the scope is closed, and free it.
-        if self._spawning:
-            await asyncio.wait(self._spawning)
+        for limit in self._spawning:
+            if limit.when() is None:
+                limit.reschedule(self._controller.process.loop.time())
+        while ending := [*self._spawning.values(), *self._undoing]:
+            await asyncio.wait(ending)
         await self._end(list(self), graceful=graceful)
         self.release(self._slices)
 

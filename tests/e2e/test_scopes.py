@@ -16,6 +16,7 @@ from actors import Echo, Entered, NeedsGpu, Sleeper, SlowStart
 from failing import Failing
 from inside import awaited, resources_of
 from leaks import descendants, is_alive, wait_gone
+from supervised import Late
 
 import aiodaft
 
@@ -218,6 +219,35 @@ async def test_a_block_does_not_end_before_what_is_being_spawned_in_it_is_taken_
     with pytest.raises(aiodaft.RuntimeClosed, match="Echo cannot be spawned: its scope is closed"):
         await spawning
     assert descendants() <= before
+
+
+async def test_a_block_ends_although_the_actor_that_an_actor_is_spawned_beside_does_not_come_back(
+    rt: aiodaft.Runtime, tmp_path: Path
+) -> None:
+    os.mkfifo(gate := tmp_path / "gate")
+    late = await rt.spawn(Late, str(gate))
+    with pytest.raises(aiodaft.ActorDied):
+        await late.die()
+    async with rt.scope() as scope:
+        spawning = asyncio.get_running_loop().create_task(awaited(scope.on(with_=late).spawn(Echo)))
+        await asyncio.wait([spawning], timeout=0)
+    with pytest.raises(aiodaft.RuntimeClosed, match="Echo cannot be spawned: its scope is closed"):
+        await spawning
+
+
+async def test_a_runtime_ends_although_what_starts_its_actors_imports_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(gate := tmp_path / "gate")
+    (tmp_path / "read_at_import.py").write_text(f"open({str(gate)!r}).read()")
+    monkeypatch.syspath_prepend(tmp_path)
+    async with aiodaft.Runtime(preload=("read_at_import",)) as rt:
+        spawning = asyncio.get_running_loop().create_task(awaited(rt.spawn(Echo)))
+        # Open as soon as the module is being imported, which ends when this is closed.
+        importing = await asyncio.to_thread(gate.open, "w")
+    importing.close()
+    with pytest.raises(aiodaft.RuntimeClosed, match="Echo cannot be spawned: its scope is closed"):
+        await spawning
 
 
 async def test_spawning_that_is_cancelled_leaves_nothing(rt: aiodaft.Runtime) -> None:

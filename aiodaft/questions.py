@@ -80,6 +80,8 @@ async def _stack(owner: Owner, *, as_json: bool) -> AsyncGenerator[Any, None]:
 
 async def _trace(owner: Owner, path: str, seconds: float, limit: int) -> AsyncGenerator[Any, None]:
     async with Trace(owner, path, limit, _TRACE_PATIENCE) as trace:
+        # It records.
+        yield None  # noqa: ASYNC119 - who asks closes this
         await asyncio.sleep(seconds)
     yield {"path": trace.path, "left_out": trace.left_out, "dropped": trace.dropped}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import aclosing
 
 import click
 
@@ -36,9 +37,13 @@ def trace(path: str, length: float, limit: int, pid: str | None, as_json: bool) 
 
 
 async def _record(path: str, length: float, limit: int, pid: str | None, output: Output) -> None:
-    async with one_program(pid) as program:
+    async with (
+        one_program(pid) as program,
+        aclosing(program.ask("trace", path=path, seconds=length, limit=limit)) as items,
+    ):
+        await anext(items)
         output.line(f"recording pid {program.pid} for {length:g} s ...")
-        found = output.document = await program.answer("trace", path=path, seconds=length, limit=limit)
+        found = output.document = await anext(items)
     output.line(f"{found['path']}: drop it on https://ui.perfetto.dev")
     for actor, why in found["left_out"].items():
         output.line(f"it lacks the events of {actor}: {why}")

@@ -23,13 +23,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.objects.pull import take_first
 from aiodaft._protocol.objects.value import Key
 
 AnswerT = TypeVar("AnswerT")
 TakerT = TypeVar("TakerT")
+
+# The producer that answers, and the value.
+Expected: TypeAlias = tuple[PeerId, Key]
 
 
 class Way(Enum):
@@ -66,22 +70,18 @@ class Handover(Generic[AnswerT, TakerT]):
     """The answers that a consumer expects of producers, and the takers that its calls have for them."""
 
     def __init__(self) -> None:
-        self._takers: dict[tuple[PeerId, Key], deque[TakerT]] = {}
+        self._takers: dict[Expected, deque[TakerT]] = {}
         # Answers that came before the call that needs them.
-        self._early: dict[tuple[PeerId, Key], deque[AnswerT]] = {}
+        self._early: dict[Expected, deque[AnswerT]] = {}
         # Values, by producer, and processes, of which answers are dropped and calls ask.
-        self._doubtful: set[tuple[PeerId, Key]] = set()
+        self._doubtful: set[Expected] = set()
         self._renewed: set[PeerId] = set()
 
     def expect(self, producer: PeerId, key: Key, taker: TakerT) -> AnswerT | PeerId | None:
         """A call came: its answer, or the owner, if it has to ask that; else `came` finds its taker for the answer."""
         expected = producer, key
-        early = self._early.get(expected)
-        if early is not None:
-            answer = early.popleft()
-            if not early:
-                del self._early[expected]
-            return answer
+        if expected in self._early:
+            return take_first(self._early, expected)
         if self._is_doubtful(expected):
             return key[0]
         self._takers.setdefault(expected, deque()).append(taker)
@@ -90,12 +90,8 @@ class Handover(Generic[AnswerT, TakerT]):
     def came(self, producer: PeerId, key: Key, answer: AnswerT) -> TakerT | None:
         """An answer came: its taker, if there is one; else it waits for the call, if that does not ask."""
         expected = producer, key
-        takers = self._takers.get(expected)
-        if takers is not None:
-            taker = takers.popleft()
-            if not takers:
-                del self._takers[expected]
-            return taker
+        if expected in self._takers:
+            return take_first(self._takers, expected)
         if not self._is_doubtful(expected):
             self._early.setdefault(expected, deque()).append(answer)
         return None
@@ -114,18 +110,22 @@ class Handover(Generic[AnswerT, TakerT]):
 
     def lost(self, peer: PeerId) -> list[tuple[Key, TakerT]]:
         """A process is lost: the takers of its answers, which have to ask. Calls and values of its own are gone."""
-        found = self._take(lambda expected: peer in (expected[0], expected[1][0]))
-        self._doubtful = {expected for expected in self._doubtful if peer not in (expected[0], expected[1][0])}
+
+        def concerns_it(expected: Expected) -> bool:
+            return peer in (expected[0], expected[1][0])
+
+        found = self._take(concerns_it)
+        self._doubtful = {expected for expected in self._doubtful if not concerns_it(expected)}
         self._renewed.discard(peer)
         for expected in [expected for expected in self._early if expected[1][0] == peer]:
             del self._early[expected]
         return [(key, taker) for (_, key), taker in found if key[0] != peer]
 
-    def _is_doubtful(self, expected: tuple[PeerId, Key]) -> bool:
+    def _is_doubtful(self, expected: Expected) -> bool:
         producer, (owner, _) = expected
         return expected in self._doubtful or producer in self._renewed or owner in self._renewed
 
-    def _take(self, chosen: Callable[[tuple[PeerId, Key]], bool]) -> list[tuple[tuple[PeerId, Key], TakerT]]:
+    def _take(self, chosen: Callable[[Expected], bool]) -> list[tuple[Expected, TakerT]]:
         taken = [expected for expected in self._takers if chosen(expected)]
         return [(expected, taker) for expected in taken for taker in self._takers.pop(expected)]
 

@@ -20,6 +20,7 @@ from aiodaft._protocol.objects.value import Key
 from aiodaft.exceptions import OwnerDied, RemoteProtocolError
 
 WaiterT = TypeVar("WaiterT")
+KeyT = TypeVar("KeyT")
 
 # Longer routes are circles. The longest: owner, producer, and two relays, each with the root asked again.
 MAX_HOPS: Final = 16
@@ -160,15 +161,20 @@ class Questions(Generic[WaiterT]):
         Raises:
             RemoteProtocolError: The process was not asked.
         """
-        waiting = self.open.get((remote, key))
-        if not waiting:
+        if not self.asked(remote, key):
             raise RemoteProtocolError(f"{remote} answers a pull that was not made")
-        waiter = waiting.popleft()
-        if not waiting:
-            del self.open[remote, key]
-        return waiter
+        return take_first(self.open, (remote, key))
 
     def lost(self, remote: PeerId) -> list[WaiterT]:
         """A process is lost. Returns what waits for its answers."""
         asked = [question for question in self.open if question[0] == remote]
         return [waiter for question in asked for waiter in self.open.pop(question)]
+
+
+def take_first(table: dict[KeyT, deque[WaiterT]], key: KeyT) -> WaiterT:
+    """Take the first that waits under a key; with the last one, the key goes."""
+    waiting = table[key]
+    first = waiting.popleft()
+    if not waiting:
+        del table[key]
+    return first

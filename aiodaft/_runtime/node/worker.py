@@ -82,7 +82,6 @@ class Worker:
         self.relay: Relay | None = None
         self.heartbeat = heartbeat
         # 0 until it has started.
-        # 0 until it has started.
         self.pid = 0
         self.started: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[Ending] = loop.create_future()

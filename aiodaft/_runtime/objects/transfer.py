@@ -268,7 +268,7 @@ class Transfer:
         if came is not None:
             take(came)
         elif connection.lost is not None:
-            self._ask_owners(producer)
+            _ask_owners(self.handover.lost(producer))
 
     def ask_came(self, connection: Connection, message: m.Message) -> None:
         """ASK came."""
@@ -282,18 +282,13 @@ class Transfer:
 
     def doubt(self, remote: PeerId) -> None:
         """There is a new connection to a process: what went over the one before may be lost."""
-        for (owner, _), take in self.handover.doubt(remote):
-            take(owner)
-
-    def _ask_owners(self, lost: PeerId) -> None:
-        for (owner, _), take in self.handover.lost(lost):
-            take(owner)
+        _ask_owners(self.handover.doubt(remote))
 
     def connection_lost(self, connection: Connection, error: DaftError) -> None:
         """Fail the pulls over a lost connection."""
         # A new one in its place was cause to ask, too.
         if self._connections.get(connection.remote) in (None, connection):
-            self._ask_owners(connection.remote)
+            _ask_owners(self.handover.lost(connection.remote))
         for answer in self.questions.lost(connection.remote):
             if not answer.done():
                 answer.set_exception(copy_error(error))
@@ -479,6 +474,11 @@ class Transfer:
             return
         refs = tuple(self._refs.describe(ref) for ref in stored.refs)
         connection.send((m.VALUE, *key, stored.payload, blobs, refs))
+
+
+def _ask_owners(found: list[tuple[Key, Taker]]) -> None:
+    for (owner, _), take in found:
+        take(owner)
 
 
 def _received(plain: Plain) -> ReceivedValue:

@@ -140,7 +140,7 @@ class Owned:
         label, reserved, enrolment = seat or (self.controller.new_label(cls), None, None)
         request = partial(self.request, label, what.demand, constraints)
         spec = ChildSpec(cls, label, what.args, what.kwargs, what.max_queue, enrolment)
-        async with self.actors.spawning(f"{cls.__name__} cannot be spawned"):
+        async with self.actors.spawning(partial(self._check_spawning, cls)):
             return await self.actors.make(spec, constraints, self.beside(constraints), reserved, request)
 
     def _check_spawning(self, cls: type) -> None:

@@ -203,11 +203,11 @@ class ScopeActors:
         return None
 
     @asynccontextmanager
-    async def spawning(self, what: str) -> AsyncGenerator[None]:
+    async def spawning(self, check: Callable[[], None]) -> AsyncGenerator[None]:
         """In the block, an actor is made. `stop_all` cancels it, and waits for its end.
 
         Args:
-            what: What the error says then.
+            check: Raises that the scope is closed.
         """
         limit, ended = asyncio.timeout(None), self._controller.process.loop.create_future()
         self._spawning[limit] = ended
@@ -216,7 +216,7 @@ class ScopeActors:
                 yield
         except TimeoutError:
             if limit.expired():
-                self._scope.check_open(what)
+                check()
             raise
         finally:
             del self._spawning[limit]

@@ -319,12 +319,14 @@ class ScopeActors:
                 place = await placing
                 await self._undo(self._controller.target(place.peer, place.actor, wish.label, self._scope.errors))
             else:
-                taking = self._take_back(site, wish, start.epoch)
+                taking = self._take_back(placing, site, wish, start.epoch)
                 self._note_undoing(self._controller.process.tasks.create_task(taking, name=f"take back {wish.label}"))
             raise
 
-    async def _take_back(self, site: Site[NodeAgent], wish: Wish[Tenant], epoch: int) -> None:
+    async def _take_back(self, placing: Ref[Place], site: Site[NodeAgent], wish: Wish[Tenant], epoch: int) -> None:
         """Free a place that was found while the cancellation was on its way to the node, if there is one."""
+        # The node answers when a process that it was starting has ended.
+        await placing.ready()
         with suppress(DaftError):
             for process in await site.agent.processes():
                 if process.owner == wish.holder.owner and wish.label in process.actors:

@@ -21,7 +21,7 @@ from aiodaft._protocol.graphs.listing import listing_of, summary
 from aiodaft._protocol.graphs.plan import Dataflow, Step
 from aiodaft._protocol.graphs.svg import svg_of
 from aiodaft._runtime.calls.beside import AlwaysBeside
-from aiodaft._runtime.calls.call import Caller, Request, Target
+from aiodaft._runtime.calls.call import Caller, CallSink, Request, Target
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.owner import GraphOwner
 from aiodaft._runtime.graphs.registry import Graphs
@@ -72,7 +72,7 @@ class StepTime:
     size: int | None
 
 
-class _Recorder:
+class _Recorder(CallSink):
     """Records the calls that `fn` makes, instead of sending them."""
 
     def __init__(self, inputs: list[PutState]) -> None:

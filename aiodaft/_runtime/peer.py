@@ -316,7 +316,7 @@ class Peer:
     def _handlers(self) -> list[Handler]:
         table: dict[int, Handler] = {
             m.CALL: self.inbound.call_came,
-            m.TELL: self.inbound.tell_came,
+            m.TELL: self.inbound.call_came,
             m.APPLY: self.inbound.apply_came,
             m.SEND: self.inbound.send_came,
             m.FORWARD: self.inbound.forward_came,

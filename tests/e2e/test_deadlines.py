@@ -15,7 +15,7 @@ from leaks import is_alive
 import aiodaft
 from aiodaft._protocol.diagnostics.trace_context import TraceContext
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._runtime.calls.call import Request
+from aiodaft._runtime.calls.call import CallSink, Request
 from aiodaft._runtime.platform.context import Terms, current_terms, deadline_of, received_terms, sent_terms
 from aiodaft.exceptions import RemoteProtocolError
 
@@ -43,7 +43,7 @@ async def test_what_the_runtime_tells_itself_has_no_deadline(
     process = PeerId(producer_of(sleeper.sleep(0)))
     deadlines: list[float | None] = []
 
-    class Sends:
+    class Sends(CallSink):
         def submit(self, request: Request) -> None:
             deadlines.append(deadline_of(current_terms.get()))
             peer.caller.direct.submit(request)

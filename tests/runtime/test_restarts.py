@@ -14,7 +14,7 @@ from rooms import ELSEWHERE, HERE, THERE, Bench, turns
 from aiodaft._protocol.calls.following import NOWHERE, Location
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, incarnation, node_of
 from aiodaft._protocol.supervision.supervision import Backoff, Restart
-from aiodaft._runtime.calls.call import Caller, PendingCall, Request, Target
+from aiodaft._runtime.calls.call import Caller, CallSink, PendingCall, Request, Target
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.node.worker import Place
@@ -47,7 +47,7 @@ class Node(Actor):
         raise NotImplementedError
 
 
-class House(Bench):
+class House(Bench, CallSink):
     """A process that supervises actors; the test answers its calls."""
 
     def __init__(self, policy: Restart) -> None:

@@ -153,7 +153,7 @@ class Session(Generic[CallT]):
 
     def submit(
         self, call_id: CallId, call: CallT, message: Message | None, cost: int = 0, admitted: bool = False
-    ) -> None:
+    ) -> bool:
         """Send a call, or let it wait.
 
         Args:
@@ -162,6 +162,9 @@ class Session(Generic[CallT]):
             message: The CALL, TELL or SEND; None until `provide`.
             cost: Bytes of arguments in it.
             admitted: The call was accepted before: do not refuse it.
+
+        Returns:
+            Whether it was sent.
 
         Raises:
             Overloaded: Too many calls have no answer yet.
@@ -177,7 +180,7 @@ class Session(Generic[CallT]):
                 self._costs[call_id] = cost
                 self._bytes += cost
             self.send(message)
-            return
+            return True
         pending = len(self.calls) - len(self._own)
         if pending >= self._max_pending and not admitted:
             raise Overloaded(
@@ -194,6 +197,7 @@ class Session(Generic[CallT]):
             self._costs[call_id] = cost
         if not blocked:
             self._pump()
+        return call_id not in self._waiting
 
     def submit_own(self, call_id: CallId, call: CallT, message: Message | None) -> None:
         """Send a call of the runtime itself; the message is None until `provide`."""

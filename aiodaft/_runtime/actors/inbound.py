@@ -6,7 +6,7 @@ from typing import Any
 
 from aiodaft._protocol.calls.call import ANSWER, FETCHING
 from aiodaft._protocol.connections import messages as m
-from aiodaft._protocol.connections.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
+from aiodaft._protocol.connections.messages import CALL, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
 from aiodaft._protocol.objects.stream import CREDIT_WINDOW
 from aiodaft._runtime.actors.arguments import Arguments
@@ -19,6 +19,7 @@ from aiodaft._runtime.objects.transfer import Delivery, Transfer
 from aiodaft._runtime.platform.context import received_terms
 from aiodaft._runtime.serialization.containers import contains_ref
 from aiodaft._runtime.serialization.decoder import is_heavy
+from aiodaft._runtime.serialization.encoder import all_plain
 from aiodaft._runtime.serialization.errors import encode_error
 from aiodaft.exceptions import ActorDied, RemoteProtocolError, StaleHandle
 
@@ -47,16 +48,9 @@ class Inbound:
         return None if responder is None else responder.calls.get(number)
 
     def call_came(self, connection: Connection, message: Message) -> None:
-        """CALL came."""
-        self._short_came(connection, message, WANT_REPLY)
-
-    def tell_came(self, connection: Connection, message: Message) -> None:
-        """TELL came."""
-        self._short_came(connection, message, WANT_NOTHING)
-
-    def _short_came(self, connection: Connection, message: Message, mode: int) -> None:
-        _, number, actor, name, args = message
-        call = self._accept(connection, number, actor, name, mode, args)
+        """CALL or TELL came."""
+        kind, number, actor, name, args = message
+        call = self._accept(connection, number, actor, name, WANT_REPLY if kind == CALL else WANT_NOTHING, args)
         if call is not None:
             if args.__class__ is bytes:
                 call.received = ReceivedValue(args, None, [], [], connection.definitions.heard)
@@ -147,7 +141,7 @@ class Inbound:
             return
         if call.mode == WANT_STREAM:
             call.credit = CREDIT_WINDOW
-        if _contains_ref((call.args, call.kwargs)):
+        if (call.kwargs or not all_plain(call.args)) and _contains_ref((call.args, call.kwargs)):
             call.stage = FETCHING
             hosted.deliver(call)
             self.arguments.resolve(call)

@@ -105,7 +105,8 @@ class RemoteResponder:
         if call.handle(ANSWER):
             self.calls.pop(call.number, None)
             self._connection.tell_over(call.number)
-        call.tell_pullers(call.caller)
+        if call.pulled:
+            call.tell_pullers(call.caller)
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
         if call.handle(ANSWER):

@@ -55,6 +55,12 @@ class Siblings(Protocol):
 class CallSink(Protocol):
     """Takes the calls that handles make."""
 
+    def submit_plain(
+        self, target: Target, spec: MethodSpec, args: tuple[Any, ...], number: CallId, state: CallState | TellState
+    ) -> bool:
+        """Take a call without a `Request`, if it needs none; else return False."""
+        return False
+
     def submit(self, request: Request) -> None: ...
 
 
@@ -325,7 +331,8 @@ class Target:
         if number is None:
             number = caller.next_number()
         state = self.state_class(self, spec, number)
-        caller.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_REPLY, state))
+        if kwargs or not caller.outgoing.submit_plain(self, spec, args, number, state):
+            caller.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_REPLY, state))
         return Ref(state)
 
     def stream(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]:
@@ -340,16 +347,19 @@ class Target:
         """Call a method without a reply."""
         if kwargs or not spec.low <= len(args) <= spec.high:
             spec.check(args, kwargs)
-        own = self.actor < FIRST_USER_ACTOR
-        number = self.caller.next_number()
-        request = Request(self, spec, args, kwargs, number, WANT_NOTHING, TellState(spec.label, own=own))
+        caller, own = self.caller, self.actor < FIRST_USER_ACTOR
+        number = caller.next_number()
+        state = TellState(spec.label, own=own)
+        if not kwargs and caller.outgoing.submit_plain(self, spec, args, number, state):
+            return
+        request = Request(self, spec, args, kwargs, number, WANT_NOTHING, state)
         if not own:
-            self.caller.outgoing.submit(request)
+            caller.outgoing.submit(request)
             return
         # What the runtime tells, such as that a ref was dropped, has not the deadline of the code in which it happens.
         token = current_terms.set(None)
         try:
-            self.caller.outgoing.submit(request)
+            caller.outgoing.submit(request)
         finally:
             current_terms.reset(token)
 
@@ -490,7 +500,8 @@ class TellState:
         self._over()
 
     def _over(self, error: BaseException | None = None) -> None:
-        release_inputs(self, error)
+        if self.inputs is not None:
+            release_inputs(self, error)
 
     def on_away(self, remote: PeerId) -> None:
         self.on_error(ActorDied("the actor is in another process now", executed=False))

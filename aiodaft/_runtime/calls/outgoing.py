@@ -10,11 +10,11 @@ from weakref import ref
 from aiodaft._protocol.calls.order import Entry, Order
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import CALL, TELL, WANT_NOTHING, WANT_REPLY, Message
-from aiodaft._protocol.ids import FIRST_USER_ACTOR
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId
 from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.calls.backlog import Backlog
-from aiodaft._runtime.calls.call import Caller, CallState, Request, TellState
+from aiodaft._runtime.calls.call import Caller, CallState, Request, Target, TellState
 from aiodaft._runtime.calls.with_refs import submit_with_refs
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue
@@ -26,6 +26,7 @@ from aiodaft._runtime.serialization.errors import needed_by, passed_on
 from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft._runtime.serialization.small import encode_small
 from aiodaft.exceptions import BorrowError, DaftError, Overloaded, ResourceExhausted, RuntimeClosed
+from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref
 
 # The kinds of calls that have neither deadline, trace nor earlier attempts.
@@ -100,7 +101,40 @@ class Outgoing:
             else:
                 self._submit_encoded(connection, request, short)
         except Overloaded as error:
-            raise Overloaded(f"{request.spec.label} of {target.label} is refused: {error}") from None
+            raise _refused(request.spec, target, error) from None
+
+    def submit_plain(
+        self, target: Target, spec: MethodSpec, args: tuple[Any, ...], number: CallId, state: CallState | TellState
+    ) -> bool:
+        """Send a call of most kinds at once; False if it needs a `Request` and what `submit` does with that.
+
+        Raises:
+            Overloaded: Too many calls are waiting.
+        """
+        process = self._process
+        if (
+            asyncio._get_running_loop() is not process.loop
+            or process.closed is not None
+            or self.order.lanes
+            or target.remote == process.id
+            or target.actor < FIRST_USER_ACTOR
+            or current_terms.get() is not None
+            or not all_plain(args)
+        ):
+            return False
+        connection = self._connections.to(target.remote)
+        if connection.lost is not None:
+            return False
+        kind = TELL
+        if isinstance(state, CallState):
+            kind, state.connection = CALL, connection
+            if (maker := self._caller.current_maker()) is not None:
+                state.maker = ref(maker)
+        try:
+            connection.submit(number, state, (kind, number, target.actor, spec.name, args))
+        except Overloaded as error:
+            raise _refused(spec, target, error) from None
+        return True
 
     def submit_later(self, request: Request) -> None:
         """Send a call that had to wait, or has to be made again: under the terms that it had."""
@@ -338,6 +372,10 @@ def _value_of(request: Request) -> tuple[Any, Names]:
     # Users know nothing of the runtime's own actors.
     to = target.label if target.actor >= FIRST_USER_ACTOR else ""
     return [list(request.args), request.kwargs], Names(spec.label, (*parts, *request.kwargs.items()), to)
+
+
+def _refused(spec: MethodSpec, target: Target, error: Overloaded) -> Overloaded:
+    return Overloaded(f"{spec.label} of {target.label} is refused: {error}")
 
 
 def _fail_unpacked(request: Request, stored: StoredValue, error: DaftError) -> None:

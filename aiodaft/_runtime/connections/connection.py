@@ -305,12 +305,12 @@ class Connection:
     ) -> None:
         """Send a call within the window; see `Session.submit`."""
         try:
-            self.session.submit(call_id, call, message, cost, admitted)
+            sent = self.session.submit(call_id, call, message, cost, admitted)
         except Overloaded:
             if message is not None:
                 self._on_dropped(self, message)
             raise
-        if self.session.waiting and not self._watching_stall:
+        if not sent and not self._watching_stall:
             self._watching_stall = True
             self._loop.call_later(STALL, self._look_for_stall)
         self._sent_one()

@@ -210,7 +210,7 @@ class Spans:
             span.end(int(ended * _NANOSECONDS + to_epoch))
 
 
-class _CallSpans:
+class _CallSpans(CallSink):
     """Takes the calls of handles."""
 
     def __init__(self, inner: CallSink, spans: Spans) -> None:

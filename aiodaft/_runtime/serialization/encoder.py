@@ -11,7 +11,7 @@ skeleton or pickle) has its digest in the payload, which comes in a message.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -355,7 +355,7 @@ def plain_payload(value: Any) -> bytes:
     return bytes((PLAIN,)) + pack(value)
 
 
-def all_plain(values: tuple[Any, ...]) -> bool:
+def all_plain(values: Sequence[Any]) -> bool:
     """Whether arguments are fields of a message as they are."""
     for value in values:  # noqa: SIM110 - on the path of every call: all() with a generator costs twice as much
         if not is_plain(value):

@@ -78,6 +78,7 @@ class Office(Bench):
         # The questions for the place of an actor that are not answered.
         self.asked: list[CallState] = []
         self._decoders: dict[PeerId, FrameDecoder] = {}
+        self.explained: list[tuple[Connection, DaftError]] = []
 
     def handle(self) -> Any:
         return self.caller.handle(THERE, ACTOR, "Desk-1", Desk)
@@ -136,6 +137,7 @@ class Office(Bench):
     def connection_lost(self, connection: Connection) -> None: ...
 
     def connection_explained(self, connection: Connection, error: DaftError) -> None:
+        self.explained.append((connection, error))
         self.replies.connection_lost(connection, error)
 
     def connection_renewed(self, remote: PeerId) -> None: ...
@@ -278,6 +280,22 @@ async def test_a_lost_connection_fails_what_was_sent_and_what_was_not_with_diffe
     after = await error_of(desk.note("after"))
     assert (type(after), after.executed) == (PeerLost, False)
     await office.encode()
+
+
+async def test_a_renewed_connection_ends_the_search_for_the_cause_of_the_loss_of_the_one_before(office: Office) -> None:
+    cause: asyncio.Future[DaftError] = asyncio.get_running_loop().create_future()
+    office.connections.explain = lambda connection, reason: cause
+    call = office.handle().note("over the first")
+    lost = office.lose(THERE)
+    office.connections.renew(THERE)
+    assert (await error_of(call)).executed is None
+    # What is found later does not end what goes over the new one.
+    later = office.handle().note("over the second")
+    cause.set_result(ActorDied("its process ended"))
+    await turns(3)
+    assert type(await office.connections.explanation(lost)) is PeerLost
+    assert not later.done()
+    assert [connection for connection, _ in office.explained] == [lost]
 
 
 async def test_too_many_calls_without_an_answer_are_refused_where_they_are_made() -> None:

@@ -79,6 +79,9 @@ class Connection:
     _bursts = 0
     _watching_stall = False
 
+    # That with which its calls failed when it was lost.
+    why: DaftError | None = None
+
     def __init__(
         self,
         process: Process,

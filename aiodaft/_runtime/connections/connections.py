@@ -82,6 +82,8 @@ class Connections(dict[PeerId, Connection]):
             self._lost.remove(before)
             # If `before` never had a socket, the other process may not have lost a connection.
             connection.send(m.renewed(str(before.lost)))
+            # The process lives. Later, this would end what goes over the new connection.
+            self._explained(before, PeerLost(f"the connection to {remote} ended: {before.lost}"))
             self._owner.connection_renewed(remote)
         return connection
 
@@ -135,7 +137,7 @@ class Connections(dict[PeerId, Connection]):
             explaining = self._explain_loss(connection, reason)
             connection.explanation = self._process.tasks.start(explaining, name=f"explain {connection.remote}")
         else:
-            self._owner.connection_explained(connection, RuntimeClosed(self._process.closed))
+            self._explained(connection, RuntimeClosed(self._process.closed))
 
     async def hears_from(self, name: str) -> bool:
         """Whether a process of a node, to which there is a connection, answers: then the coordinator is cut off.
@@ -189,11 +191,17 @@ class Connections(dict[PeerId, Connection]):
         except Exception as problem:  # noqa: BLE001 - an explanation that fails must not keep calls waiting
             error = PeerLost(f"the connection to {connection.remote} ended: {reason}")
             error.__cause__ = problem
-        # A node that could not be reached, or was not in the cluster, may come back.
-        not_reached = self.far is not None and not connection.connected
-        connection.renewable = not_reached or (connection.far and type(error) is PeerLost)
-        self._owner.connection_explained(connection, error)
-        return error
+        return self._explained(connection, error)
+
+    def _explained(self, connection: Connection, error: DaftError) -> DaftError:
+        """Fail what went over a lost connection, unless that was done; returns with which error."""
+        if connection.why is None:
+            connection.why = error
+            # A node that could not be reached, or was not in the cluster, may come back.
+            not_reached = self.far is not None and not connection.connected
+            connection.renewable = not_reached or (connection.far and type(error) is PeerLost)
+            self._owner.connection_explained(connection, error)
+        return connection.why
 
     async def explanation(self, connection: Connection) -> DaftError:
         """Why a lost connection was lost."""

@@ -148,16 +148,16 @@ async def test_a_cancelled_def_method_stops_waiting_and_cancels_what_it_waits_fo
     assert not (await module_rt.info(log)).running
 
 
-async def test_an_actor_that_is_stopped_stops_waiting(module_rt: aiodaft.Runtime) -> None:
-    async with module_rt.spawn(Log) as log:
-        blocking = await module_rt.spawn(Blocking)
+async def test_an_actor_that_is_stopped_stops_waiting() -> None:
+    async with aiodaft.Runtime(stop_grace=0.1) as rt, rt.spawn(Log) as log:
+        blocking = await rt.spawn(Blocking)
         ref = blocking.ask(log, "after_gate", "never")
-        while not (await module_rt.info(log)).running:
+        while not (await rt.info(log)).running:
             await asyncio.sleep(0)
-        await module_rt.stop(blocking)
+        await rt.stop(blocking)
         with pytest.raises((aiodaft.ActorDied, aiodaft.CallCancelled)):
             await ref
-        while (await module_rt.info(log)).running:
+        while (await rt.info(log)).running:
             await asyncio.sleep(0)
 
 

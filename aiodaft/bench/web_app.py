@@ -40,29 +40,32 @@ async def lifespan(app: FastAPI) -> AsyncGenerator[dict[str, Model]]:
         yield state
 
 
-async def _answer(number: int) -> dict[str, int]:
-    await asyncio.sleep(0)
-    return {"answer": number}
+class LocalModel:
+    """Answers in the next turn of the server's loop."""
+
+    async def answer(self, number: int) -> dict[str, int]:
+        await asyncio.sleep(0)
+        return {"answer": number}
 
 
-def local() -> FastAPI:
-    """A coroutine of the server answers."""
-    app = FastAPI()
-
-    @app.get("/")
-    async def answer() -> dict[str, int]:
-        return await _answer(1)
-
-    return app
+@asynccontextmanager
+async def without_actors(app: FastAPI) -> AsyncGenerator[dict[str, LocalModel]]:
+    """The state of the app whose own coroutine answers."""
+    yield {"model": LocalModel()}
 
 
 def _calling(app: FastAPI) -> FastAPI:
     @app.get("/")
     async def answer(request: Request) -> dict[str, int]:
-        model: Model = request.state.model
+        model: Model | LocalModel = request.state.model
         return await model.answer(1)
 
     return app
+
+
+def local() -> FastAPI:
+    """A coroutine of the server answers."""
+    return _calling(FastAPI(lifespan=without_actors))
 
 
 def routed() -> FastAPI:

@@ -17,6 +17,13 @@ from aiodaft._runtime.platform.env import Env
 
 MIB = 1 << 20
 
+
+class Counter(aiodaft.Actor):
+    @aiodaft.method
+    async def count(self, *args: Any) -> int:
+        return len(args)
+
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -65,6 +72,15 @@ async def test_more_refs_than_a_message_has_room_for_are_refused(rt: aiodaft.Run
     ):
         await echo.echo([ref] * 100_000)
     assert await echo.echo([ref] * 1000) == [1] * 1000
+
+
+async def test_more_arguments_than_a_message_has_room_for_travel_as_one_value(rt: aiodaft.Runtime) -> None:
+    counter, echo = await rt.spawn(Counter), await rt.spawn(Echo)
+    many, ref = [1] * 140_000, echo.echo(1)
+    assert await counter.count(*many) == len(many)
+    assert await counter.count(ref, *many) == len(many) + 1
+    counter.count.tell(*["x" * 1000] * 20_000)
+    assert await counter.count() == 0
 
 
 @pytest.fixture

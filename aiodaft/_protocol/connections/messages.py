@@ -103,6 +103,8 @@ OLDEST_WIRE_VERSION: Final = 1
 INLINE_LIMIT: Final = 64 << 10
 # Arguments that need no encoding beyond the frame's own; longer text and bytes are encoded, and so accounted for.
 PLAIN_TEXT_LIMIT: Final = 1 << 10
+# More arguments of one call are encoded, too, since a frame limits its fields and bytes.
+PLAIN_ARGS_LIMIT: Final = 1 << 11
 
 KINDS: Final = 39
 # The place of a kind is its number on the wire: a new one comes last.

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from aiodaft._protocol.calls.handover import IN_MESSAGE, PULLED, choose
 from aiodaft._protocol.connections import messages as m
-from aiodaft._protocol.connections.messages import CALL, Awaited
+from aiodaft._protocol.connections.messages import CALL, PLAIN_ARGS_LIMIT, Awaited
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
 from aiodaft._protocol.objects.value import HERE
 from aiodaft._runtime.calls.call import CallState, Request
@@ -21,7 +21,8 @@ def submit_with_refs(refs: RefTable, connection: Connection, request: Request) -
     """Send a call if each argument is plain, or a ref with a value that need not be pulled; else return False."""
     state, number, actor, consumer = request.state, request.number, request.target.actor, connection.remote
     own = actor < FIRST_USER_ACTOR
-    if request.stored is not None or not (connection.has_room_for_own if own else connection.has_room):
+    has_room = connection.has_room_for_own if own else connection.has_room
+    if not has_room or request.stored is not None or len(request.args) > PLAIN_ARGS_LIMIT:
         return False
     submit = connection.submit_own if own else connection.submit
     local = refs.process.id

@@ -298,6 +298,20 @@ async def test_a_renewed_connection_ends_the_search_for_the_cause_of_the_loss_of
     assert [connection for connection, _ in office.explained] == [lost]
 
 
+async def test_a_supervised_actor_is_called_over_a_renewed_connection_if_the_call_was_not_sent(office: Office) -> None:
+    office.connections.explain = lambda connection, reason: asyncio.get_running_loop().create_future()
+    target, desk = office.followed(Location(NOWHERE, ACTOR))
+    target.move(Location(THERE, ACTOR))
+    call = desk.note("not sent")
+    office.connections.to(THERE).close(PeerLost("there cannot be reached"))
+    office.connections.renew(THERE)
+    await turns()
+    office.asked[0].on_plain(Location(THERE, ACTOR))
+    await turns()
+    assert office.words_to(THERE) == ["not sent"]
+    assert not call.done()
+
+
 async def test_too_many_calls_without_an_answer_are_refused_where_they_are_made() -> None:
     office = Office(max_pending=1)
     desk = office.handle()

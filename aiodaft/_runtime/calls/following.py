@@ -230,7 +230,8 @@ class FollowingTarget(Target):
     async def find(self, connection: Connection | None, *, wait: bool) -> tuple[Location, DaftError | None]:
         """The location, and why calls cannot be made there that a connection, if any, has lost."""
         remote = lost = None
-        if connection is not None:
+        # The lost one may have been renewed: then the actor is called over the new one.
+        if connection is not None and connection.lost is not None:
             # First its process has to be known to be gone.
             remote, lost = connection.remote, await self.caller.connections.explanation(connection)
         found = await self.locate(wait=wait)

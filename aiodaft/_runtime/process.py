@@ -138,6 +138,11 @@ class Process:
             else:
                 self.loop.call_soon_threadsafe(callback)
 
+    @property
+    def closing(self) -> RuntimeClosed:
+        """The error of what ends with the process."""
+        return RuntimeClosed(self.closed or "the runtime is closed")
+
     def check_open(self, what: str) -> None:
         """Raise RuntimeClosed if the process is closed."""
         if self.closed is not None:

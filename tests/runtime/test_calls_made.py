@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from aiodaft.exceptions import (
     Overloaded,
     PeerLost,
     RemoteProtocolError,
+    RuntimeClosed,
     StaleHandle,
 )
 from aiodaft.methods import specs_of
@@ -310,6 +312,27 @@ async def test_a_supervised_actor_is_called_over_a_renewed_connection_if_the_cal
     await turns()
     assert office.words_to(THERE) == ["not sent"]
     assert not call.done()
+
+
+async def test_the_end_of_the_process_ends_the_search_for_the_cause_of_a_loss(office: Office) -> None:
+    office.connections.explain = lambda connection, reason: asyncio.get_running_loop().create_future()
+    far: Any = SimpleNamespace(reached_by=())
+    office.connections.far = far
+    target, desk = office.followed(Location(NOWHERE, ACTOR))
+    target.move(Location(THERE, ACTOR))
+    pinned = Handle(PinnedTarget(target, target.place), Desk)
+    calls = [office.handle().note("under way")]
+    office.lose(THERE)
+    calls += [handle.note("later") for handle in (office.handle(), pinned, desk)]
+    never_connected = office.connections.to(ELSEWHERE)
+    await turns()
+    office.process.closed = "the runtime is closed"
+    office.connections.close(office.process.closed)
+    await office.process.tasks.aclose()
+    errors = [await error_of(call) for call in calls]
+    assert [(type(error), error.executed) for error in errors] == [(RuntimeClosed, None), *[(RuntimeClosed, False)] * 3]
+    # It is the end: no other connection is made.
+    assert office.connections.to(ELSEWHERE) is never_connected
 
 
 async def test_too_many_calls_without_an_answer_are_refused_where_they_are_made() -> None:

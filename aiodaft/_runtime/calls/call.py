@@ -26,7 +26,7 @@ from aiodaft._runtime.platform.error_log import log_error, printable
 from aiodaft._runtime.platform.tasks import current_task, logger
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.building import builder
-from aiodaft._runtime.serialization.errors import copy_error
+from aiodaft._runtime.serialization.errors import unsent
 from aiodaft._runtime.serialization.pickling import home
 from aiodaft.actor import ActorFacts, Handle
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, OutcomeUnknown
@@ -415,8 +415,12 @@ class Target:
             self.caller.process.tasks.create_task(self._explain(request, connection), name="explain a lost actor")
 
     async def _explain(self, request: Request, connection: Connection) -> None:
-        error = copy_error(await self.caller.connections.explanation(connection))
-        request.state.on_error(error.with_executed(False))
+        try:
+            error = await self.caller.connections.explanation(connection)
+        except asyncio.CancelledError:
+            request.state.on_error(unsent(self.process.closing))
+            raise
+        request.state.on_error(unsent(error))
 
 
 @builder

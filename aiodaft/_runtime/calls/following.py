@@ -34,7 +34,7 @@ from aiodaft._runtime.serialization.building import builder
 from aiodaft._runtime.serialization.encoder import all_plain
 from aiodaft._runtime.serialization.errors import copy_error, unsent
 from aiodaft.actor import ActorFacts, Handle
-from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, RuntimeClosed, StaleHandle
+from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, StaleHandle
 from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref, Stream
 
@@ -215,7 +215,7 @@ class FollowingTarget(Target):
         try:
             found, problem = await self.find(connection, wait=True)
         except asyncio.CancelledError:
-            self._backlog.fail(RuntimeClosed(self.caller.process.closed or "the runtime is closed"))
+            self._backlog.fail(self.caller.process.closing)
             raise
         except Exception as error:  # noqa: BLE001 - the waiting calls fail with it
             self._finding = None
@@ -446,6 +446,9 @@ class PinnedTarget(Target):
     async def _refuse(self, state: PendingCall, connection: Connection | None) -> None:
         try:
             _, reason = await self.followed.find(connection, wait=False)
+        except asyncio.CancelledError:
+            state.on_error(unsent(self.process.closing))
+            raise
         except Exception as problem:  # noqa: BLE001 - the caller gets it
             state.on_error(unsent(problem))
             return

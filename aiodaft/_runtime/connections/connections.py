@@ -199,14 +199,16 @@ class Connections(dict[PeerId, Connection]):
             connection.why = error
             # A node that could not be reached, or was not in the cluster, may come back.
             not_reached = self.far is not None and not connection.connected
-            connection.renewable = not_reached or (connection.far and type(error) is PeerLost)
+            may_live = not_reached or (connection.far and type(error) is PeerLost)
+            connection.renewable = may_live and self._process.closed is None
             self._owner.connection_explained(connection, error)
         return connection.why
 
     async def explanation(self, connection: Connection) -> DaftError:
         """Why a lost connection was lost."""
-        if connection.explanation is None:
-            return PeerLost(f"the connection to {connection.remote} ended: {connection.lost}")
+        if connection.why is not None:
+            return connection.why
+        assert connection.explanation is not None
         return await asyncio.shield(connection.explanation)
 
     async def why_lost(self, route: Route, otherwise: str) -> DaftError:
@@ -333,6 +335,8 @@ class Connections(dict[PeerId, Connection]):
         for connection in list(self.values()):
             connection.send(m.bye(reason))
             connection.close(RuntimeClosed(reason))
+            # The search for the cause of an earlier loss ends here, too.
+            self._explained(connection, RuntimeClosed(reason))
 
     def forget(self) -> None:
         """Leave nothing of the connections, which have ended, but what went over them."""

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-# GPT-J turns the first `rotary_dim` values of a head by its place, 64 by default, which a small head does not have.
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "rotary_dim": 8}
+# GPT-J and DeepSeek turn a part of the values of a head by its place, 64 by default, which a small head does not have.
+TURNED = {"rotary_dim": 8, "qk_rope_head_dim": 16}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16} | TURNED
 
 
 def transformers(name: str) -> Any:
@@ -45,10 +46,14 @@ class WithKeysAndValues(nn.Module):
             """Tells of the keys and values that each layer adds."""
 
             on_layer: Callable[[Tensor], object] | None = None
+            # DeepSeek's values are smaller than its keys.
+            value_size = 0
 
             def update(self, keys: Tensor, values: Tensor, *args: Any, **options: Any) -> Any:
+                Cache.value_size = values.shape[3]
                 if self.on_layer is not None:
-                    self.on_layer(torch.stack([keys, values]))
+                    missing = max(0, keys.shape[3] - values.shape[3])
+                    self.on_layer(torch.stack([keys, nn.functional.pad(values, (0, missing))]))
                 return super().update(keys, values, *args, **options)
 
         self.cache = Cache
@@ -65,7 +70,7 @@ class WithKeysAndValues(nn.Module):
         cache, past = self.cache(), 0
         for layer, (keys_BHPD, values_BHPD) in enumerate(past_LKBHPD):
             if past := keys_BHPD.shape[2]:
-                cache.update(keys_BHPD, values_BHPD, layer)
+                cache.update(keys_BHPD, values_BHPD[..., : cache.value_size], layer)
         cache.on_layer = on_layer
         new = torch.arange(tokens_BT.shape[1])
         seen_BS = torch.cat([torch.arange(past) < lengths_B[:, None], torch.ones_like(tokens_BT, dtype=torch.bool)], 1)

@@ -53,7 +53,9 @@ def test_tokens_of_batches_are_those_of_one_prompt_without_cache(sizes: Sizes, w
     [
         "LlamaForCausalLM",
         "GPTJForCausalLM",
-        *(pytest.param(name, marks=pytest.mark.programs) for name in ("GPT2LMHeadModel", "FalconForCausalLM", "DeepseekV3ForCausalLM")),
+        pytest.param("GPT2LMHeadModel", marks=pytest.mark.programs),
+        pytest.param("FalconForCausalLM", marks=pytest.mark.programs),
+        pytest.param("DeepseekV3ForCausalLM", marks=pytest.mark.programs),
     ],
 )
 def test_so_they_are_with_models_of_transformers(name: str) -> None:

@@ -55,8 +55,14 @@ class Siblings(Protocol):
 class CallSink(Protocol):
     """Takes the calls that handles make."""
 
-    def submit_plain(
-        self, target: Target, spec: MethodSpec, args: tuple[Any, ...], number: CallId, state: CallState | TellState
+    def submit_small(
+        self,
+        target: Target,
+        spec: MethodSpec,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        number: CallId,
+        state: CallState | TellState,
     ) -> bool:
         """Take a call without a `Request`, if it needs none; else return False."""
         return False
@@ -331,7 +337,7 @@ class Target:
         if number is None:
             number = caller.next_number()
         state = self.state_class(self, spec, number)
-        if kwargs or not caller.outgoing.submit_plain(self, spec, args, number, state):
+        if not caller.outgoing.submit_small(self, spec, args, kwargs, number, state):
             caller.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_REPLY, state))
         return Ref(state)
 
@@ -350,7 +356,7 @@ class Target:
         caller, own = self.caller, self.actor < FIRST_USER_ACTOR
         number = caller.next_number()
         state = TellState(spec.label, own=own)
-        if not kwargs and caller.outgoing.submit_plain(self, spec, args, number, state):
+        if caller.outgoing.submit_small(self, spec, args, kwargs, number, state):
             return
         request = Request(self, spec, args, kwargs, number, WANT_NOTHING, state)
         if not own:

@@ -103,8 +103,14 @@ class Outgoing:
         except Overloaded as error:
             raise _refused(request.spec, target, error) from None
 
-    def submit_plain(
-        self, target: Target, spec: MethodSpec, args: tuple[Any, ...], number: CallId, state: CallState | TellState
+    def submit_small(
+        self,
+        target: Target,
+        spec: MethodSpec,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        number: CallId,
+        state: CallState | TellState,
     ) -> bool:
         """Send a call of most kinds at once; False if it needs a `Request` and what `submit` does with that.
 
@@ -119,19 +125,25 @@ class Outgoing:
             or target.remote == process.id
             or target.actor < FIRST_USER_ACTOR
             or current_terms.get() is not None
-            or not all_plain(args)
         ):
             return False
         connection = self._connections.to(target.remote)
         if connection.lost is not None:
             return False
+        fields: tuple[Any, ...] | bytes = args
+        cost = 0
+        if kwargs or not all_plain(args):
+            payload = None if Ref in map(type, args) else _encode_small(connection, args, kwargs)
+            if payload is None:
+                return False
+            fields, cost = payload, len(payload)
         kind = TELL
         if isinstance(state, CallState):
             kind, state.connection = CALL, connection
             if (maker := self._caller.current_maker()) is not None:
                 state.maker = ref(maker)
         try:
-            connection.submit(number, state, (kind, number, target.actor, spec.name, args))
+            connection.submit(number, state, (kind, number, target.actor, spec.name, fields), cost)
         except Overloaded as error:
             raise _refused(spec, target, error) from None
         return True
@@ -207,11 +219,8 @@ class Outgoing:
         submit = connection.submit_own if request.target.actor < FIRST_USER_ACTOR else connection.submit
         admitted = request.had_turn
         if stored is None and not request.again:
-            small = encode_small(args, request.kwargs, by_name=True)
-            if small is not None:
-                payload, defined = small
-                if defined:
-                    connection.tell(defined)
+            payload = _encode_small(connection, args, request.kwargs)
+            if payload is not None:
                 message: Message
                 if short:
                     message = (_SHORT[request.mode], number, request.target.actor, request.spec.name, payload)
@@ -363,6 +372,17 @@ class Outgoing:
                 current_call.reset(token)
 
         self._process.call_soon(submit)
+
+
+def _encode_small(connection: Connection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes | None:
+    """Small arguments as one field of a message; before it, the receiver is told what names in it stand for."""
+    small = encode_small(args, kwargs, by_name=True)
+    if small is None:
+        return None
+    payload, defined = small
+    if defined:
+        connection.tell(defined)
+    return payload
 
 
 def _value_of(request: Request) -> tuple[Any, Names]:

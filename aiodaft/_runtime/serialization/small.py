@@ -237,23 +237,46 @@ def encode_small(parts: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 
     `by_name`: The receiver is told what names stand for.
     """
+    defined: Sequence[Named] = ()
+    try:
+        if _is_flat(kwargs if not parts else parts[0] if len(parts) == 1 and not kwargs else None):
+            # On the path of many calls: there is nothing to be found in it.
+            payload = _SMALL_HEAD + new_packer().pack(parts[0] if kwargs is None else [list(parts), kwargs])
+        else:
+            payload, defined = _walked(parts, kwargs, by_name=by_name)
+    except Exception:  # noqa: BLE001 - a tensor without memory, or code that changes the value meanwhile
+        return None
+    return (payload, defined) if len(payload) <= INLINE_LIMIT else None
+
+
+def _walked(parts: tuple[Any, ...], kwargs: Mapping[str, Any] | None, *, by_name: bool) -> Small:
     encoder = SmallEncoder()
     if by_name:
         encoder.defined = []
     walked: Any = []
-    try:
-        # No comprehension, which would be one more function for each call.
-        for part in parts:
-            walked.append(part if type(part) in _NUMBERS else encoder.walk(part))
-        if kwargs is None:
-            (walked,) = walked
-        else:
-            walked = [walked, {name: encoder.walk(arg) for name, arg in kwargs.items()} if kwargs else kwargs]
-        defined = encoder.defined or ()
-        payload: bytes = (_NAMED_HEAD if defined else _SMALL_HEAD) + new_packer().pack(walked)
-    except Exception:  # noqa: BLE001 - a tensor without memory, or code that changes the value meanwhile
-        return None
-    return (payload, defined) if len(payload) <= INLINE_LIMIT else None
+    # No comprehension, which would be one more function for each call.
+    for part in parts:
+        walked.append(part if type(part) in _NUMBERS else encoder.walk(part))
+    if kwargs is None:
+        (walked,) = walked
+    else:
+        walked = [walked, {name: encoder.walk(arg) for name, arg in kwargs.items()} if kwargs else kwargs]
+    defined = encoder.defined or ()
+    return (_NAMED_HEAD if defined else _SMALL_HEAD) + new_packer().pack(walked), defined
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether it is a list, or a dict with names as keys, of numbers, None and the like."""
+    kind = type(value)
+    if kind is list:
+        return len(value) <= _MOST and _NUMBERS.issuperset(map(type, value))
+    return (
+        kind is dict
+        and len(value) <= _MOST
+        and _STR.issuperset(map(type, value))
+        and sum(map(len, value)) <= INLINE_LIMIT
+        and _NUMBERS.issuperset(map(type, value.values()))
+    )
 
 
 def _is_on_accelerator(tensor: Any) -> bool:

@@ -228,7 +228,7 @@ class TracedActor(HostedActor):
 class TracedOutgoing(Outgoing):
     """Records the calls that this process makes."""
 
-    def submit_small(self, *_: object) -> bool:
+    def submit_small(self, *_: object, **__: object) -> bool:
         """Each call is recorded by `submit`."""
         return False
 

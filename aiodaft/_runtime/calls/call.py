@@ -62,9 +62,9 @@ class CallSink(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         number: CallId,
-        state: CallState | TellState,
+        state: CallState | None,
     ) -> bool:
-        """Take a call without a `Request`, if it needs none; else return False."""
+        """Take a call, or without a state a tell, if it needs no `Request`; else return False."""
         return False
 
     def submit(self, request: Request) -> None: ...
@@ -355,10 +355,9 @@ class Target:
             spec.check(args, kwargs)
         caller, own = self.caller, self.actor < FIRST_USER_ACTOR
         number = caller.next_number()
-        state = TellState(spec.label, own=own)
-        if caller.outgoing.submit_small(self, spec, args, kwargs, number, state):
+        if caller.outgoing.submit_small(self, spec, args, kwargs, number, None):
             return
-        request = Request(self, spec, args, kwargs, number, WANT_NOTHING, state)
+        request = Request(self, spec, args, kwargs, number, WANT_NOTHING, TellState(spec.label, own=own))
         if not own:
             caller.outgoing.submit(request)
             return

@@ -56,6 +56,8 @@ class Outgoing:
         self.order: Order[Submitted] = Order()
         # Those calls.
         self._backlog = Backlog(caller, "actors of graphs with runs that wait")
+        # The states of tells without refs, by what they call: they are all the same.
+        self._tells: dict[str, TellState] = {}
 
     def submit(self, request: Request) -> None:
         """Send a call; its answer goes to `request.state`. Never blocks, and raises only what is wrong with the call.
@@ -110,9 +112,9 @@ class Outgoing:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         number: CallId,
-        state: CallState | TellState,
+        state: CallState | None,
     ) -> bool:
-        """Send a call of most kinds at once; False if it needs a `Request` and what `submit` does with that.
+        """Send a call or a tell of most kinds at once; False if it needs a `Request` and what `submit` does with that.
 
         Raises:
             Overloaded: Too many calls are waiting.
@@ -137,13 +139,18 @@ class Outgoing:
             if payload is None:
                 return False
             fields, cost = payload, len(payload)
-        kind = TELL
-        if isinstance(state, CallState):
-            kind, state.connection = CALL, connection
+        kind = CALL
+        waits: CallState | TellState | None = state
+        if state is not None:
+            state.connection = connection
             if (maker := self._caller.current_maker()) is not None:
                 state.maker = ref(maker)
+        else:
+            kind, waits = TELL, self._tells.get(spec.label)
+            if waits is None:
+                waits = self._tells[spec.label] = TellState(spec.label)
         try:
-            connection.submit(number, state, (kind, number, target.actor, spec.name, fields), cost)
+            connection.submit(number, waits, (kind, number, target.actor, spec.name, fields), cost)
         except Overloaded as error:
             raise _refused(spec, target, error) from None
         return True

@@ -72,15 +72,15 @@ class RemoteResponder:
         self.calls.pop(call.number, None)
         if isinstance(stored, tuple):
             payload, defined = stored
-            received = ReceivedValue(payload, None, [], [])
             if call.pulled:
+                received = ReceivedValue(payload, None, [], [])
                 call.tell_pullers(StoredValue.again(received) if defined else received)
             if call.handle(ANSWER):
                 if defined:
                     self._connection.tell(defined)
                 self._connection.send(m.result(call.number, (payload, None, ())))
                 if len(payload) <= _SMALL and not defined:
-                    self._remember(call, received)
+                    self._remember(call, ReceivedValue(payload, None, [], []))
             return
         if not call.handle(ANSWER) or self._connection.lost is not None:
             # The caller has its answer, or is gone: processes that pull the result hear from it, or of its end.

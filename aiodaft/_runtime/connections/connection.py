@@ -466,6 +466,10 @@ class Connection:
         finally:
             wakeups.collecting = False
         wakeups.run()
+        # uvloop reports a socket that has data and an error only once.
+        code = 0 if self._socket is None else self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._broken(OSError(code, os.strerror(code)))
 
     def _read_socket(self) -> None:
         if self._socket is None:
@@ -487,10 +491,6 @@ class Connection:
             return
         self.traffic.control_received += count
         self._receive(memoryview(self._buffer)[:count])
-        # uvloop reports a socket that has data and an error only once.
-        code = 0 if self._socket is None else self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            self._broken(OSError(code, os.strerror(code)))
 
     def _look_for_end(self, sock: socket.socket) -> None:
         """The socket is readable although messages use the rings: it has a descriptor, or it has ended."""
@@ -515,8 +515,7 @@ class Connection:
                 handlers, last = self._handlers, messages.pop()
                 for message in messages:
                     handlers[message[0]](self, message)
-                # A write to a ring is cheap.
-                self._prompt = self._send_queue.ring is not None
+                self._prompt = True
                 handlers[last[0]](self, last)
         except ProtocolError as error:
             self.close(error)

@@ -55,7 +55,7 @@ class Siblings(Protocol):
 class CallSink(Protocol):
     """Takes the calls that handles make."""
 
-    def submit_small(
+    def submit_at_once(
         self,
         target: Target,
         spec: MethodSpec,
@@ -64,7 +64,7 @@ class CallSink(Protocol):
         number: CallId,
         state: CallState | None,
     ) -> bool:
-        """Take a call, or without a state a tell, if it needs no `Request`; else return False."""
+        """Take a call, or without a state a tell; False: it is to be given to `submit`."""
         return False
 
     def submit(self, request: Request) -> None: ...
@@ -337,7 +337,7 @@ class Target:
         if number is None:
             number = caller.next_number()
         state = self.state_class(self, spec, number)
-        if not caller.outgoing.submit_small(self, spec, args, kwargs, number, state):
+        if not caller.outgoing.submit_at_once(self, spec, args, kwargs, number, state):
             caller.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_REPLY, state))
         return Ref(state)
 
@@ -355,7 +355,7 @@ class Target:
             spec.check(args, kwargs)
         caller, own = self.caller, self.actor < FIRST_USER_ACTOR
         number = caller.next_number()
-        if caller.outgoing.submit_small(self, spec, args, kwargs, number, None):
+        if caller.outgoing.submit_at_once(self, spec, args, kwargs, number, None):
             return
         request = Request(self, spec, args, kwargs, number, WANT_NOTHING, TellState(spec.label, own=own))
         if not own:

@@ -56,7 +56,7 @@ class Outgoing:
         self.order: Order[Submitted] = Order()
         # Those calls.
         self._backlog = Backlog(caller, "actors of graphs with runs that wait")
-        # The states of tells without refs, by what they call: they are all the same.
+        # The states of tells of plain arguments, by what they call: they are all the same.
         self._tells: dict[str, TellState] = {}
 
     def submit(self, request: Request) -> None:
@@ -105,7 +105,7 @@ class Outgoing:
         except Overloaded as error:
             raise _refused(request.spec, target, error) from None
 
-    def submit_small(
+    def submit_at_once(
         self,
         target: Target,
         spec: MethodSpec,
@@ -114,10 +114,9 @@ class Outgoing:
         number: CallId,
         state: CallState | None,
     ) -> bool:
-        """Send a call or a tell of most kinds at once; False if it needs a `Request` and what `submit` does with that.
+        """`submit` for a call, or without a state a tell, of which only the arguments matter; False if others do.
 
-        Raises:
-            Overloaded: Too many calls are waiting.
+        With plain arguments, it needs no `Request`.
         """
         process = self._process
         if (
@@ -132,25 +131,21 @@ class Outgoing:
         connection = self._connections.to(target.remote)
         if connection.lost is not None:
             return False
-        fields: tuple[Any, ...] | bytes = args
-        cost = 0
-        if kwargs or not all_plain(args):
-            payload = None if Ref in map(type, args) else _encode_small(connection, args, kwargs)
-            if payload is None:
-                return False
-            fields, cost = payload, len(payload)
-        kind = CALL
-        waits: CallState | TellState | None = state
         if state is not None:
             state.connection = connection
             if (maker := self._caller.current_maker()) is not None:
                 state.maker = ref(maker)
-        else:
-            kind, waits = TELL, self._tells.get(spec.label)
-            if waits is None:
-                waits = self._tells[spec.label] = TellState(spec.label)
         try:
-            connection.submit(number, waits, (kind, number, target.actor, spec.name, fields), cost)
+            if kwargs or not all_plain(args):
+                mode, waits = (WANT_NOTHING, TellState(spec.label)) if state is None else (WANT_REPLY, state)
+                self._submit_encoded(connection, Request(target, spec, args, kwargs, number, mode, waits), short=True)
+            elif state is not None:
+                connection.submit(number, state, (CALL, number, target.actor, spec.name, args))
+            else:
+                told = self._tells.get(spec.label)
+                if told is None:
+                    told = self._tells[spec.label] = TellState(spec.label)
+                connection.submit(number, told, (TELL, number, target.actor, spec.name, args))
         except Overloaded as error:
             raise _refused(spec, target, error) from None
         return True
@@ -226,8 +221,11 @@ class Outgoing:
         submit = connection.submit_own if request.target.actor < FIRST_USER_ACTOR else connection.submit
         admitted = request.had_turn
         if stored is None and not request.again:
-            payload = _encode_small(connection, args, request.kwargs)
-            if payload is not None:
+            small = encode_small(args, request.kwargs, by_name=True)
+            if small is not None:
+                payload, defined = small
+                if defined:
+                    connection.tell(defined)
                 message: Message
                 if short:
                     message = (_SHORT[request.mode], number, request.target.actor, request.spec.name, payload)
@@ -379,17 +377,6 @@ class Outgoing:
                 current_call.reset(token)
 
         self._process.call_soon(submit)
-
-
-def _encode_small(connection: Connection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes | None:
-    """Small arguments as one field of a message; before it, the receiver is told what names in it stand for."""
-    small = encode_small(args, kwargs, by_name=True)
-    if small is None:
-        return None
-    payload, defined = small
-    if defined:
-        connection.tell(defined)
-    return payload
 
 
 def _value_of(request: Request) -> tuple[Any, Names]:

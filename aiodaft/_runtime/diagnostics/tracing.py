@@ -228,7 +228,7 @@ class TracedActor(HostedActor):
 class TracedOutgoing(Outgoing):
     """Records the calls that this process makes."""
 
-    def submit_small(self, *_: object, **__: object) -> bool:
+    def submit_at_once(self, *_: object, **__: object) -> bool:
         """Each call is recorded by `submit`."""
         return False
 

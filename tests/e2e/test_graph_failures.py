@@ -184,10 +184,12 @@ async def test_a_graph_that_is_dropped_is_closed_after_its_last_run(module_rt: a
     assert len(graphs.own) == owned
     # From another thread, as garbage collection may come, and without any run.
     left = [aiodaft.compile(lambda x: a.same(x))]
-    await a.same()
-    await asyncio.to_thread(left.clear)
-    while await a.state() != (0, 0, 0) or len(graphs.own) != owned:
+    while await a.state() == (0, 0, 0):
         pass
+    await asyncio.to_thread(left.clear)
+    while await a.state() != (0, 0, 0):
+        pass
+    assert len(graphs.own) == owned
 
 
 async def test_closing_waits_for_runs_and_frees_everything(module_rt: aiodaft.Runtime) -> None:

@@ -50,6 +50,11 @@ class Printer(Actor):
         for line in lines:
             print(line)
 
+    @method
+    def warn(self, line: str) -> None:
+        """Prints to standard error, where log records go too, and waits until there is room."""
+        print(line, file=sys.stderr, flush=True)
+
     # Logs.
 
     @method

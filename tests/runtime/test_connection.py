@@ -195,6 +195,36 @@ async def test_after_many_bursts_all_messages_of_a_turn_are_written_together() -
         connection.close(PeerLost("it is enough"))
 
 
+class Answerer(Owner):
+    """Sends three messages for each one, and counts how many of them were written by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours, self.theirs = socket.socketpair()
+        self.theirs.setblocking(False)
+        self.written: list[int] = []
+
+    def handle(self, connection: Connection, message: Message) -> None:
+        for _ in range(3):
+            connection.send((NOTE, "shm", b"", 0))
+        self.written.append(count_received(self.theirs))
+
+
+async def test_the_first_message_for_the_last_that_came_is_written_at_once_and_the_others_together() -> None:
+    owner = Answerer()
+    connection = connection_of(owner)
+    with owner.theirs:
+        connection.attach(owner.ours)
+        owner.theirs.recv(1 << 10)
+        owner.theirs.sendall(frames(GREETING, *[(NOTE, "shm", b"", 0)] * 2))
+        while len(owner.written) < 2:
+            await asyncio.sleep(0)
+        # The first write has the answers to the message before, too.
+        assert owner.written == [0, 4]
+        assert count_received(owner.theirs) == 2
+        connection.close(PeerLost("it is enough"))
+
+
 async def test_a_message_is_written_at_once_whatever_depends_on_it() -> None:
     connection = connection_of(Owner(), env=Env(monotonic=lambda: 0.0))
     ours, theirs = socket.socketpair()

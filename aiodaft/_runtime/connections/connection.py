@@ -140,7 +140,7 @@ class Connection:
         self._turn = -1
         # Messages are collected, and written at the end of the turn.
         self._corked = False
-        # The last received message is being handled: answers are written at once.
+        # The last received message is being handled: its answer is written at once.
         self._prompt = False
 
     @property
@@ -240,7 +240,8 @@ class Connection:
         self._collected += 1
         if self._corked:
             if self._prompt or self._collected >= _BATCH:
-                # The peer works while this process goes on.
+                # The peer works while this process goes on. More writes for the same message pay only to a ring.
+                self._prompt = self._prompt and self._send_queue.ring is not None
                 self._write()
         elif self._ring is None:
             if self._bursts < BURSTS:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvloop
 from leaks import open_files
 from transport_probes import no_more_files
 
@@ -24,6 +26,7 @@ from aiodaft._runtime.connections.connection import BURSTS, Connection
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.sockets import Sockets
+from aiodaft._runtime.platform.wakeup import Wakeup
 from aiodaft._runtime.process import Process, ProcessOptions
 from aiodaft.exceptions import DaftError, PeerLost, RemoteProtocolError
 from aiodaft_transport import Key
@@ -110,6 +113,33 @@ async def test_a_peer_that_ends_with_something_unread_is_heard_to_its_last_word(
     theirs.close()
     await owner.lost.wait()
     assert owner.came == notes
+
+
+class Woken(Owner):
+    """Wakes a task that ends the program for each message."""
+
+    def handle(self, connection: Connection, message: Message) -> None:
+        wakeup = Wakeup(self.ring_poller.wakeups)
+        wakeup.add_done_callback(lambda _: sys.exit())
+        wakeup.wake()
+
+
+def test_the_end_of_a_peer_is_noticed_if_its_last_word_ends_a_program_that_goes_on() -> None:
+    ours, theirs = socket.socketpair()
+    # With what it has not read, its end is an error.
+    theirs.sendall(frames(GREETING, (NOTE, "shm", b"", 0)))
+    owners: list[Owner] = []
+
+    async def hear() -> None:
+        owners.append(Woken())
+        connection_of(owners[0]).attach(ours)
+        theirs.close()
+        await owners[0].lost.wait()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with pytest.raises(SystemExit):
+            runner.run(hear())
+        runner.run(owners[0].lost.wait())
 
 
 async def test_a_connection_to_a_peer_that_is_gone_already_is_lost_and_nothing_else() -> None:

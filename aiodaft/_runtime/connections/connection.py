@@ -461,16 +461,18 @@ class Connection:
 
     def _readable(self) -> None:
         wakeups = self._ring_poller.wakeups
-        wakeups.collecting = True
         try:
-            self._read_socket()
+            wakeups.collecting = True
+            try:
+                self._read_socket()
+            finally:
+                wakeups.collecting = False
+            wakeups.run()
         finally:
-            wakeups.collecting = False
-        wakeups.run()
-        # uvloop reports a socket that has data and an error only once.
-        code = 0 if self._socket is None else self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            self._broken(OSError(code, os.strerror(code)))
+            # uvloop reports a socket that has data and an error only once. The program may go on after a SystemExit.
+            code = 0 if self._socket is None else self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                self._broken(OSError(code, os.strerror(code)))
 
     def _read_socket(self) -> None:
         if self._socket is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -298,6 +298,22 @@ async def test_a_renewed_connection_ends_the_search_for_the_cause_of_the_loss_of
     assert type(await office.connections.explanation(lost)) is PeerLost
     assert not later.done()
     assert [connection for connection, _ in office.explained] == [lost]
+
+
+async def test_the_cause_of_a_loss_can_be_asked_for_at_once(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    asking: list[Coroutine[Any, Any, DaftError]] = []
+
+    def lost(connection: Connection) -> None:
+        asking.append(office.connections.explanation(connection))
+        # Eager tasks begin like this.
+        asking[0].send(None)
+
+    monkeypatch.setattr(office, "connection_lost", lost)
+    office.lose(THERE)
+    await turns()
+    with pytest.raises(StopIteration) as found:
+        asking[0].send(None)
+    assert isinstance(found.value.value, PeerLost)
 
 
 async def test_a_supervised_actor_is_called_over_a_renewed_connection_if_the_call_was_not_sent(office: Office) -> None:

@@ -79,9 +79,6 @@ class Connection:
     _bursts = 0
     _watching_stall = False
 
-    # That with which its calls failed when it was lost.
-    why: DaftError | None = None
-
     def __init__(
         self,
         process: Process,
@@ -103,8 +100,8 @@ class Connection:
         self.far = False
         # It was lost, and the process at the other end lives, as far as is known: another connection may be made.
         self.renewable = False
-        # Started when the connection is lost: finds the error with which its calls fail.
-        self.explanation: asyncio.Task[DaftError] | None = None
+        # Since the connection was lost: the error with which its calls fail.
+        self.explanation: asyncio.Future[DaftError] | None = None
         # No other process knows better why it was lost.
         self.explained = False
         # BYE was received.

@@ -126,6 +126,7 @@ class Connections(dict[PeerId, Connection]):
 
     def _connection_lost(self, connection: Connection, reason: Exception) -> None:
         """Fail everything that went over a connection, with the best explanation."""
+        connection.explanation = self._process.loop.create_future()
         self._lost.append(connection)
         while len(self._lost) > self._process.env.remembered:
             forgotten = self._lost.popleft()
@@ -135,7 +136,7 @@ class Connections(dict[PeerId, Connection]):
         self._owner.connection_lost(connection)
         if self._process.closed is None:
             explaining = self._explain_loss(connection, reason)
-            connection.explanation = self._process.tasks.start(explaining, name=f"explain {connection.remote}")
+            self._process.tasks.create_task(explaining, name=f"explain {connection.remote}")
         else:
             self._explained(connection, RuntimeClosed(self._process.closed))
 
@@ -183,7 +184,7 @@ class Connections(dict[PeerId, Connection]):
             *_, (_, blobs, _, _), _ = m.read_send(message)
             self._owner.revoke(connection, blobs)
 
-    async def _explain_loss(self, connection: Connection, reason: Exception) -> DaftError:
+    async def _explain_loss(self, connection: Connection, reason: Exception) -> None:
         try:
             known = isinstance(reason, DaftError) and not isinstance(reason, PeerLost | ProtocolError)
             explained = known or connection.explained
@@ -191,23 +192,21 @@ class Connections(dict[PeerId, Connection]):
         except Exception as problem:  # noqa: BLE001 - an explanation that fails must not keep calls waiting
             error = PeerLost(f"the connection to {connection.remote} ended: {reason}")
             error.__cause__ = problem
-        return self._explained(connection, error)
+        self._explained(connection, error)
 
-    def _explained(self, connection: Connection, error: DaftError) -> DaftError:
-        """Fail what went over a lost connection, unless that was done; returns with which error."""
-        if connection.why is None:
-            connection.why = error
+    def _explained(self, connection: Connection, error: DaftError) -> None:
+        """Fail what went over a lost connection, unless that was done."""
+        assert connection.explanation is not None
+        if not connection.explanation.done():
+            connection.explanation.set_result(error)
             # A node that could not be reached, or was not in the cluster, may come back.
             not_reached = self.far is not None and not connection.connected
             may_live = not_reached or (connection.far and type(error) is PeerLost)
             connection.renewable = may_live and self._process.closed is None
             self._owner.connection_explained(connection, error)
-        return connection.why
 
     async def explanation(self, connection: Connection) -> DaftError:
         """Why a lost connection was lost."""
-        if connection.why is not None:
-            return connection.why
         assert connection.explanation is not None
         return await asyncio.shield(connection.explanation)
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+# For experts, where a class has them: DeepSeek-V2 has no default for how many a token gets.
+EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2} | EXPERTS
 # GPT-J and DeepSeek turn a part of the values of a head by its place, 64 by default, which a small head does not have.
 TURNED = {"rotary_dim": 8, "qk_rope_head_dim": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16} | TURNED

@@ -55,6 +55,7 @@ def test_tokens_of_batches_are_those_of_one_prompt_without_cache(sizes: Sizes, w
         "GPTJForCausalLM",
         pytest.param("GPT2LMHeadModel", marks=pytest.mark.programs),
         pytest.param("FalconForCausalLM", marks=pytest.mark.programs),
+        pytest.param("DeepseekV2ForCausalLM", marks=pytest.mark.programs),
         pytest.param("DeepseekV3ForCausalLM", marks=pytest.mark.programs),
     ],
 )

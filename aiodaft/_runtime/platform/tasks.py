@@ -71,8 +71,12 @@ class TaskOwner:
         """Cancel what still runs and wait for its end. May block while a task cleans up."""
         current = asyncio.current_task()
         while tasks := [task for task in self._tasks if task is not current]:
-            for task in tasks:
-                task.cancel()
+            try:
+                # A task that is cancelled before its first step does not clean up.
+                await asyncio.sleep(0)
+            finally:
+                for task in tasks:
+                    task.cancel()
             await asyncio.wait(tasks)
 
 

@@ -342,12 +342,12 @@ async def test_the_end_of_the_process_ends_the_search_for_the_cause_of_a_loss(of
     calls += [handle.note("later") for handle in (office.handle(), pinned, desk)]
     never_connected = office.connections.to(ELSEWHERE)
     calls.append(Handle(PinnedTarget(target, Location(ELSEWHERE, ACTOR)), Desk).note("not sent"))
-    waiting = [asyncio.ensure_future(error_of(call)) for call in calls]
+    waiting = asyncio.gather(*map(error_of, calls))
     await turns()
     office.process.closed = "the runtime is closed"
     office.connections.close(office.process.closed)
     await office.process.tasks.aclose()
-    errors = await asyncio.gather(*waiting)
+    errors = await waiting
     assert [(type(error), error.executed) for error in errors] == [(RuntimeClosed, None), *[(RuntimeClosed, False)] * 4]
     # It is the end: no other connection is made.
     assert office.connections.to(ELSEWHERE) is never_connected

@@ -55,6 +55,10 @@ class Desk(Actor):
     async def note(self, word: Any) -> Any:
         return word
 
+    @method
+    async def note_all(self, *words: Any) -> Any:
+        return words
+
     @method(idempotent=True, retries=1)
     async def note_twice(self, word: Any) -> Any:
         return word
@@ -181,6 +185,18 @@ async def test_small_and_keyword_arguments_need_no_other_message_than_plain_ones
         refs.append(desk.note([1]))
     refs.append(desk.note(object()))
     assert office.kinds_to(THERE) == [m.SEND, m.SEND]
+
+
+async def test_words_that_are_long_together_are_encoded_and_so_count_in_the_window(office: Office) -> None:
+    office.connections.to(THERE).connected = True
+    desk, few, many = office.handle(), ["x" * 1024] * 16, ["x" * 1024] * 17
+    for words in (few, many, range(100)):
+        desk.note_all(*words)
+    assert [type(rest) for *_, rest in office.sent_to(THERE)] == [tuple, bytes, tuple]
+    ref = desk.note(0)
+    for words in (few, many):
+        desk.note_all(ref, *words)
+    assert office.kinds_to(THERE) == [m.CALL, m.APPLY, m.SEND]
 
 
 async def test_a_call_that_fitted_says_nothing_of_another(office: Office) -> None:

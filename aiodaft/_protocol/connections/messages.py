@@ -105,6 +105,8 @@ INLINE_LIMIT: Final = 64 << 10
 PLAIN_TEXT_LIMIT: Final = 1 << 10
 # More arguments of one call are encoded, too, since a frame limits its fields and bytes.
 PLAIN_ARGS_LIMIT: Final = 1 << 11
+# So many text arguments need not be accounted for: the calls of a full window have no more bytes than it may have.
+FEW_ARGS: Final = 1 << 4
 
 KINDS: Final = 39
 # The place of a kind is its number on the wire: a new one comes last.

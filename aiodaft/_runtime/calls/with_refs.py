@@ -6,14 +6,14 @@ from typing import Any, cast
 
 from aiodaft._protocol.calls.handover import IN_MESSAGE, PULLED, choose
 from aiodaft._protocol.connections import messages as m
-from aiodaft._protocol.connections.messages import CALL, PLAIN_ARGS_LIMIT, Awaited
+from aiodaft._protocol.connections.messages import CALL, Awaited
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
 from aiodaft._protocol.objects.value import HERE
 from aiodaft._runtime.calls.call import CallState, Request
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.ref_table import RefTable
-from aiodaft._runtime.serialization.encoder import is_plain
+from aiodaft._runtime.serialization.encoder import are_short, is_plain
 from aiodaft.ref import Ref
 
 
@@ -22,7 +22,7 @@ def submit_with_refs(refs: RefTable, connection: Connection, request: Request) -
     state, number, actor, consumer = request.state, request.number, request.target.actor, connection.remote
     own = actor < FIRST_USER_ACTOR
     has_room = connection.has_room_for_own if own else connection.has_room
-    if not has_room or request.stored is not None or len(request.args) > PLAIN_ARGS_LIMIT:
+    if not has_room or request.stored is not None or not are_short(request.args):
         return False
     submit = connection.submit_own if own else connection.submit
     local = refs.process.id

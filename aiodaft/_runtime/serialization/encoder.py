@@ -16,7 +16,7 @@ from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from aiodaft._protocol.connections.codec import pack, pack_exts
-from aiodaft._protocol.connections.messages import INLINE_LIMIT, PLAIN_ARGS_LIMIT, PLAIN_TEXT_LIMIT
+from aiodaft._protocol.connections.messages import FEW_ARGS, INLINE_LIMIT, PLAIN_ARGS_LIMIT, PLAIN_TEXT_LIMIT
 from aiodaft._protocol.objects.blobs import blob_table, lay_out
 from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization import small as codes
@@ -357,9 +357,19 @@ def plain_payload(value: Any) -> bytes:
 
 def all_plain(values: Sequence[Any]) -> bool:
     """Whether arguments are fields of a message as they are."""
-    if len(values) > PLAIN_ARGS_LIMIT:
+    if len(values) > FEW_ARGS and not are_short(values):
         return False
     for value in values:  # noqa: SIM110 - on the path of every call: all() with a generator costs twice as much
         if not is_plain(value):
             return False
     return True
+
+
+def are_short(values: Sequence[Any]) -> bool:
+    """Whether plain arguments are together so short that a window of calls has room for them."""
+    if len(values) <= FEW_ARGS:
+        return True
+    if len(values) > PLAIN_ARGS_LIMIT:
+        return False
+    text = sum(len(value) for value in values if type(value) is str or type(value) is bytes)
+    return text <= FEW_ARGS * PLAIN_TEXT_LIMIT

@@ -18,7 +18,6 @@ __all__ = [
     "FrameEncoder",
     "big_int_of",
     "ext",
-    "new_packer",
     "pack",
     "pack_exts",
     "unpack",
@@ -30,6 +29,7 @@ MAX_FRAME: Final = 16 << 20
 _MAX_ITEMS: Final = 1 << 17
 # The extension for integers beyond 64 bits.
 BIG_INT: Final = 1
+# Of a packer: the system would map and unmap the default size each time.
 _FIRST_BUFFER: Final = 1 << 10
 # Of each connection; it grows as far as a frame needs. By default each connection would come to use 1 MiB.
 _READ_BUFFER: Final = 16 << 10
@@ -130,22 +130,28 @@ def big_int(value: Any) -> Any:
     raise TypeError(f"cannot pack {type(value).__name__}")
 
 
-# Makes packers, whose `pack` encodes plain data: None, bool, int, float, str, bytes, list, dict and `Ext`; one for one
-# value. The default size of its buffer is one that the system maps and unmaps each time.
-new_packer: Final[Callable[[], Any]] = partial(
-    msgpack.Packer, default=big_int, strict_types=True, unicode_errors="surrogatepass", buf_size=_FIRST_BUFFER
-)
+# Packers that wait for their next value: to make one takes longer than to pack most values.
+_spare: Final[list[Any]] = []
 
 
 def pack(value: Any) -> bytes:
-    """Encode plain data."""
-    packed: bytes = new_packer().pack(value)
+    """Encode plain data: None, bool, int, float, str, bytes, list, dict and `Ext`."""
+    try:
+        packer = _spare.pop()
+    except IndexError:
+        packer = msgpack.Packer(
+            default=big_int, strict_types=True, unicode_errors="surrogatepass", buf_size=_FIRST_BUFFER
+        )
+    packed: bytes = packer.pack(value)
+    # Its buffer stays as large as it had to be.
+    if len(packed) <= _READ_BUFFER:
+        _spare.append(packer)
     return packed
 
 
 def pack_exts(code: int, value: Any) -> Any:
     """Encode plain data as one extension value."""
-    return ext((code, new_packer().pack(value)))
+    return ext((code, pack(value)))
 
 
 def _no_extensions(code: int, content: bytes) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from typing import Any, Final, NoReturn, Protocol, cast
@@ -25,6 +25,7 @@ from aiodaft._runtime.platform.context import Terms, current_terms
 from aiodaft._runtime.platform.eager_start import Starter
 from aiodaft._runtime.platform.tasks import run_through
 from aiodaft._runtime.process import Process
+from aiodaft._runtime.serialization.decoder import decode_small
 from aiodaft._runtime.serialization.encoder import Names, is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error
 from aiodaft._runtime.serialization.small import Small, encode_small
@@ -71,8 +72,9 @@ class InboundCall(Life, Paced):
     kwargs: Mapping[str, Any] = _NO_KWARGS
     # They have its deadline, too.
     terms: Terms | None = None
-    # Arguments that are not decoded yet, and the values of the refs among them; or those of some positions.
-    received: ReceivedValue | dict[int, ReceivedValue] | None = None
+    # Arguments that are not decoded yet, small ones as they came, and the values of the refs among them; or those of
+    # some positions.
+    received: ReceivedValue | bytes | dict[int, ReceivedValue] | None = None
     slots: Sequence[ReceivedValue] = ()
     timer: asyncio.TimerHandle | None = None
     # The number of earlier attempts; for the call that makes an actor, the actor's epoch.
@@ -319,7 +321,7 @@ class HostedActor:
             ran = True
             result: Any = call.spec.fn(self.instance, *call.args, **call.kwargs)
             if not on_thread:
-                result = await (_give_items(call, result) if call.spec.is_stream else result)
+                result = await (call.give_items(result, call.responder.item) if call.spec.is_stream else result)
             if call.stage is LATE:
                 # It returned a result after its deadline.
                 answer, given = self._fail_late, None
@@ -375,6 +377,9 @@ class HostedActor:
         received, slots, store, patient = call.received, call.slots, self._store, call.rules.on_thread
         assert received is not None
         call.received, call.slots = None, ()
+        if isinstance(received, bytes):
+            call.args, call.kwargs = decode_small(received)
+            return
         if isinstance(received, dict):
             for index, one in received.items():
                 cast("list[Any]", call.args)[index] = store.decode_now(one, refs=one.refs, patient=patient)
@@ -583,17 +588,6 @@ class HostedActor:
             logger.info("%s still has %d calls under way", self.name, len(self.running))
         finally:
             self._idle = None
-
-
-async def _give_items(call: InboundCall, items: AsyncGenerator[Any, None]) -> None:
-    try:
-        await call.wait_credit()
-        async for item in items:
-            await call.responder.item(call, item)
-            await call.wait_credit()
-    finally:
-        # The end of the `async for` does not close the generator, and garbage collection closes it too late.
-        await items.aclose()
 
 
 def _refuse_exit(error: BaseException) -> NoReturn:

@@ -21,6 +21,7 @@ from aiodaft._runtime.serialization.containers import contains_ref
 from aiodaft._runtime.serialization.decoder import is_heavy
 from aiodaft._runtime.serialization.encoder import all_plain
 from aiodaft._runtime.serialization.errors import encode_error
+from aiodaft._runtime.serialization.small import SMALL
 from aiodaft.exceptions import ActorDied, RemoteProtocolError, StaleHandle
 
 
@@ -53,7 +54,9 @@ class Inbound:
         call = self._accept(connection, number, actor, name, WANT_REPLY if kind == CALL else WANT_NOTHING, args)
         if call is not None:
             if args.__class__ is bytes:
-                call.received = ReceivedValue(args, None, [], [], connection.definitions.heard)
+                call.received = (
+                    args if args[0] == SMALL else ReceivedValue(args, None, [], [], connection.definitions.heard)
+                )
             call.hosted.deliver(call)
 
     def apply_came(self, connection: Connection, message: Message) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
 
 
 class Paced:
@@ -26,3 +28,14 @@ class Paced:
             self._credit_wanted.clear()
             await self._credit_wanted.wait()
         self.credit -= 1
+
+    async def give_items(self, items: AsyncGenerator[Any, None], give: Callable[[Any, Any], Awaitable[None]]) -> None:
+        """Give each item as `give(call, item)` when there is room for it."""
+        try:
+            await self.wait_credit()
+            async for item in items:
+                await give(self, item)
+                await self.wait_credit()
+        finally:
+            # The end of the `async for` does not close the generator, and garbage collection closes it too late.
+            await items.aclose()

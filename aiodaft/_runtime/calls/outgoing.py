@@ -137,15 +137,11 @@ class Outgoing:
                 state.maker = ref(maker)
         try:
             if kwargs or not all_plain(args):
-                mode, waits = (WANT_NOTHING, TellState(spec.label)) if state is None else (WANT_REPLY, state)
-                self._submit_encoded(connection, Request(target, spec, args, kwargs, number, mode, waits), short=True)
+                self._submit_short(connection, target, spec, args, kwargs, number, state)
             elif state is not None:
                 connection.submit(number, state, (CALL, number, target.actor, spec.name, args))
             else:
-                told = self._tells.get(spec.label)
-                if told is None:
-                    told = self._tells[spec.label] = TellState(spec.label)
-                connection.submit(number, told, (TELL, number, target.actor, spec.name, args))
+                connection.submit(number, self._told(spec.label), (TELL, number, target.actor, spec.name, args))
         except Overloaded as error:
             raise _refused(spec, target, error) from None
         return True
@@ -206,8 +202,46 @@ class Outgoing:
 
     # The slower ways.
 
-    def _submit_encoded(self, connection: Connection, request: Request, short: bool) -> None:
-        """`short`: CALL or TELL has fields for all that is to be said of the call, besides its arguments."""
+    def _submit_short(
+        self,
+        connection: Connection,
+        target: Target,
+        spec: MethodSpec,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        number: CallId,
+        state: CallState | None,
+    ) -> None:
+        """Send a call, or without a state a tell, that has nothing but its arguments, of which some are not plain."""
+        kind, mode = (TELL, WANT_NOTHING) if state is None else (CALL, WANT_REPLY)
+        if Ref not in map(type, args):
+            small = encode_small(args, kwargs, by_name=True)
+            if small is not None:
+                payload, defined = small
+                if defined:
+                    connection.tell(defined)
+                waits = self._told(spec.label) if state is None else state
+                connection.submit(number, waits, (kind, number, target.actor, spec.name, payload), len(payload))
+                return
+        request = Request(target, spec, args, kwargs, number, mode, state or TellState(spec.label))
+        self._submit_encoded(connection, request, short=True, small=False)
+
+    def _told(self, label: str) -> TellState:
+        """The state of a tell that refers to nothing."""
+        told = self._tells.get(label)
+        if told is None:
+            told = self._tells[label] = TellState(label)
+        return told
+
+    def _submit_encoded(self, connection: Connection, request: Request, short: bool, small: bool = True) -> None:
+        """Send a call with arguments that are not all plain.
+
+        Args:
+            connection: Leads to the actor.
+            request: The call.
+            short: CALL or TELL has fields for all that is to be said of the call, besides its arguments.
+            small: The arguments may be small; False if this was tried.
+        """
         args = request.args
         if (
             short
@@ -220,10 +254,10 @@ class Outgoing:
         number, state, stored, store = request.number, request.state, request.stored, self._store
         submit = connection.submit_own if request.target.actor < FIRST_USER_ACTOR else connection.submit
         admitted = request.had_turn
-        if stored is None and not request.again:
-            small = encode_small(args, request.kwargs, by_name=True)
-            if small is not None:
-                payload, defined = small
+        if small and stored is None and not request.again:
+            encoded = encode_small(args, request.kwargs, by_name=True)
+            if encoded is not None:
+                payload, defined = encoded
                 if defined:
                     connection.tell(defined)
                 message: Message

@@ -23,7 +23,7 @@ from aiodaft._runtime.serialization.building import (
 from aiodaft._runtime.serialization.definitions import NONE_HEARD, Definition, find
 from aiodaft._runtime.serialization.encoded import digest_of
 from aiodaft._runtime.serialization.pickling import decoding_in, unpickle, yield_gil
-from aiodaft._runtime.serialization.small import NAMED, SMALL
+from aiodaft._runtime.serialization.small import NAMED, SIZE_BYTES, SMALL
 from aiodaft._runtime.serialization.tensors import Spec, TensorMaker, as_bytes, tensor_in
 from aiodaft.exceptions import SerializationError
 from aiodaft_transport.memory.address import address_of, copy_memory
@@ -115,6 +115,8 @@ class Decoder:
     def _extension(self, code: int, content: bytes) -> Any:
         if code == BIG_INT:
             return big_int_of(content)
+        if code == codes.SMALL_TENSOR:
+            return self.load_tensor(content)
         parts = self.unpack(content)
         kind = _TYPES.get(code)
         return _EXTENSIONS[code](self, parts) if kind is None else kind(parts)
@@ -157,12 +159,15 @@ class Decoder:
             return self.thing("numpy:empty")(shape, dtype)
         return self.thing("numpy:frombuffer")(self.buffer(index), dtype).reshape(shape, order=order)
 
-    def load_tensor(self, content: list[Any]) -> Any:
+    @staticmethod
+    def load_tensor(content: bytes) -> Any:
+        """A tensor as `SmallEncoder.tensor` encodes it."""
         import torch  # noqa: PLC0415 - optional package
 
-        dtype, data, *shape = content
-        tensor = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
-        return tensor.view(shape[0]) if shape else tensor
+        data, dtype, dim = memoryview(content)[2:], content[0], content[1]
+        sizes = () if dim == 1 else [data[at : at + SIZE_BYTES] for at in range(0, dim * SIZE_BYTES, SIZE_BYTES)]
+        tensor = torch.frombuffer(bytearray(data[len(sizes) * SIZE_BYTES :]), dtype=getattr(torch, codes.DTYPES[dtype]))
+        return tensor if dim == 1 else tensor.view([int.from_bytes(size, "little") for size in sizes])
 
     def load_array(self, content: list[Any]) -> Any:
         dtype, data, *shape = content
@@ -188,7 +193,6 @@ _EXTENSIONS: Final[Mapping[int, Callable[[Decoder, Any], Any]]] = {
     codes.RECORD: Decoder.load_record,
     codes.MEMBER: lambda decoder, content: build_member(decoder.thing(content[0]), content[1]),
     codes.ARRAY: Decoder.load_array,
-    codes.SMALL_TENSOR: Decoder.load_tensor,
     codes.THING: Decoder.thing,
     codes.BUILT: Decoder.build,
     codes.EXCEPTION: lambda _, content: build_error(*content),

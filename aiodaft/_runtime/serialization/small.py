@@ -18,7 +18,7 @@ from types import FunctionType
 from typing import Any, Final, TypeAlias
 from weakref import ref
 
-from aiodaft._protocol.connections.codec import ext, new_packer, pack_exts
+from aiodaft._protocol.connections.codec import ext, pack, pack_exts
 from aiodaft._protocol.connections.messages import INLINE_LIMIT
 from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization.containers import FLAT
@@ -49,9 +49,13 @@ _TEXT: Final = frozenset({str, bytes})
 _NUMBERS: Final = FLAT - {str}
 _PLAIN: Final = FLAT | {bytes}
 _SEQUENCES: Final[Mapping[type, int]] = {tuple: TUPLE, set: SET, frozenset: FROZENSET}
-_DTYPES: Final = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
-# Those, by the dtype; once torch is loaded.
-_dtype_names: Final[dict[Any, str]] = {}
+# Of small tensors.
+DTYPES: Final = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+# The place of each in that, as a byte; once torch is loaded.
+_dtype_codes: Final[dict[Any, bytes]] = {}
+# Of the size of a dimension.
+SIZE_BYTES: Final = 8
+_VECTOR: Final = b"\1"
 # Accelerators with tensors that torch takes for tensors of the host: fakes.
 host_accelerators: Final[set[ref[Any]]] = set()
 _bytes_at: Final[Callable[[int, int], bytes]] = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)((
@@ -88,7 +92,7 @@ class SmallEncoder:
         code = _SEQUENCES.get(kind)
         if code is not None:
             self._descend()
-            packed = ext((code, new_packer().pack(self.sequence(value))))
+            packed = ext((code, pack(self.sequence(value))))
             self._depth -= 1
             return packed
         return getattr(self, _METHODS.get(kind) or _found.get(ref(kind)) or _find_method(kind))(value)
@@ -162,7 +166,7 @@ class SmallEncoder:
         if not self._enter(value, state.values()):
             state = self._walk_values(state)
         self._depth -= 1
-        return ext((RECORD, new_packer().pack([where, state])))
+        return ext((RECORD, pack([where, state])))
 
     def member(self, value: Any) -> Any:
         """A member of an enumeration."""
@@ -176,10 +180,10 @@ class SmallEncoder:
         return self.other(value) if where is None else pack_exts(THING, where)
 
     def tensor(self, value: Any) -> Any:
-        if not _dtype_names:
+        if not _dtype_codes:
             torch = sys.modules["torch"]
-            _dtype_names.update((getattr(torch, name), name) for name in _DTYPES)
-        dtype = _dtype_names.get(value.dtype)
+            _dtype_codes.update((getattr(torch, name), bytes((code,))) for code, name in enumerate(DTYPES))
+        dtype = _dtype_codes.get(value.dtype)
         address = value.data_ptr()
         if (
             (nbytes := value.nbytes) > self._room
@@ -196,8 +200,9 @@ class SmallEncoder:
             raise NotSmall
         # Views of one storage stay views of one storage.
         self._take(address - value.storage_offset() * value.element_size(), nbytes)
-        shape = () if value.dim() == 1 else (list(value.shape),)
-        return ext((SMALL_TENSOR, new_packer().pack([dtype, _bytes_at(address, nbytes), *shape])))
+        # Its dtype, the number of its dimensions, their sizes if they are not one, and its memory.
+        shape = _VECTOR if value.dim() == 1 else _shape_of(value)
+        return ext((SMALL_TENSOR, dtype + shape + _bytes_at(address, nbytes)))
 
     def array(self, value: Any) -> Any:
         dtype = value.dtype
@@ -206,7 +211,7 @@ class SmallEncoder:
             raise NotSmall
         self._take(id(value), value.nbytes)
         shape = () if value.ndim == 1 else (list(value.shape),)
-        return ext((ARRAY, new_packer().pack([dtype.str, value.tobytes(), *shape])))
+        return ext((ARRAY, pack([dtype.str, value.tobytes(), *shape])))
 
     def other(self, value: Any) -> Any:
         raise NotSmall
@@ -239,9 +244,10 @@ def encode_small(parts: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
     """
     defined: Sequence[Named] = ()
     try:
-        if _is_flat(kwargs if not parts else parts[0] if len(parts) == 1 and not kwargs else None):
+        flat = _flat_parts(parts, kwargs)
+        if flat is not None:
             # On the path of many calls: there is nothing to be found in it.
-            payload = _SMALL_HEAD + new_packer().pack(parts[0] if kwargs is None else [list(parts), kwargs])
+            payload = _SMALL_HEAD + pack(flat)
         else:
             payload, defined = _walked(parts, kwargs, by_name=by_name)
     except Exception:  # noqa: BLE001 - a tensor without memory, or code that changes the value meanwhile
@@ -262,21 +268,45 @@ def _walked(parts: tuple[Any, ...], kwargs: Mapping[str, Any] | None, *, by_name
     else:
         walked = [walked, {name: encoder.walk(arg) for name, arg in kwargs.items()} if kwargs else kwargs]
     defined = encoder.defined or ()
-    return (_NAMED_HEAD if defined else _SMALL_HEAD) + new_packer().pack(walked), defined
+    return (_NAMED_HEAD if defined else _SMALL_HEAD) + pack(walked), defined
 
 
-def _is_flat(value: Any) -> bool:
-    """Whether it is a list, or a dict with names as keys, of numbers, None and the like."""
+def _flat_parts(parts: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+    """What to pack, if there is one argument, or value, and it is flat; else None."""
+    if kwargs is None:
+        return _flat(parts[0])
+    if not parts:
+        return None if _flat(kwargs) is None else [[], kwargs]
+    if kwargs or len(parts) > 1:
+        return None
+    flat = _flat(parts[0])
+    return None if flat is None else [[flat], kwargs]
+
+
+def _flat(value: Any) -> Any:
+    """A list, a tuple, or a dict with names as keys, of numbers, texts and the like, as plain data; else None."""
     kind = type(value)
-    if kind is list:
-        return len(value) <= _MOST and _NUMBERS.issuperset(map(type, value))
-    return (
-        kind is dict
-        and len(value) <= _MOST
-        and _STR.issuperset(map(type, value))
-        and sum(map(len, value)) <= INLINE_LIMIT
-        and _NUMBERS.issuperset(map(type, value.values()))
-    )
+    parts: Collection[Any]
+    if kind is dict:
+        if not _STR.issuperset(map(type, value)) or sum(map(len, value)) > INLINE_LIMIT:
+            return None
+        parts = value.values()
+    elif kind is list or kind is tuple:
+        parts = value
+    else:
+        return None
+    if len(parts) > _MOST:
+        return None
+    if not _NUMBERS.issuperset(map(type, parts)) and (
+        not _PLAIN.issuperset(map(type, parts))
+        or sum(len(part) for part in parts if type(part) in _TEXT) > INLINE_LIMIT
+    ):
+        return None
+    return ext((TUPLE, pack(list(value)))) if kind is tuple else value
+
+
+def _shape_of(tensor: Any) -> bytes:
+    return bytes((tensor.dim(),)) + b"".join(size.to_bytes(SIZE_BYTES, "little") for size in tensor.shape)
 
 
 def _is_on_accelerator(tensor: Any) -> bool:

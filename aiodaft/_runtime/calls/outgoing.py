@@ -214,7 +214,10 @@ class Outgoing:
     ) -> None:
         """Send a call, or without a state a tell, that has nothing but its arguments, of which some are not plain."""
         kind, mode = (TELL, WANT_NOTHING) if state is None else (CALL, WANT_REPLY)
-        if Ref not in map(type, args):
+        if state is not None and not kwargs and Ref in map(type, args):
+            if submit_with_refs(self._refs, connection, state, args):
+                return
+        else:
             small = encode_small(args, kwargs, by_name=True)
             if small is not None:
                 payload, defined = small
@@ -224,7 +227,7 @@ class Outgoing:
                 connection.submit(number, waits, (kind, number, target.actor, spec.name, payload), len(payload))
                 return
         request = Request(target, spec, args, kwargs, number, mode, state or TellState(spec.label))
-        self._submit_encoded(connection, request, short=True, small=False)
+        self._submit_stored(connection, request)
 
     def _told(self, label: str) -> TellState:
         """The state of a tell that refers to nothing."""
@@ -233,28 +236,19 @@ class Outgoing:
             told = self._tells[label] = TellState(label)
         return told
 
-    def _submit_encoded(self, connection: Connection, request: Request, short: bool, small: bool = True) -> None:
-        """Send a call with arguments that are not all plain.
-
-        Args:
-            connection: Leads to the actor.
-            request: The call.
-            short: CALL or TELL has fields for all that is to be said of the call, besides its arguments.
-            small: The arguments may be small; False if this was tried.
-        """
-        args = request.args
+    def _submit_encoded(self, connection: Connection, request: Request, short: bool) -> None:
+        """`short`: CALL or TELL has fields for all that is to be said of the call, besides its arguments."""
+        args, number, state, admitted = request.args, request.number, request.state, request.had_turn
         if (
             short
-            and request.mode == WANT_REPLY
+            and request.stored is None
+            and isinstance(state, CallState)
             and not request.kwargs
             and Ref in map(type, args)
-            and submit_with_refs(self._refs, connection, request)
+            and submit_with_refs(self._refs, connection, state, args, admitted=admitted)
         ):
             return
-        number, state, stored, store = request.number, request.state, request.stored, self._store
-        submit = connection.submit_own if request.target.actor < FIRST_USER_ACTOR else connection.submit
-        admitted = request.had_turn
-        if small and stored is None and not request.again:
+        if request.stored is None and not request.again:
             encoded = encode_small(args, request.kwargs, by_name=True)
             if encoded is not None:
                 payload, defined = encoded
@@ -265,8 +259,15 @@ class Outgoing:
                     message = (_SHORT[request.mode], number, request.target.actor, request.spec.name, payload)
                 else:
                     message = self._send(request, (payload, None, (), ()))
+                submit = connection.submit_own if request.target.actor < FIRST_USER_ACTOR else connection.submit
                 submit(number, state, message, len(payload), admitted)
                 return
+        self._submit_stored(connection, request)
+
+    def _submit_stored(self, connection: Connection, request: Request) -> None:
+        number, state, stored, store = request.number, request.state, request.stored, self._store
+        submit = connection.submit_own if request.target.actor < FIRST_USER_ACTOR else connection.submit
+        admitted = request.had_turn
         if stored is None:
             try:
                 stored = store.keep(*_value_of(request), resolve=True, small=request.again)

@@ -21,7 +21,7 @@ from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import current_terms, sent_terms
-from aiodaft._runtime.serialization.encoder import Names, all_plain
+from aiodaft._runtime.serialization.encoder import Names, all_plain, are_plain_with_tuples
 from aiodaft._runtime.serialization.errors import needed_by, passed_on
 from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft._runtime.serialization.small import encode_small
@@ -214,7 +214,12 @@ class Outgoing:
     ) -> None:
         """Send a call, or without a state a tell, that has nothing but its arguments, of which some are not plain."""
         kind, mode = (TELL, WANT_NOTHING) if state is None else (CALL, WANT_REPLY)
-        if state is not None and not kwargs and Ref in map(type, args):
+        waits = self._told(spec.label) if state is None else state
+        kinds = [] if kwargs else [*map(type, args)]
+        if tuple in kinds and are_plain_with_tuples(args):
+            connection.submit(number, waits, (kind, number, target.actor, spec.name, args))
+            return
+        if state is not None and Ref in kinds:
             if submit_with_refs(self._refs, connection, state, args):
                 return
         else:
@@ -223,7 +228,6 @@ class Outgoing:
                 payload, defined = small
                 if defined:
                     connection.tell(defined)
-                waits = self._told(spec.label) if state is None else state
                 connection.submit(number, waits, (kind, number, target.actor, spec.name, payload), len(payload))
                 return
         request = Request(target, spec, args, kwargs, number, mode, state or TellState(spec.label))

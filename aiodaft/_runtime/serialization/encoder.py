@@ -365,6 +365,17 @@ def all_plain(values: Sequence[Any]) -> bool:
     return True
 
 
+def are_plain_with_tuples(values: Sequence[Any]) -> bool:
+    """The same of arguments that are plain, or tuples of plain values: frames have tuples."""
+    return len(values) <= FEW_ARGS and all(is_plain(value) or _is_plain_tuple(value) for value in values)
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    if type(value) is not tuple or len(value) > FEW_ARGS or not all(map(is_plain, value)):
+        return False
+    return sum(len(part) for part in value if type(part) is str or type(part) is bytes) <= PLAIN_TEXT_LIMIT
+
+
 def are_short(values: Sequence[Any]) -> bool:
     """Whether plain arguments are together so short that a window of calls has room for them."""
     if len(values) <= FEW_ARGS:

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Coroutine
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from log_ear import listening
@@ -46,6 +46,13 @@ ACTOR = FIRST_USER_ACTOR
 NEXT = incarnation(ACTOR, 1)
 # Takes longer to encode than the loop may be kept.
 LARGE = [0] * 60_000
+
+
+class Place(NamedTuple):
+    """A tuple that must stay one of this class."""
+
+    x: int
+    y: int
 
 
 class Desk(Actor):
@@ -197,6 +204,16 @@ async def test_words_that_are_long_together_are_encoded_and_so_count_in_the_wind
     for words in (few, many):
         desk.note_all(ref, *words)
     assert office.kinds_to(THERE) == [m.CALL, m.APPLY, m.SEND]
+
+
+async def test_a_short_tuple_of_plain_values_is_in_the_message_as_it_is(office: Office) -> None:
+    office.connections.to(THERE).connected = True
+    desk, plain = office.handle(), (1, "a", None, b"b", -0.5, True)
+    desk.note_all(plain, 2, ())
+    assert [rest for *_, rest in office.sent_to(THERE)] == [(plain, 2, ())]
+    for other in (Place(1, 2), (1, (2,)), (1, [2]), (1 << 64,), ("x" * 1024, "y"), tuple(range(17))):
+        desk.note_all(plain, other)
+    assert [isinstance(rest, tuple) for *_, rest in office.sent_to(THERE)] == [False] * 6
 
 
 async def test_a_call_that_fitted_says_nothing_of_another(office: Office) -> None:

@@ -275,12 +275,10 @@ def _flat_parts(parts: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any
     """What to pack, if there is one argument, or value, and it is flat; else None."""
     if kwargs is None:
         return _flat(parts[0])
-    if not parts:
-        return None if _flat(kwargs) is None else [[], kwargs]
-    if kwargs or len(parts) > 1:
-        return None
-    flat = _flat(parts[0])
-    return None if flat is None else [[flat], kwargs]
+    if len(parts) == 1 and not kwargs:
+        flat = _flat(parts[0])
+        return None if flat is None else [[flat], kwargs]
+    return None if parts or _flat(kwargs) is None else [[], kwargs]
 
 
 def _flat(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Coroutine
 from types import SimpleNamespace
@@ -247,6 +248,25 @@ async def test_a_call_that_is_cancelled_while_its_argument_is_copied_lets_the_ne
         await office.encode()
     assert (office.words_to(THERE), ear.lines) == (["second"], [])
     assert not second.done()
+
+
+async def test_calls_fail_with_a_lost_connection_although_a_filter_of_the_log_raises(office: Office) -> None:
+    desk, problems = office.handle(), list[Any]()
+    target_of(desk).tell(specs_of(Desk)["note"], ("told",), {})
+    asked = desk.note("asked")
+    office.process.loop.set_exception_handler(lambda _, context: problems.append(context["exception"]))
+
+    def refuse(_: logging.LogRecord) -> bool:
+        raise ValueError("not this one")
+
+    logger = logging.getLogger("aiodaft")
+    logger.addFilter(refuse)
+    try:
+        office.lose(THERE)
+        assert type(await error_of(asked)) is PeerLost
+    finally:
+        logger.removeFilter(refuse)
+    assert [repr(problem) for problem in problems] == ["ValueError('not this one')"]
 
 
 class Run:

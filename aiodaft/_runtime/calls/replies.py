@@ -109,7 +109,11 @@ class Replies:
             if number not in unsent:
                 connection.session.settle(number)
             executed = False if number in unsent or not connection.connected else None
-            state.on_lost(copy_error(error).with_executed(executed))
+            try:
+                state.on_lost(copy_error(error).with_executed(executed))
+            except Exception as problem:  # noqa: BLE001 - a logging filter of the user's, say: the other calls fail, too
+                message = f"an error raised while {state.label} failed, because {connection.remote} was lost"
+                self._objects.process.loop.call_exception_handler({"message": message, "exception": problem})
 
 
 def _settled(connection: Connection, number: CallId) -> PendingCall:

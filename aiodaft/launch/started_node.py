@@ -11,7 +11,7 @@ from typing import Final, Self
 
 from aiodaft._protocol.connections.address import parse_address
 from aiodaft._runtime.connections.identity import Identity
-from aiodaft._runtime.platform.tasks import TaskOwner
+from aiodaft._runtime.platform.tasks import TaskOwner, wait_through
 from aiodaft.exceptions import LaunchFailed
 
 _READ_SIZE: Final = 64 << 10
@@ -42,16 +42,25 @@ class StartedNode:
 
         Raises:
             LaunchFailed: There is no such command.
+
+        Cancellation: raised when the command has ended.
         """
+        # The pipe is closed when this process ends, however it does; by that the node ends.
+        starting = tasks.start(asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE), name=f"start {name}")
+        cancelled = await wait_through(starting, lambda: None)
         try:
-            # The pipe is closed when this process ends, however it does; by that the node ends.
-            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+            process = starting.result()
         except OSError as error:
             raise LaunchFailed(f"the node {name}: {command[0]} cannot be started: {error.strerror}") from error
+        started = cls(name, process, tasks)
+        if cancelled is not None:
+            started.end()
+            await started.wait_end()
+            raise cancelled
         assert process.stdin is not None
         # A command that has ended says more by its exit status.
         process.stdin.write(identity.packed())
-        return cls(name, process, tasks)
+        return started
 
     async def _read(self) -> None:
         """Find the address among what a login shell may print, and pass on the rest, which actors print."""

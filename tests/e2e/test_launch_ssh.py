@@ -124,10 +124,11 @@ async def test_a_command_that_is_missing_is_named(key_file: Path) -> None:
             pass
 
 
-async def test_nodes_that_take_too_long_are_given_up(key_file: Path) -> None:
+@pytest.mark.parametrize("patience", [0.1, 0])
+async def test_nodes_that_take_too_long_are_given_up(key_file: Path, patience: float) -> None:
     # It never says where it listens, and ends with its standard input.
-    with pytest.raises(aiodaft.LaunchFailed, match="not all nodes came up within 0.1 s"):
-        async with launch.ssh(["n1"], key_file=key_file, command=["sh", "-c", "cat >/dev/null"], patience=0.1):
+    with pytest.raises(aiodaft.LaunchFailed, match=f"not all nodes came up within {patience} s"):
+        async with launch.ssh(["n1"], key_file=key_file, command=["sh", "-c", "cat >/dev/null"], patience=patience):
             pass
 
 

@@ -211,7 +211,7 @@ async def test_the_end_of_the_grace_cancels_the_call_under_way_and_no_other(
     under_way = moving.actor.serve(0, [], "never")
     await notes.has("serves 0")
     behind = moving.actor.serve(1, [])
-    drain = await moving.drain("--grace", "1")
+    drain = await moving.drain("--grace", "3")
     with pytest.raises((aiodaft.ActorDied, aiodaft.CallCancelled)) as caught:
         await under_way
     assert caught.value.executed is None

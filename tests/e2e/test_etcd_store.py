@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("aetcd") is None, reason="aetcd is not installed: pip install 'aiodaft[etcd]'"
     ),
+    pytest.mark.hosts,
     pytest.mark.timeout(90),
 ]
 Run = Callable[[str], None]

@@ -51,12 +51,14 @@ class StartedNode:
         try:
             process = starting.result()
         except OSError as error:
+            if cancelled is not None:
+                raise cancelled from None
             raise LaunchFailed(f"the node {name}: {command[0]} cannot be started: {error.strerror}") from error
         started = cls(name, process, tasks)
         if cancelled is not None:
             started.end()
-            await started.wait_end()
-            raise cancelled
+            ending = tasks.start(started.wait_end(), name=f"end {name}")
+            raise await wait_through(ending, lambda: None) or cancelled
         assert process.stdin is not None
         # A command that has ended says more by its exit status.
         process.stdin.write(identity.packed())

@@ -22,6 +22,9 @@ from travellers import Traveller
 
 import aiodaft
 from aiodaft import launch
+from aiodaft._runtime.connections.identity import load_identity
+from aiodaft._runtime.platform.tasks import TaskOwner
+from aiodaft.launch.started_node import StartedNode
 
 PAGE = Path(__file__).parents[2] / "docs" / "ssh.md"
 MISSING = why_not()
@@ -130,6 +133,20 @@ async def test_nodes_that_take_too_long_are_given_up(key_file: Path, patience: f
     with pytest.raises(aiodaft.LaunchFailed, match=f"not all nodes came up within {patience} s"):
         async with launch.ssh(["n1"], key_file=key_file, command=["sh", "-c", "cat >/dev/null"], patience=patience):
             pass
+
+
+async def test_a_command_whose_start_is_cancelled_again_and_again_has_ended_when_that_is_raised(
+    key_file: Path, tmp_path: Path
+) -> None:
+    tasks = TaskOwner("test")
+    command = ["sh", "-c", f"echo $$ >{tmp_path}/pid; cat >/dev/null; sleep 0.3; exit 0"]
+    starting = tasks.start(StartedNode.start("n1", command, load_identity(key_file), tasks), name="start")
+    while not starting.done():
+        await asyncio.sleep(0)
+        starting.cancel()
+    assert starting.cancelled()
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+    await tasks.aclose()
 
 
 async def test_a_command_that_leaves_its_output_to_others_is_not_waited_for(

@@ -27,6 +27,7 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.objects.broadcast import DIRECT
 from aiodaft._runtime.objects.objects import Objects
+from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.serialization.errors import encode_error
 from aiodaft.actor import Handle, target_of
 from aiodaft.exceptions import (
@@ -248,6 +249,20 @@ async def test_a_call_that_is_cancelled_while_its_argument_is_copied_lets_the_ne
         await office.encode()
     assert (office.words_to(THERE), ear.lines) == (["second"], [])
     assert not second.done()
+
+
+async def test_a_call_with_a_ref_that_is_turned_away_uses_the_ref_once(office: Office) -> None:
+    office.connections.to(THERE).connected = office.connections.to(ELSEWHERE).connected = True
+    target, desk = office.followed(Location(THERE, ACTOR))
+    word = office.handle().note("word")
+    call = desk.note_twice(word)
+    assert office.kinds_to(THERE)[1:] == [m.CALL, m.APPLY]
+    target.move(Location(ELSEWHERE, NEXT))
+    office.replies.error_came(office.connections.to(THERE), m.away(state_of(call).number))
+    assert office.kinds_to(ELSEWHERE)[1:] == [m.SEND]
+    assert state_of(word).in_use
+    office.replies.replied(office.connections.to(ELSEWHERE), (m.REPLY, state_of(call).number, "noted"))
+    assert not state_of(word).in_use
 
 
 async def test_calls_fail_with_a_lost_connection_although_a_filter_of_the_log_raises(office: Office) -> None:

@@ -378,7 +378,8 @@ class HostedActor:
         assert received is not None
         call.received, call.slots = None, ()
         if isinstance(received, bytes):
-            call.args, call.kwargs = decode_small(received)
+            args, call.kwargs = decode_small(received)
+            call.args = tuple(args)
             return
         if isinstance(received, dict):
             for index, one in received.items():

@@ -27,7 +27,8 @@ def submit_with_refs(
     number, actor, name, consumer = state.number, state.target.actor, state.spec.name, connection.remote
     own = actor < FIRST_USER_ACTOR
     has_room = connection.has_room_for_own if own else connection.has_room
-    if not has_room or not are_short(args):
+    # With inputs, it was sent before.
+    if not has_room or state.inputs is not None or not are_short(args):
         return False
     submit = connection.submit_own if own else connection.submit
     process = refs.process

@@ -11,7 +11,7 @@ from typing import Final, Self
 
 from aiodaft._protocol.connections.address import parse_address
 from aiodaft._runtime.connections.identity import Identity
-from aiodaft._runtime.platform.tasks import TaskOwner, wait_through
+from aiodaft._runtime.platform.tasks import TaskOwner, see_through, wait_through
 from aiodaft.exceptions import LaunchFailed
 
 _READ_SIZE: Final = 64 << 10
@@ -47,7 +47,7 @@ class StartedNode:
         """
         # The pipe is closed when this process ends, however it does; by that the node ends.
         starting = tasks.start(asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE), name=f"start {name}")
-        cancelled = await wait_through(starting, lambda: None)
+        cancelled = await wait_through(starting)
         try:
             process = starting.result()
         except OSError as error:
@@ -57,8 +57,8 @@ class StartedNode:
         started = cls(name, process, tasks)
         if cancelled is not None:
             started.end()
-            ending = tasks.start(started.wait_end(), name=f"end {name}")
-            raise await wait_through(ending, lambda: None) or cancelled
+            await see_through(tasks.start(started.wait_end(), name=f"end {name}"))
+            raise cancelled
         assert process.stdin is not None
         # A command that has ended says more by its exit status.
         process.stdin.write(identity.packed())

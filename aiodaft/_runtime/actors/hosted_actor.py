@@ -377,16 +377,15 @@ class HostedActor:
         received, slots, store, patient = call.received, call.slots, self._store, call.rules.on_thread
         assert received is not None
         call.received, call.slots = None, ()
-        if isinstance(received, bytes):
-            args, call.kwargs = decode_small(received)
-            call.args = tuple(args)
-            return
         if isinstance(received, dict):
             for index, one in received.items():
                 cast("list[Any]", call.args)[index] = store.decode_now(one, refs=one.refs, patient=patient)
             return
-        values = [store.decode_now(slot, refs=slot.refs, patient=patient) for slot in slots] if slots else []
-        args, call.kwargs = store.decode_now(received, values, received.refs, patient=patient)
+        if isinstance(received, bytes):
+            args, call.kwargs = decode_small(received)
+        else:
+            values = [store.decode_now(slot, refs=slot.refs, patient=patient) for slot in slots] if slots else []
+            args, call.kwargs = store.decode_now(received, values, received.refs, patient=patient)
         call.args = tuple(args)
 
     async def capture(self, result: Any, label: str, what: str, via: str | None, *, small: bool = True) -> StoredValue:

@@ -56,7 +56,7 @@ class Outgoing:
         self.order: Order[Submitted] = Order()
         # Those calls.
         self._backlog = Backlog(caller, "actors of graphs with runs that wait")
-        # The states of tells of plain arguments, by what they call: they are all the same.
+        # The states of tells of small arguments, by what they call: they are all the same.
         self._tells: dict[str, TellState] = {}
 
     def submit(self, request: Request) -> None:
@@ -116,7 +116,7 @@ class Outgoing:
     ) -> bool:
         """`submit` for a call, or without a state a tell, of which only the arguments matter; False if others do.
 
-        With plain arguments, it needs no `Request`.
+        With small arguments, and with refs whose values need not be pulled, it needs no `Request`.
         """
         process = self._process
         if (
@@ -135,13 +135,25 @@ class Outgoing:
             state.connection = connection
             if (maker := self._caller.current_maker()) is not None:
                 state.maker = ref(maker)
+        fields: tuple[Any, ...] | bytes | None = args
         try:
             if kwargs or not all_plain(args):
-                self._submit_short(connection, target, spec, args, kwargs, number, state)
-            elif state is not None:
-                connection.submit(number, state, (CALL, number, target.actor, spec.name, args))
+                kinds = () if kwargs else tuple(map(type, args))
+                if state is not None and Ref in kinds:
+                    if submit_with_refs(self._refs, connection, state, args):
+                        return True
+                    fields = None
+                elif tuple not in kinds or not are_plain_with_tuples(args):
+                    fields = _encode_small(connection, args, kwargs)
+            if fields is None:
+                mode, waits = (WANT_NOTHING, TellState(spec.label)) if state is None else (WANT_REPLY, state)
+                self._submit_stored(connection, Request(target, spec, args, kwargs, number, mode, waits))
+                return True
+            cost = len(fields) if fields.__class__ is bytes else 0
+            if state is not None:
+                connection.submit(number, state, (CALL, number, target.actor, spec.name, fields), cost)
             else:
-                connection.submit(number, self._told(spec.label), (TELL, number, target.actor, spec.name, args))
+                connection.submit(number, self._told(spec.label), (TELL, number, target.actor, spec.name, fields), cost)
         except Overloaded as error:
             raise _refused(spec, target, error) from None
         return True
@@ -202,37 +214,6 @@ class Outgoing:
 
     # The slower ways.
 
-    def _submit_short(
-        self,
-        connection: Connection,
-        target: Target,
-        spec: MethodSpec,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        number: CallId,
-        state: CallState | None,
-    ) -> None:
-        """Send a call, or without a state a tell, that has nothing but its arguments, of which some are not plain."""
-        kind, mode = (TELL, WANT_NOTHING) if state is None else (CALL, WANT_REPLY)
-        waits = self._told(spec.label) if state is None else state
-        kinds = [] if kwargs else [*map(type, args)]
-        if tuple in kinds and are_plain_with_tuples(args):
-            connection.submit(number, waits, (kind, number, target.actor, spec.name, args))
-            return
-        if state is not None and Ref in kinds:
-            if submit_with_refs(self._refs, connection, state, args):
-                return
-        else:
-            small = encode_small(args, kwargs, by_name=True)
-            if small is not None:
-                payload, defined = small
-                if defined:
-                    connection.tell(defined)
-                connection.submit(number, waits, (kind, number, target.actor, spec.name, payload), len(payload))
-                return
-        request = Request(target, spec, args, kwargs, number, mode, state or TellState(spec.label))
-        self._submit_stored(connection, request)
-
     def _told(self, label: str) -> TellState:
         """The state of a tell that refers to nothing."""
         told = self._tells.get(label)
@@ -253,11 +234,8 @@ class Outgoing:
         ):
             return
         if request.stored is None and not request.again:
-            encoded = encode_small(args, request.kwargs, by_name=True)
-            if encoded is not None:
-                payload, defined = encoded
-                if defined:
-                    connection.tell(defined)
+            payload = _encode_small(connection, args, request.kwargs)
+            if payload is not None:
                 message: Message
                 if short:
                     message = (_SHORT[request.mode], number, request.target.actor, request.spec.name, payload)
@@ -416,6 +394,17 @@ class Outgoing:
                 current_call.reset(token)
 
         self._process.call_soon(submit)
+
+
+def _encode_small(connection: Connection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes | None:
+    """Small arguments as one field of a message; before it, the receiver is told what names in it stand for."""
+    small = encode_small(args, kwargs, by_name=True)
+    if small is None:
+        return None
+    payload, defined = small
+    if defined:
+        connection.tell(defined)
+    return payload
 
 
 def _value_of(request: Request) -> tuple[Any, Names]:

@@ -96,7 +96,9 @@ def shield_from_anyio() -> AbstractContextManager[object]:
     return nullcontext() if anyio is None else anyio.CancelScope(shield=True)
 
 
-async def wait_through(future: asyncio.Future[Any], hasten: Callable[[], object]) -> asyncio.CancelledError | None:
+async def wait_through(
+    future: asyncio.Future[Any], hasten: Callable[[], object] = lambda: None
+) -> asyncio.CancelledError | None:
     """Wait for a future that must not be cancelled; returns the last cancellation that came meanwhile.
 
     Args:

@@ -12,6 +12,11 @@ from aiodaft.ref import Ref
 FLAT: Final = frozenset({type(None), bool, int, float, str})
 
 
+def text_size(values: Iterable[Any]) -> int:
+    """Characters and bytes of the texts among values."""
+    return sum(len(value) for value in values if type(value) is str or type(value) is bytes)
+
+
 def contains_ref(value: Any) -> bool:
     """Whether a value is a ref or has one in its plain containers."""
     if isinstance(value, Ref):

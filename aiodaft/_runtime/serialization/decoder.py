@@ -113,10 +113,9 @@ class Decoder:
         return attrgetter(name)(sys.modules[module])
 
     def _extension(self, code: int, content: bytes) -> Any:
-        if code == BIG_INT:
-            return big_int_of(content)
-        if code == codes.SMALL_TENSOR:
-            return self.load_tensor(content)
+        load = _UNPACKED.get(code)
+        if load is not None:
+            return load(content)
         parts = self.unpack(content)
         kind = _TYPES.get(code)
         return _EXTENSIONS[code](self, parts) if kind is None else kind(parts)
@@ -159,22 +158,24 @@ class Decoder:
             return self.thing("numpy:empty")(shape, dtype)
         return self.thing("numpy:frombuffer")(self.buffer(index), dtype).reshape(shape, order=order)
 
-    @staticmethod
-    def load_tensor(content: bytes) -> Any:
-        """A tensor as `SmallEncoder.tensor` encodes it."""
-        import torch  # noqa: PLC0415 - optional package
-
-        data, dtype, dim = memoryview(content)[2:], content[0], content[1]
-        sizes = () if dim == 1 else [data[at : at + SIZE_BYTES] for at in range(0, dim * SIZE_BYTES, SIZE_BYTES)]
-        tensor = torch.frombuffer(bytearray(data[len(sizes) * SIZE_BYTES :]), dtype=getattr(torch, codes.DTYPES[dtype]))
-        return tensor if dim == 1 else tensor.view([int.from_bytes(size, "little") for size in sizes])
-
     def load_array(self, content: list[Any]) -> Any:
         dtype, data, *shape = content
         array = self.thing("numpy:frombuffer")(bytearray(data), dtype)
         return array.reshape(shape[0]) if shape else array
 
 
+def _load_tensor(content: bytes) -> Any:
+    """A tensor as `SmallEncoder.tensor` encodes it."""
+    import torch  # noqa: PLC0415 - optional package
+
+    data, dtype, dim = memoryview(content)[2:], content[0], content[1]
+    sizes = () if dim == 1 else [data[at : at + SIZE_BYTES] for at in range(0, dim * SIZE_BYTES, SIZE_BYTES)]
+    tensor = torch.frombuffer(bytearray(data[len(sizes) * SIZE_BYTES :]), dtype=getattr(torch, codes.DTYPES[dtype]))
+    return tensor if dim == 1 else tensor.view([int.from_bytes(size, "little") for size in sizes])
+
+
+# Extensions that are no plain data in MessagePack.
+_UNPACKED: Final[Mapping[int, Callable[[bytes], Any]]] = {BIG_INT: big_int_of, codes.SMALL_TENSOR: _load_tensor}
 _TYPES: Final[Mapping[int, Callable[[Any], Any]]] = {
     codes.TUPLE: tuple,
     codes.SET: set,

@@ -21,7 +21,7 @@ from aiodaft._protocol.objects.blobs import blob_table, lay_out
 from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization import small as codes
 from aiodaft._runtime.serialization.building import builder_name
-from aiodaft._runtime.serialization.containers import FLAT, contains_ref, field_names
+from aiodaft._runtime.serialization.containers import FLAT, contains_ref, field_names, text_size
 from aiodaft._runtime.serialization.diagnosis import advice_on, cause_of, find_path
 from aiodaft._runtime.serialization.encoded import Encoded, Source, digest_of
 from aiodaft._runtime.serialization.pickling import Owned, TooLong, pickle_into, yield_gil
@@ -371,9 +371,7 @@ def are_plain_with_tuples(values: Sequence[Any]) -> bool:
 
 
 def _is_plain_tuple(value: Any) -> bool:
-    if type(value) is not tuple or len(value) > FEW_ARGS or not all(map(is_plain, value)):
-        return False
-    return sum(len(part) for part in value if type(part) is str or type(part) is bytes) <= PLAIN_TEXT_LIMIT
+    return type(value) is tuple and len(value) <= FEW_ARGS and all_plain(value) and text_size(value) <= PLAIN_TEXT_LIMIT
 
 
 def are_short(values: Sequence[Any]) -> bool:
@@ -382,5 +380,4 @@ def are_short(values: Sequence[Any]) -> bool:
         return True
     if len(values) > PLAIN_ARGS_LIMIT:
         return False
-    text = sum(len(value) for value in values if type(value) is str or type(value) is bytes)
-    return text <= FEW_ARGS * PLAIN_TEXT_LIMIT
+    return text_size(values) <= FEW_ARGS * PLAIN_TEXT_LIMIT

@@ -21,7 +21,7 @@ from weakref import ref
 from aiodaft._protocol.connections.codec import ext, pack, pack_exts
 from aiodaft._protocol.connections.messages import INLINE_LIMIT
 from aiodaft._runtime.process import refuses_pickle
-from aiodaft._runtime.serialization.containers import FLAT
+from aiodaft._runtime.serialization.containers import FLAT, text_size
 from aiodaft._runtime.serialization.definitions import Named, Thing, named
 from aiodaft._runtime.serialization.pickling import importable
 from aiodaft._runtime.serialization.tensors import loaded_torch
@@ -45,7 +45,6 @@ _MOST: Final = 64
 # Extensions in each other: the stack of whoever decodes them has 40 KB for each.
 _DEEPEST: Final = 100
 _STR: Final = frozenset({str})
-_TEXT: Final = frozenset({str, bytes})
 _NUMBERS: Final = FLAT - {str}
 _PLAIN: Final = FLAT | {bytes}
 _SEQUENCES: Final[Mapping[type, int]] = {tuple: TUPLE, set: SET, frozenset: FROZENSET}
@@ -92,7 +91,7 @@ class SmallEncoder:
         code = _SEQUENCES.get(kind)
         if code is not None:
             self._descend()
-            packed = ext((code, pack(self.sequence(value))))
+            packed = pack_exts(code, self.sequence(value))
             self._depth -= 1
             return packed
         return getattr(self, _METHODS.get(kind) or _found.get(ref(kind)) or _find_method(kind))(value)
@@ -116,9 +115,7 @@ class SmallEncoder:
         if not kinds <= _NUMBERS:
             if not kinds <= _PLAIN:
                 return False
-            for part in parts:
-                if type(part) in _TEXT:
-                    self._room -= len(part)
+            self._room -= text_size(parts)
             if self._room < 0:
                 raise NotSmall
         return True
@@ -166,7 +163,7 @@ class SmallEncoder:
         if not self._enter(value, state.values()):
             state = self._walk_values(state)
         self._depth -= 1
-        return ext((RECORD, pack([where, state])))
+        return pack_exts(RECORD, [where, state])
 
     def member(self, value: Any) -> Any:
         """A member of an enumeration."""
@@ -211,7 +208,7 @@ class SmallEncoder:
             raise NotSmall
         self._take(id(value), value.nbytes)
         shape = () if value.ndim == 1 else (list(value.shape),)
-        return ext((ARRAY, pack([dtype.str, value.tobytes(), *shape])))
+        return pack_exts(ARRAY, [dtype.str, value.tobytes(), *shape])
 
     def other(self, value: Any) -> Any:
         raise NotSmall
@@ -296,11 +293,10 @@ def _flat(value: Any) -> Any:
     if len(parts) > _MOST:
         return None
     if not _NUMBERS.issuperset(map(type, parts)) and (
-        not _PLAIN.issuperset(map(type, parts))
-        or sum(len(part) for part in parts if type(part) in _TEXT) > INLINE_LIMIT
+        not _PLAIN.issuperset(map(type, parts)) or text_size(parts) > INLINE_LIMIT
     ):
         return None
-    return ext((TUPLE, pack(list(value)))) if kind is tuple else value
+    return pack_exts(TUPLE, list(value)) if kind is tuple else value
 
 
 def _shape_of(tensor: Any) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, Self, TypeVar
 
+from aiodaft._protocol.numbers import is_count
 from aiodaft._runtime.channels import Channels
 from aiodaft._runtime.process import current_process
 from aiodaft._runtime.serialization.building import builder
@@ -34,7 +35,7 @@ class Channel(Generic[T]):
     __slots__ = ("_port",)
 
     def __init__(self, capacity: int = 16) -> None:
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+        if not is_count(capacity):
             raise ValueError(f"a channel has room for a positive number of items, not {capacity!r}")
         self._port = current_process().part(Channels).create(capacity)
 

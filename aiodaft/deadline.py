@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Final
 
+from aiodaft._protocol.numbers import is_number
 from aiodaft._runtime.platform.context import current_terms, deadline_of, terms_of, trace_of
 from aiodaft.exceptions import DaftError, DeadlineExceeded
 
@@ -27,12 +28,12 @@ async def deadline(seconds: float) -> AsyncGenerator[None, None]:
     Raises:
         DeadlineExceeded: The time is over; also a TimeoutError. If the block awaited a call, the message names it, and
             `.executed` is that of the call.
-        ValueError: `seconds` is negative, or no number.
+        ValueError: `seconds` is negative, or no number. Infinity is one: the block gets what an outer deadline leaves.
     """
     loop = asyncio.get_running_loop()
     terms = current_terms.get()
     outer = deadline_of(terms)
-    if not isinstance(seconds, int | float) or not seconds >= 0:
+    if not is_number(seconds, most=float("inf")):
         raise ValueError(f"a deadline is a number of seconds that is not negative, not {seconds!r}")
     seconds = min(seconds, _FOR_EVER)
     when = loop.time() + seconds

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from aiodaft._protocol.numbers import is_number
+
 __all__ = ["Logs"]
 
 
@@ -30,5 +32,5 @@ class Logs:
     merge: float = 0.2
 
     def __post_init__(self) -> None:
-        if not isinstance(self.merge, int | float) or not 0 <= self.merge < float("inf"):
+        if not is_number(self.merge):
             raise ValueError(f"merge={self.merge!r}: seconds are needed, or 0 to show each line at once")

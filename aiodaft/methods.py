@@ -378,6 +378,7 @@ def method(
 
     Raises:
         TypeError: The function cannot be a remote method; the message says why.
+        ValueError: `concurrency`, `retries` or `max_queue` is not a positive integer.
     """
 
     def decorate(function: Any) -> _MethodBase:

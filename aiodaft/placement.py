@@ -14,6 +14,7 @@ from aiodaft._protocol.coordination.records import check_name
 from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.node.resources import Demand
+from aiodaft._protocol.numbers import is_count, is_number
 from aiodaft._protocol.supervision.supervision import Kind, Restart, check_alone
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.placing import FixedSites, Site
@@ -293,7 +294,7 @@ class Spawner(ABC):
         """
         scope, constraints = self._spawning()
         for name, value, least in (("hosts", hosts, 1), ("gpus", gpus, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not is_count(value, least):
                 raise ValueError(f"{name}={value!r}: a mesh needs a whole number that is at least {least}")
         _check_mesh(constraints)
         demand = Demand(constraints.cpus or 0.0, gpus, dict(constraints.resources or {}))
@@ -313,7 +314,7 @@ class Spawner(ABC):
         axes: Mapping[str, int] | None,
     ) -> Spawned[Any]:
         cls = _check_class(cls, args, kwargs, plain="host_group" if what == "group" else "")
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        if not is_count(n):
             raise ValueError(f"a group has a positive number of members, not {n!r}")
         scope, constraints = self._spawning()
         if constraints.is_named:
@@ -406,7 +407,7 @@ def _check_where(node: object, labels: object, spread: object, wait: object) -> 
         return
     if isinstance(wait, bool) or not isinstance(wait, int | float):
         raise TypeError(f"wait={wait!r:.80}: a number of seconds is needed")
-    if not 0 <= wait < float("inf"):
+    if not is_number(wait):
         raise ValueError(f"wait={wait!r}: a number of seconds that is not negative is needed")
 
 

@@ -19,6 +19,7 @@ from aiodaft._protocol.coordination.records import check_name as check_actor_nam
 from aiodaft._protocol.coordination.records import check_prefix
 from aiodaft._protocol.diagnostics.amount import count
 from aiodaft._protocol.node.liveness import Patience
+from aiodaft._protocol.numbers import is_count, is_number
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.controller import Controller, ControllerOptions
 from aiodaft._runtime.diagnostics.telemetry import packed_setup
@@ -414,10 +415,10 @@ def _cluster_at(address: str, key_file: str | os.PathLike[str] | None, env: Env)
 
 
 def _check_options(max_pending: object, stop_grace: object, cancel_grace: object, unhandled: object) -> None:
-    if isinstance(max_pending, bool) or not isinstance(max_pending, int) or max_pending < 1:
+    if not is_count(max_pending):
         raise ValueError(f"max_pending={max_pending!r}: a positive integer is needed")
     for name, value in {"stop_grace": stop_grace, "cancel_grace": cancel_grace}.items():
-        if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        if not is_number(value):
             raise ValueError(f"{name}={value!r}: a number that is not negative is needed")
     if unhandled not in {"raise", "log"}:
         raise ValueError(f'unhandled={unhandled!r} is neither "raise" nor "log"')

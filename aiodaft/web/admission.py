@@ -6,6 +6,7 @@ import asyncio
 import math
 from typing import Final
 
+from aiodaft._protocol.numbers import is_count
 from aiodaft.exceptions import Overloaded
 
 # The weight of the last request in the mean duration.
@@ -21,7 +22,7 @@ def admission_of(limit: int | None, queue: int) -> Admission | None:
         ValueError: They are not valid.
     """
     for name, value, least in (("limit", 1 if limit is None else limit, 1), ("queue", queue, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not is_count(value, least):
             raise ValueError(f"{name}={value!r}: a whole number that is at least {least} is needed")
     if limit is None and queue:
         raise ValueError(f"queue={queue} without a limit: requests wait only where `limit` bounds those under way")

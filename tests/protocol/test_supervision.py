@@ -287,8 +287,6 @@ async def streaming(self: Any) -> Any:
     ("options", "fn", "why"),
     [
         ({"retries": 2}, lambda self: None, "`retries` needs `idempotent=True`"),
-        ({"idempotent": True, "retries": 0}, lambda self: None, "`retries` is a positive integer, not 0"),
-        ({"idempotent": True, "retries": True}, lambda self: None, "`retries` is a positive integer, not True"),
         ({"idempotent": True}, streaming, "is a stream: it cannot be made again"),
     ],
 )

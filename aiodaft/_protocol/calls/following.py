@@ -12,6 +12,7 @@ from typing import Final
 
 from aiodaft._protocol.ids import ActorId, PeerId, epoch_of
 from aiodaft._protocol.node.liveness import Health
+from aiodaft._protocol.numbers import is_count
 from aiodaft.exceptions import ActorDied, DaftError, NotDelivered, Overloaded, PeerLost, StaleHandle
 
 NOWHERE: Final = PeerId("")
@@ -100,7 +101,8 @@ def check_retries(retries: object, what: str, *, idempotent: bool, is_stream: bo
     """How often a call of a method may be made again; `retries` is the user's wish.
 
     Raises:
-        TypeError: It is not a positive integer, or calls of the method cannot be made again.
+        TypeError: Calls of the method cannot be made again.
+        ValueError: It is not a positive integer.
     """
     if not idempotent:
         if retries is not None:
@@ -110,6 +112,6 @@ def check_retries(retries: object, what: str, *, idempotent: bool, is_stream: bo
         raise TypeError(f"{what} is a stream: it cannot be made again, because items of it have been taken")
     if retries is None:
         return 1
-    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 1:
-        raise TypeError(f"{what}: `retries` is a positive integer, not {retries!r}")
+    if not is_count(retries):
+        raise ValueError(f"{what}: `retries` is a positive integer, not {retries!r:.80}")
     return retries

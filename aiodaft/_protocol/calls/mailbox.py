@@ -17,6 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 from aiodaft._protocol.calls.call import GONE, QUEUED, Stage
 from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.numbers import is_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,14 +304,15 @@ def check_concurrency(concurrency: object, what: str, *, on_thread: bool) -> Non
     """Check a limit of calls of a method that run at the same time; None: no limit.
 
     Raises:
-        TypeError: It is not a positive integer, or the method runs on the actor's thread.
+        TypeError: The method runs on the actor's thread.
+        ValueError: It is not a positive integer.
     """
     if concurrency is None:
         return
     if on_thread:
         raise TypeError(f"{what}: `concurrency` is for async def; def methods run one at a time anyway")
-    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
-        raise TypeError(f"{what}: `concurrency` is a positive integer, not {concurrency!r}")
+    if not is_count(concurrency):
+        raise ValueError(f"{what}: `concurrency` is a positive integer, not {concurrency!r:.80}")
 
 
 def check_max_queue(max_queue: object, what: str) -> int | None:
@@ -321,6 +323,6 @@ def check_max_queue(max_queue: object, what: str) -> int | None:
     """
     if max_queue is None:
         return None
-    if isinstance(max_queue, bool) or not isinstance(max_queue, int) or max_queue < 1:
+    if not is_count(max_queue):
         raise ValueError(f"{what}: `max_queue` is a positive integer, not {max_queue!r:.80}")
     return max_queue

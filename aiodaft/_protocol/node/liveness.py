@@ -14,6 +14,8 @@ import struct
 from dataclasses import astuple, dataclass
 from typing import Final, NamedTuple
 
+from aiodaft._protocol.numbers import is_number
+
 # Seconds between two questions, at most: they also keep the lag of the loop up to date.
 _LONGEST_PERIOD: Final = 1.0
 # Questions that fit into the shorter patience.
@@ -56,7 +58,7 @@ class Patience:
     def __post_init__(self) -> None:
         for name in ("suspect_after", "lost_after", "give_up"):
             value: object = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and _SHORTEST <= value < math.inf):
+            if value is not None and not is_number(value, _SHORTEST):
                 raise ValueError(f"{name}={value!r}: at least {_SHORTEST} seconds are needed, or None for never")
 
     def widened(self, other: Patience) -> Patience:

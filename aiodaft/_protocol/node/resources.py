@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from aiodaft._protocol.numbers import is_number
 from aiodaft.exceptions import InsufficientResources
 
 HolderT = TypeVar("HolderT", bound=Hashable)
@@ -371,5 +372,5 @@ def _check_amounts(cpus: float, gpus: float, custom: Mapping[str, float]) -> Non
     if builtin := {"cpus", "gpus"} & custom.keys():
         raise ValueError(f"ask for {' and '.join(sorted(builtin))} by that argument, not among other resources")
     for name, amount in {"cpus": cpus, "gpus": gpus, **custom}.items():
-        if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
+        if not is_number(amount):
             raise ValueError(f"{name}={amount!r}: resources are numbers that are not negative")

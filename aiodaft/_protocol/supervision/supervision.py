@@ -12,6 +12,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
+from aiodaft._protocol.numbers import is_count, is_number
+
 Kind: TypeAlias = Literal["permanent", "transient", "temporary"]
 Strategy: TypeAlias = Literal["one_for_one", "one_for_all", "rest_for_one"]
 
@@ -43,7 +45,7 @@ class Backoff:
             ("base", 0, float("inf")), ("factor", 1, float("inf")), ("max", 0, float("inf")), ("jitter", 0, 1),
         ):  # fmt: skip
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            if not is_number(value, least, most):
                 raise ValueError(f"{name}={value!r}: a number from {least} to {most:g} is needed")
 
     def delay(self, count: int, chance: float = 0.0) -> float:
@@ -94,9 +96,9 @@ class Restart:
         for name, value, known in (("kind", self.kind, KINDS), ("strategy", self.strategy, STRATEGIES)):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
-        if isinstance(self.intensity, bool) or not isinstance(self.intensity, int) or self.intensity < 0:
+        if not is_count(self.intensity, 0):
             raise ValueError(f"intensity={self.intensity!r}: a number of restarts that is not negative is needed")
-        if not isinstance(self.period, int | float) or not 0 < self.period < float("inf"):
+        if not (is_number(self.period) and self.period):
             raise ValueError(f"period={self.period!r}: a positive number of seconds is needed")
         if not isinstance(self.backoff, Backoff):
             raise ValueError(f"backoff={self.backoff!r} is no Backoff")

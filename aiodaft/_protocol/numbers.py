@@ -1,0 +1,21 @@
+"""Which values are numbers, where a user gives one as an option. Pure.
+
+True and False are none, nor is NaN. A limit that may be infinite says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Final, TypeGuard
+
+_LARGEST: Final = sys.float_info.max
+
+
+def is_count(value: object, least: int = 1) -> TypeGuard[int]:
+    """Whether a value is an integer, and not below the least."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: object, least: float = 0, most: float = _LARGEST) -> TypeGuard[float]:
+    """Whether a value is a number in this range, such as an amount or a number of seconds."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most

@@ -16,7 +16,8 @@ from here import current_peer
 import aiodaft
 from aiodaft import Ref, method
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.graphs.participant import Participant, ParticipantRun, StrandCall
+from aiodaft._runtime.graphs.participant import Participant, ParticipantRun
+from aiodaft._runtime.graphs.strand_call import StrandCall
 from aiodaft.exceptions import RemoteProtocolError
 
 

@@ -23,8 +23,8 @@ from aiodaft._runtime.calls.outgoing import Outgoing
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.deployment import Specs
 from aiodaft._runtime.graphs.owner import GraphOwner, OwnerRun
-from aiodaft._runtime.graphs.participant import StrandCall
 from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.graphs.strand_call import StrandCall
 from aiodaft._runtime.graphs.strands import BoundStep, BoundStrand
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.platform.recorder import Recorder
@@ -153,7 +153,7 @@ class Tracing:
         finally:
             # A step that begins a segment has waited for its values since the step before.
             came = began if step.segment is None or call.ended is None else call.ended
-            run = call.run.owner, call.run.participant.number, call.run.number
+            run = call.run.key
             call.ended = self.now()
             times, needs = (came, began, began, call.ended), [(*run, slot) for slot in step.slots if slot >= 0]
             actor = call.hosted.id
@@ -163,7 +163,7 @@ class Tracing:
 def key_of(call: InboundCall) -> Key:
     """Names a call in all processes."""
     if isinstance(call, StrandCall):
-        return call.run.owner, call.run.participant.number, call.run.number, "strand", call.strand.first
+        return *call.run.key, "strand", call.strand.first
     return call.caller, call.number
 
 

@@ -21,8 +21,8 @@ from aiodaft._runtime.diagnostics.await_chains import (
     wait_of_task,
     wait_of_thread,
 )
-from aiodaft._runtime.graphs.participant import StrandCall
 from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.graphs.strand_call import StrandCall
 
 _RUNNER: Final = asyncio.Runner.run.__code__
 _RUN: Final = HostedActor.run.__code__

@@ -1,4 +1,4 @@
-"""The part of a graph in one process: receives the values of each run, executes the steps, and sends the results.
+"""The part of a graph in one process: receives the values of each run, starts the strands, and sends the results.
 
     owner ---- RUN: inputs ------------------------> ParticipantRun.begin --> strands, into the actors' mailboxes
     other participants ---- FLOW: results ---------> ParticipantRun.values_came --> segments that waited start
@@ -9,22 +9,18 @@
 A strand is a call by the graph's owner, which starts with its first segment and waits for the values of each later one.
 Each process sends each of its results, or its error, exactly once to every process that needs it. So no process waits
 for ever if a step fails or is skipped or an actor dies. What a run waits for, what a value starts and when the run is
-over: `_protocol.run.Share`. Where a result goes: `_protocol.plan.Result`.
+over: `_protocol.graphs.run.Share`. Where a result goes: `_protocol.graphs.plan.Result`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any
 
-from aiodaft._protocol.calls.call import ANSWER, ANSWERED, CANCEL, FETCHED, FETCHING, GIVEN_UP, LATE, NEXT, Event
+from aiodaft._protocol.calls.call import ANSWER, FETCHED, FETCHING, NEXT
 from aiodaft._protocol.connections import messages as m
-from aiodaft._protocol.connections.messages import WANT_REPLY
-from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.graphs.plan import Report, SubPlan
 from aiodaft._protocol.graphs.run import Needs, Share
 from aiodaft._protocol.ids import CallId, PeerId
@@ -32,25 +28,14 @@ from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.context import GraphContext
-from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, NeedsFetch, fetch, item_of, value_of
+from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, fetch, item_of, value_of
+from aiodaft._runtime.graphs.strand_call import StrandCall
 from aiodaft._runtime.graphs.strands import BoundStep, BoundStrand
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import received_terms
-from aiodaft._runtime.platform.wakeup import Wakeup
-from aiodaft._runtime.serialization.encoder import is_plain
-from aiodaft._runtime.serialization.errors import add_note, as_call_error, copy_error, failed_beside
+from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.serialization.small import Small
 from aiodaft.exceptions import ActorDied, DaftError
-
-_NO_KWARGS: Final[dict[str, Any]] = {}
-
-
-class InputFailed(Exception):
-    """A step cannot run: one of its arguments is an error."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__()
-        self.error = error
 
 
 class Participant:
@@ -144,6 +129,11 @@ class ParticipantRun(Share[Flowing]):
         self.owner = participant.owner
         # The calls, until RUN comes.
         self._prepared: Sequence[StrandCall] = [StrandCall(self, strand) for strand in participant.strands]
+
+    @property
+    def key(self) -> tuple[PeerId, int, int]:
+        """The owner, the number of the graph there, and that of the run: names the run in all processes."""
+        return self.owner, self.participant.number, self.number
 
     def drop(self) -> None:
         """Drop the prepared calls. They refer to the run: otherwise only garbage collection frees them."""
@@ -340,251 +330,3 @@ class ParticipantRun(Share[Flowing]):
 
     async def item(self, call: InboundCall, value: Any) -> None:
         raise AssertionError("strands are no streams")
-
-
-class StrandCall(InboundCall):
-    """A strand in one run, from the beginning of the run to the last step."""
-
-    # The owner has no number for a strand: its results go to where the plan says.
-    number = CallId(0)
-    mode = WANT_REPLY
-    # Number of steps that gave their results.
-    _given = 0
-    # The future of its wait between two steps (see `waits_at`).
-    pause: Wakeup
-    # On the thread: results that the loop has not given yet.
-    _batch: deque[Flowing]
-
-    def __init__(self, run: ParticipantRun, strand: BoundStrand) -> None:
-        self.run = self.responder = run
-        self.strand = strand
-        self.caller = run.owner
-        self.hosted = strand.hosted
-        self.spec = strand.spec
-        self.rules = strand.rules
-        if strand.rules.on_thread:
-            self._token = [None]
-            self._batch = deque()
-
-    @property
-    def label(self) -> str:
-        """The step that runs or is the next to run."""
-        steps = self.strand.steps
-        return steps[min(self._given, len(steps) - 1)].label
-
-    @property
-    def within(self) -> Hashable:
-        """The run."""
-        return self.run.owner, self.run.participant.number, self.run.number
-
-    # For the deadlock search.
-
-    @property
-    def call_at(self) -> CallAt:
-        return self.run.needs.maker_of(self.run.number, self.strand.steps[0].index)
-
-    def waits_for(self) -> list[CallAt]:
-        """The strands that make the missing arguments; nothing if an input of the graph is missing."""
-        needs = self.run.needs
-        segment = needs.plan.segments[self.strand.first if self.waits_at is None else self.waits_at]
-        return [needs.maker_of(self.run.number, value) for value in self.run.awaits(segment.needs)]
-
-    def handle(self, event: Event) -> bool:
-        """Move on. A strand that was given up holds up no later call, also if its step does not end."""
-        moves = super().handle(event)
-        if moves and event is CANCEL and self.begun:
-            self.hosted.last_begun(self)
-        return moves
-
-    # Execution.
-
-    def deliver(self) -> None:
-        """Put the strand into the mailbox of its actor."""
-        if self.strand.is_gone:
-            self.run.fail(self, ActorDied("the actor was stopped", executed=False), executed=False)
-            return
-        # Not before: it is a reference to itself.
-        self.args = (self,)
-        self.hosted.deliver(self)
-
-    @staticmethod
-    async def execute(instance: Any, call: StrandCall) -> None:
-        """Execute the steps, as a method of the actor; an error of a step is its value.
-
-        On the actor's thread, nothing in here waits on the loop: it runs through at once.
-        """
-        # It would keep itself alive.
-        call.args = ()
-        values, missing, on_thread = call.run.values, call.run.missing, call.rules.on_thread
-        argument: Any
-        args: Any
-        kwargs: Any
-        result: Any
-        value: Any
-        for step in call.strand.steps:
-            if call.stage in GIVEN_UP:
-                # The step before ignored its cancellation, or ran on the thread.
-                raise asyncio.CancelledError
-            executed = False
-            try:
-                if step.segment is not None and missing[step.segment]:
-                    # Of the step before: they must not live as long as this wait.
-                    argument = args = kwargs = result = value = None
-                    await call._pause(step.segment)
-                    # Not if this wait is cancelled: the step has not begun.
-                    call.waits_at = None
-                if step is call.strand.last:
-                    # Calls behind a strand of several steps may start.
-                    call.hosted.last_begun(call)
-                if step.only is None or type(argument := values[step.only]) is GraphValue:
-                    args, kwargs = await call._arguments(step)
-                    executed = True
-                    result = step.fn(instance, *args, **kwargs)
-                else:
-                    executed = True
-                    result = step.fn(instance, argument)
-                if not on_thread:
-                    result = await result
-                if call.stage is LATE:
-                    return
-                value = result if is_plain(result) else GraphValue(stored=await call._store(step, result))
-            except BaseException as error:  # noqa: BLE001 - raised again there if it ends the strand
-                value, call.waits_at = call._caught(step, error, executed), None
-            values[step.index] = value
-            if on_thread:
-                call._collect(step, value)
-            elif type(value) is GraphValue:
-                call._give(value)
-            else:
-                # `_give` for the usual case.
-                call._given += 1
-                if step.leaves_segment and call.stage not in ANSWERED:
-                    call.run.tell(step, value)
-
-    def _pause(self, segment: int) -> Wakeup:
-        """What wakes the strand when a segment has its values."""
-        self.waits_at = segment
-        self.pause = wakeup = Wakeup(self.strand.context.objects.wakeups)
-        return wakeup
-
-    def _collect(self, step: BoundStep, value: Flowing) -> None:
-        """On the thread: leave a result to the loop."""
-        self._batch.append(value)
-        if step is not self.strand.steps[-1] and step.leaves_segment:
-            self.hosted.thread.to_loop(self.flush)
-
-    def _is_ended_by(self, error: BaseException) -> bool:
-        """Whether the process ends, or the actor has ended the strand: it knows why, and that holds for all steps."""
-        if isinstance(error, SystemExit | KeyboardInterrupt):
-            return True
-        if self.rules.on_thread:
-            return False
-        return (self.given_up and isinstance(error, asyncio.CancelledError)) or self.hosted.is_late(self, error)
-
-    async def _store(self, step: BoundStep, result: Any) -> StoredValue:
-        """Encode a result and copy its buffers before the actor can change it."""
-        store = self.strand.context.objects.store
-        if self.rules.on_thread:
-            stored = store.keep_patiently(result, step.label, step.transport)
-            store.pack_here(stored)
-        else:
-            stored = await self.hosted.capture(result, step.label, "result", step.transport)
-            await store.pack(stored)
-        if step.timing is not None:
-            step.timing.stored(stored)
-        return stored
-
-    async def _fetch_own(self, step: BoundStep) -> None:
-        """Fetch the arguments of a step that this process made."""
-        for slot in step.slots:
-            value = self.run.values.get(slot)
-            if type(value) is GraphValue and value.stored is not None:
-                await value.fetch_own(self.strand.context.objects)
-
-    async def _arguments(self, step: BoundStep) -> tuple[Any, Any]:
-        """Make the arguments of a step. Waits only on the loop."""
-        on_thread = self.rules.on_thread
-        try:
-            return self._decode(step, patient=on_thread)
-        except NeedsFetch:
-            fetching = self._fetch_own(step)
-            if on_thread:
-                asyncio.run_coroutine_threadsafe(fetching, self.strand.context.process.loop).result()
-            else:
-                await fetching
-            return self._decode(step, patient=on_thread)
-
-    def _decode(self, step: BoundStep, *, patient: bool) -> tuple[Any, Any]:
-        store, values = self.strand.context.objects.store, self.run.values
-        taken: list[Any]
-        if step.outside:
-            taken = [step.outside[-slot - 1] if slot < 0 else values[slot] for slot in step.slots]
-        else:
-            taken = [*map(values.__getitem__, step.slots)]
-        if GraphValue in map(type, taken):
-            encoded = [
-                (slot, value) for slot, value in zip(step.slots, taken, strict=True) if type(value) is GraphValue
-            ]
-            for slot, value in encoded:
-                if value.failure is not None:
-                    source = step.sources.get(slot, "a ref from outside the graph")
-                    raise InputFailed(value.error_for(self._named(step), source))
-            taken = [value.take(store, patient=patient) if type(value) is GraphValue else value for value in taken]
-            for _, value in encoded:
-                value.used()
-        return (taken, _NO_KWARGS) if step.is_bare else step.data.make(store, taken, patient=patient)
-
-    def _named(self, step: BoundStep) -> str:
-        return f"{step.label} of {self.hosted.name}"
-
-    def _caught(self, step: BoundStep, error: BaseException, executed: bool) -> GraphValue:
-        """The error of a step as its value; raised again if it ends the strand."""
-        if self._is_ended_by(error):
-            raise
-        if isinstance(error, InputFailed):
-            return GraphValue.of_error(error.error, executed=False)
-        self._tell_others(failed_beside(self._named(step), error))
-        caught = as_call_error(error, f"{step.label} in {self.hosted.where}")
-        self.run.participant.context.process.call_soon(partial(self.hosted.note_failure, step.label, caught))
-        add_note(caught, f"a step of a graph, captured at {step.line}")
-        return GraphValue.of_error(caught, executed=executed)
-
-    def _tell_others(self, why: DaftError) -> None:
-        """This strand takes part in no collective any more, and the others do not wait for it."""
-        self.run.participant.context.process.call_soon(partial(self.hosted.undone, self, None))
-        self.run.tell_owner(why)
-
-    # Results, on the loop.
-
-    def flush(self) -> None:
-        """Give the results that the thread has made."""
-        while self.rules.on_thread and self._batch:
-            self._give(self._batch.popleft())
-
-    def _give(self, value: Flowing) -> None:
-        stored = value.stored if type(value) is GraphValue else None
-        if self.stage in ANSWERED:
-            # The strand was given up, and its receivers know.
-            if stored is not None:
-                stored.release()
-            return
-        step = self.strand.steps[self._given]
-        self._given += 1
-        if stored is None:
-            self.run.tell(step, value)
-        else:
-            self.run.give(step, cast("GraphValue", value), stored)
-
-    def fail_rest(self, error: BaseException, *, executed: bool | None) -> None:
-        """Fail the remaining steps: the first of a segment with the error, others because of the step before them."""
-        value = GraphValue.of_error(error, executed=executed)
-        before: BoundStep | None = None
-        for step in self.strand.steps[self._given :]:
-            if before is not None and step.segment is not None:
-                value = GraphValue.of_error(error, executed=False)
-            elif before is not None:
-                value = GraphValue.of_error(value.error_for(self._named(step), self._named(before)), executed=False)
-            self.run.tell(step, value)
-            before = step
-        self.handle(ANSWER)
-        self.args = ()

@@ -18,7 +18,8 @@ from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.deployment import Specs
 from aiodaft._runtime.graphs.graph_value import GraphValue, fetch
 from aiodaft._runtime.graphs.owner import GraphOwner
-from aiodaft._runtime.graphs.participant import Participant, StrandCall
+from aiodaft._runtime.graphs.participant import Participant
+from aiodaft._runtime.graphs.strand_call import StrandCall
 from aiodaft._runtime.serialization.encoder import PLAIN
 from aiodaft._runtime.serialization.small import SLOT
 from aiodaft.exceptions import DaftError

@@ -3,7 +3,7 @@
     start --> [waits in `Order`, if it cannot begin at once] --> _send: RUN to each participant
     REPORT of a participant --> reported --> OwnerRun.settle; after the last report --> _over, and the next run begins
 
-Which run may begin, what a report or a lost process ends, and when nothing is left: `_protocol.run.GraphRuns`.
+Which run may begin, what a report or a lost process ends, and when nothing is left: `_protocol.graphs.run.GraphRuns`.
 """
 
 from __future__ import annotations
@@ -20,32 +20,24 @@ from aiodaft._protocol.graphs.layout import ValueNote
 from aiodaft._protocol.graphs.plan import Dataflow
 from aiodaft._protocol.graphs.run import (
     BEGUN,
-    BEING_COPIED,
-    UNSENT,
     GraphEvent,
     GraphRuns,
     GraphState,
-    OwnedRun,
     RunEvent,
     RunState,
 )
-from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._runtime.calls.call import CallState
+from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.deployment import Deployment, Specs
-from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, item_of
+from aiodaft._runtime.graphs.graph_value import GraphValue, item_of
+from aiodaft._runtime.graphs.owner_run import OwnerRun, ResultState
 from aiodaft._runtime.graphs.timing import size_of
-from aiodaft._runtime.objects.received import ReceivedValue
-from aiodaft._runtime.objects.ref_state import RefState, state_of
-from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.platform.context import Terms, current_terms, sent_terms
-from aiodaft._runtime.serialization.encoder import Names, all_plain, is_plain
-from aiodaft._runtime.serialization.errors import copy_error, decode_failure
-from aiodaft._runtime.serialization.pickling import TooLong
+from aiodaft._runtime.platform.context import current_terms, sent_terms
+from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.serialization.tensors import kind_of
-from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, RuntimeClosed
+from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed
 from aiodaft.ref import Ref
 
 # How often the plans are sent: a supervised actor may die again meanwhile.
@@ -420,172 +412,3 @@ class GraphOwner:
         known = self._own.pop(deployment.number, None)
         if known is not None and self._context.process.closed is None:
             deployment.uninstall()
-
-
-class ResultState(CallState):
-    run: OwnerRun
-
-    def _cancel(self, why: str) -> bool:
-        """Give up this result. The run is cancelled with its last wanted result."""
-        if self._cancelling:
-            return True
-        self.expect_cancellation()
-        if any(not (state.settled or state._cancelling) for state in self.run.states.values()):
-            self.on_error(CallCancelled(f"{self.label} was cancelled, and its run goes on: {why}"))
-        elif self.run.cancel(why):
-            self._give_up_later(why)
-        return True
-
-    def _release_remote(self) -> None:
-        if self.connection is None:
-            self.objects.store.drop((self.process.id, self.number))
-        super()._release_remote()
-
-
-class OwnerRun(OwnedRun):
-    """One run, from its start to the last report."""
-
-    # Defaults in the class: most runs set only some.
-    terms: Terms | None = None
-    # Set when the run is sent.
-    deployment: Deployment | None = None
-    # As an entry of `Order`: the actors, and the graph itself, because its runs keep their order.
-    lanes: Sequence[Hashable] = ()
-    # Refs inside the inputs.
-    used: list[RefState] | None = None
-    # All inputs travel in frames as they are.
-    is_plain = False
-    # A step has raised an error.
-    has_failed = False
-
-    def __init__(self, graph: GraphOwner, numbers: tuple[CallId, ...]) -> None:
-        # Not by `super`: the fewer functions a run enters, the better.
-        self.missing = {}
-        self._graph = graph
-        # The numbers of the results, in the order of the deployment; and their states, by value.
-        self.numbers = numbers
-        self.states: dict[int, ResultState] = {}
-        self.inputs: list[Flowing] = []
-
-    # As an entry of `Order`.
-
-    def may_go(self) -> bool:
-        return self.state is RunState.WAITING and self._graph.may_begin()
-
-    def go(self) -> None:
-        self._graph.turn_came(self)
-
-    # Inputs.
-
-    def take_inputs(self, args: tuple[Any, ...]) -> list[tuple[int, Any]]:
-        """Encode the inputs. Returns the long ones with their positions, for the helper thread."""
-        if all_plain(args):
-            self.is_plain = True
-            self.inputs = [*args]
-            return []
-        long: list[tuple[int, Any]] = []
-        for index, arg in enumerate(args):
-            if is_plain(arg):
-                self.inputs.append(arg)
-                continue
-            try:
-                stored = self._graph.store.keep(arg, _names(index, arg), resolve=True)
-            except TooLong:
-                self.inputs.append(GraphValue())
-                long.append((index, arg))
-                continue
-            self.inputs.append(self._use(stored))
-            if not (self._graph.store.pack_now(stored) and stored.ready):
-                long.append((index, arg))
-        return long
-
-    async def copy_input(self, index: int, arg: Any, streams: Sequence[Any]) -> None:
-        """Encode a long input, if that is not done, and copy it."""
-        value = self.inputs[index]
-        stored = value.stored if type(value) is GraphValue else None
-        if stored is None:
-            stored = await self._graph.store.keep_anywhere(arg, _names(index, arg), resolve=True, streams=streams)
-            self.inputs[index] = self._use(stored)
-        await self._graph.store.make_ready(stored)
-
-    def _use(self, stored: StoredValue) -> GraphValue:
-        """An encoded input. Holds the refs inside it while the run is under way."""
-        used = [state_of(ref) for ref in (*stored.encoded.slots, *stored.refs)]
-        for state in used:
-            state.add_use()
-        self.used = [*(self.used or ()), *used]
-        return GraphValue(stored=stored)
-
-    def drop_inputs(self) -> None:
-        """The inputs were sent, or never will be."""
-        if not self.is_plain:
-            for value in self.inputs:
-                if type(value) is GraphValue and value.stored is not None:
-                    value.stored.release()
-        self.inputs = []
-
-    # Results.
-
-    def cancel(self, why: str) -> bool:
-        """Cancel the run. False if it was not sent, and so is over at once."""
-        for state in self.states.values():
-            state.expect_cancellation()
-        if self.state in UNSENT:
-            self.fail(CallCancelled(f"the run was cancelled before it began: {why}", executed=False))
-            self._graph.withdraw(self)
-            return False
-        if self.state is RunState.UNDER_WAY and self.deployment is not None:
-            self.on(RunEvent.CANCELLED)
-            # The participants skip the rest.
-            for route in self.deployment.routes.values():
-                route.send_in_turn(m.skip(self.deployment.number, self.number))
-        return True
-
-    def settle(self, item: m.GraphItem, refs: list[Ref[Any]]) -> None:
-        """A result came, with the refs inside it, or the news that a step is over."""
-        kind, state = len(item), self.states.get(item[0])
-        if state is None and kind == m.FAILED_VALUE:
-            state = self._unheld(item[0])
-        if state is None:
-            return
-        if kind == m.PLAIN_VALUE:
-            state.on_plain(item[1])
-        elif kind == m.STORED_VALUE:
-            state.on_stored()
-        elif kind == m.FAILED_VALUE:
-            state.on_error(decode_failure(item[1], item[2]))
-        else:
-            state.on_result(ReceivedValue(item[1], item[2], [], refs))
-
-    def _unheld(self, index: int) -> ResultState:
-        """The state of a step without a ref: its error is reported as that of any dropped ref."""
-        target, spec = self._graph.specs[index - self._graph.inputs]
-        state = ResultState(target, spec, target.caller.next_number())
-        state.run = self
-        state.handles = 0
-        if self.state is RunState.CANCELLED:
-            state.expect_cancellation()
-        return state
-
-    def fail(self, error: BaseException) -> None:
-        """Fail all results: the run never began."""
-        for state in self.states.values():
-            state.on_error(copy_error(error).with_executed(False) if isinstance(error, DaftError) else error)
-        self.release()
-
-    def release(self) -> None:
-        """Free what a run that is over holds. Idempotent; nothing while inputs are being copied."""
-        if self.state in BEING_COPIED:
-            return
-        if self.inputs:
-            self.drop_inputs()
-        if self.used:
-            for state in self.used:
-                state.drop_use()
-            self.used = None
-        # They refer to the run: a cycle.
-        self.states = {}
-
-
-def _names(index: int, arg: Any) -> Names:
-    return Names("the graph", ((f"args[{index}]", arg),))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.connections import messages as m
@@ -41,6 +41,7 @@ from aiodaft._runtime.connections.connection import Connection, Handler
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.data_streams import UNASKED
 from aiodaft._runtime.connections.route import Route
+from aiodaft._runtime.contacts import Addresses, NodeContact, OwnerContact
 from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
 from aiodaft._runtime.diagnostics.process_view import Viewer
 from aiodaft._runtime.diagnostics.tracing import Tracing
@@ -52,103 +53,14 @@ from aiodaft._runtime.groups.collectives import Collectives
 from aiodaft._runtime.groups.inboxes import Inboxes
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.groups.resharding import Resharding
-from aiodaft._runtime.logs.entries import Written
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import Process, ProcessOptions
-from aiodaft.actor import Actor
-from aiodaft.exceptions import DaftError, OutcomeUnknown, RemoteProtocolError, RuntimeClosed
-from aiodaft.methods import method, specs_of
+from aiodaft.exceptions import DaftError, RemoteProtocolError, RuntimeClosed
+from aiodaft.methods import specs_of
 from aiodaft.ref import Ref
 from aiodaft_transport import Key, Transport, open_transport
-
-
-class NodeContact(Actor):
-    """What every process asks of a node agent, which implements it."""
-
-    @method
-    async def introduce(self, other: str) -> str:
-        """Connect the calling process with another one; returns the address to connect to if no socket comes."""
-        raise NotImplementedError
-
-    @method
-    async def open_stream(self, other: str, number: int) -> str:
-        """As `introduce`, for a stream for payload."""
-        raise NotImplementedError
-
-    @method
-    async def locate(self, owner: str, number: int, wait: bool) -> Location:
-        """Ask a controller, to which other controllers cannot connect; see `OwnerContact`."""
-        raise NotImplementedError
-
-    @method
-    async def wait_end(self, peer: str) -> None:
-        """Wait until a process that the node has started is gone."""
-        raise NotImplementedError
-
-    @method
-    async def exit_report(self, peer: str, in_flight: int) -> DaftError:
-        """Return the error for the callers of a process that ended with `in_flight` calls of them."""
-        raise NotImplementedError
-
-    @method
-    async def vacate(
-        self, owner: str, peer: str, actor: int, reason: str, keep: bool = False, answers: bool = True
-    ) -> None:
-        """Remove an actor of `owner` from its process, and end the process if no other actor is there."""
-        raise NotImplementedError
-
-
-class OwnerContact(Actor):
-    """What other processes ask and tell the owner of actors; `Directory` implements it."""
-
-    @method
-    async def locate(self, number: int, wait: bool) -> Location:
-        """Where a supervised actor is; if it is down, and `wait`, as soon as it is up."""
-        raise NotImplementedError
-
-    @method(ordered=False)
-    async def roster_after(self, group: str, epoch: int) -> Roster[Any] | None:
-        """The members of a group, as soon as that has a newer epoch; None if there is no such group any more."""
-        raise NotImplementedError
-
-    @method
-    async def process_ended(self, peer: str, error: OutcomeUnknown, wanted: bool) -> None:
-        """A worker ended: the error for callers of its actors, and whether the runtime wanted its end."""
-        raise NotImplementedError
-
-    @method
-    async def actor_died(self, peer: str, actor: int, error: OutcomeUnknown) -> None:
-        """An actor's process ended by accident, and no call failed because of that."""
-        raise NotImplementedError
-
-    @method
-    async def node_draining(self, node: str, grace: float) -> None:
-        """A node, served by this process, is being drained: its actors have so many seconds to go to others."""
-        raise NotImplementedError
-
-    @method
-    async def unheld(self, encoded: bytes, what: str) -> None:
-        """An error that no code in a worker saw; `what` says what failed."""
-        raise NotImplementedError
-
-    @method
-    async def show(self, written: Sequence[Written]) -> None:
-        """Show what workers of another machine have printed and logged."""
-        raise NotImplementedError
-
-
-class Addresses(Protocol):
-    """What a process knows of the nodes of its cluster."""
-
-    def address_of(self, peer: PeerId) -> str:
-        """Where the node of a process listens.
-
-        Raises:
-            PeerLost: The node is not in the cluster any more.
-        """
-        ...
 
 
 class Peer:

@@ -22,6 +22,7 @@ from aiodaft._protocol.node.worker import WorkerEvent, WorkerState
 from aiodaft._protocol.placement.request import NodeState
 from aiodaft._runtime.agent import serving
 from aiodaft._runtime.connections.connections import Connections
+from aiodaft._runtime.contacts import NodeContact
 from aiodaft._runtime.diagnostics.native_dump import take_dump
 from aiodaft._runtime.node.draining import Draining
 from aiodaft._runtime.node.environment import WorkerSettings
@@ -39,7 +40,6 @@ from aiodaft._runtime.node.shipped_code import ShippedCode
 from aiodaft._runtime.node.surroundings import NodeOptions, Offer, OtherNodes
 from aiodaft._runtime.node.worker import Conditions, Place, Tenant, Worker, WorkerProcess
 from aiodaft._runtime.node.workers import Launcher
-from aiodaft._runtime.peer import NodeContact
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process

@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.ids import NODE, ActorId, PeerId, node_of
 from aiodaft._runtime.calls.call import Caller
+from aiodaft._runtime.contacts import NodeContact
 from aiodaft._runtime.node.node_agent import NodeAgent
-from aiodaft._runtime.peer import NodeContact
 from aiodaft._runtime.placing import Site
 from aiodaft.exceptions import ActorDied, OutcomeUnknown, PeerLost, RuntimeClosed
 

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._runtime.peer import NodeContact, OwnerContact
+from aiodaft._runtime.contacts import NodeContact, OwnerContact
 from aiodaft._runtime.platform.tasks import TaskOwner, logger
 from aiodaft._runtime.serialization.errors import encoded_text
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.node.resources import Resources
+from aiodaft._runtime.contacts import Addresses, NodeContact
 from aiodaft._runtime.node.worker import Tenant
-from aiodaft._runtime.peer import Addresses, NodeContact
 from aiodaft._runtime.platform.gpu_claims import GpuClaims
 
 

@@ -14,10 +14,10 @@ from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
 from aiodaft._runtime.calls.rosters import Rosters
+from aiodaft._runtime.contacts import OwnerContact
 from aiodaft._runtime.diagnostics.process_view import ChildView
 from aiodaft._runtime.logs.entries import Written
 from aiodaft._runtime.node.nodes import Nodes
-from aiodaft._runtime.peer import OwnerContact
 from aiodaft._runtime.serialization.errors import copy_error, decode_error, encode_error
 from aiodaft._runtime.supervision.child_spec import WHY_STOPPED
 from aiodaft._runtime.supervision.supervisor import Child, Supervisor

@@ -16,12 +16,13 @@ from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.placement.request import Request
 from aiodaft._protocol.supervision.child import REACHABLE, ChildState
 from aiodaft._runtime.agent import agent_of
+from aiodaft._runtime.blueprint import Blueprint, Constraints, Reserved, Seat
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.calls.rosters import RosterCell
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.owning import Owner
-from aiodaft._runtime.scope_actors import Blueprint, Constraints, Reserved, ScopeActors, Seat
+from aiodaft._runtime.scope_actors import ScopeActors
 from aiodaft._runtime.supervision.child_spec import Enrolment
 from aiodaft.actor import CallTarget, Handle, target_of
 from aiodaft.exceptions import OutcomeUnknown

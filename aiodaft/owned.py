@@ -14,13 +14,14 @@ from aiodaft._protocol.ids import ActorId, PeerId, node_of
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.placement.request import Anchor, Request, Where
 from aiodaft._protocol.supervision.supervision import Restart
+from aiodaft._runtime.blueprint import Blueprint, Constraints, Seat
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.calls.rosters import Rosters
 from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.tasks import see_through, wait_through
-from aiodaft._runtime.scope_actors import Blueprint, Constraints, ScopeActors, Seat
+from aiodaft._runtime.scope_actors import ScopeActors
 from aiodaft._runtime.scope_errors import ScopeErrors
 from aiodaft._runtime.supervision.child_spec import ChildSpec
 from aiodaft.actor import Actor, Handle, target_of

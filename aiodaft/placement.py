@@ -16,9 +16,9 @@ from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.numbers import is_count, is_number
 from aiodaft._protocol.supervision.supervision import Kind, Restart, check_alone
+from aiodaft._runtime.blueprint import Blueprint, Constraints
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.placing import FixedSites, Site
-from aiodaft._runtime.scope_actors import Blueprint, Constraints
 from aiodaft.actor import Actor, Handle, target_of
 from aiodaft.group import Group
 from aiodaft.methods import signature_of

@@ -7,8 +7,8 @@ from typing import Any, NoReturn, Self
 
 from aiodaft._protocol.diagnostics.amount import count
 from aiodaft._protocol.supervision.supervision import Restart
+from aiodaft._runtime.blueprint import Constraints
 from aiodaft._runtime.platform.tasks import see_through
-from aiodaft._runtime.scope_actors import Constraints
 from aiodaft._runtime.scope_errors import ScopeErrors
 from aiodaft.actor import Actor, ActorFacts, class_of
 from aiodaft.group import Group

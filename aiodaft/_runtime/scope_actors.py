@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.ids import ActorId, PeerId, epoch_of, incarnation, node_of
-from aiodaft._protocol.node.liveness import Patience
-from aiodaft._protocol.node.resources import Demand, Wish
+from aiodaft._protocol.node.resources import Wish
 from aiodaft._protocol.placement.request import Request
 from aiodaft._protocol.supervision.supervision import Kind, Restart, supervision_of
+from aiodaft._runtime.blueprint import Constraints, Reserved
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
 from aiodaft._runtime.node.environment import WorkerEnvironment
@@ -24,7 +23,7 @@ from aiodaft._runtime.objects.ref_state import UnhandledErrors
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.placing import FixedSites, Order, Site, Sites, Waiting
 from aiodaft._runtime.platform.tasks import shield_from_anyio
-from aiodaft._runtime.supervision.child_spec import WHY_STOPPED, ChildSpec, Enrolment, stop_actor, stop_in_turn
+from aiodaft._runtime.supervision.child_spec import WHY_STOPPED, ChildSpec, stop_actor, stop_in_turn
 from aiodaft._runtime.supervision.supervisor import Child, Supervisor
 from aiodaft.actor import Handle
 from aiodaft.exceptions import (
@@ -41,89 +40,6 @@ from aiodaft.exceptions import (
 from aiodaft.ref import Ref
 
 T = TypeVar("T")
-
-
-class Constraints(NamedTuple):
-    """What `on(...)` was given; None where nothing was."""
-
-    cpus: float | None = None
-    gpus: float | None = None
-    resources: Mapping[str, float] | None = None
-    node: str | None = None
-    beside: Any = None
-    patience: Patience | None = None
-    restart: Restart | Kind | None = None
-    max_queue: int | None = None
-    labels: Mapping[str, str] | None = None
-    near: tuple[Any, ...] = ()
-    apart_from: tuple[Any, ...] = ()
-    spread: bool = False
-    wait: float | None = None
-    name: str | None = None
-    lifetime: str | None = None
-    # The slices of a mesh; None: the nodes.
-    within: FixedSites[NodeAgent] | None = None
-
-    @property
-    def is_named(self) -> bool:
-        """Whether they are those of an actor with a name, which a lifetime needs, too."""
-        return self.name is not None or self.lifetime is not None
-
-    def demand(self, cls: type) -> Demand:
-        """The resources that an actor of this class needs."""
-        base: Demand = getattr(cls, "__aiodaft_demand__", Demand())
-        if self.beside is not None:
-            # An actor in another actor's process uses that process's GPUs.
-            base = replace(base, gpus=0)
-        return Demand(
-            cpus=base.cpus if self.cpus is None else self.cpus,
-            gpus=base.gpus if self.gpus is None else self.gpus,
-            custom=base.custom if self.resources is None else dict(self.resources),
-        )
-
-    def patience_with(self, cls: type) -> Patience | None:
-        """The patience with an actor of this class; None where neither `on` nor the class line gives one."""
-        return self.patience or getattr(cls, "__aiodaft_patience__", None)
-
-
-class Blueprint(NamedTuple):
-    """What to make: a class, the arguments of its constructor, and what `on(...)` was given."""
-
-    cls: type
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    constraints: Constraints
-
-    @property
-    def demand(self) -> Demand:
-        """The resources that it needs."""
-        return self.constraints.demand(self.cls)
-
-    @property
-    def max_queue(self) -> int | None:
-        """How many calls may wait at it; None if that is not bounded."""
-        return self.constraints.max_queue or getattr(self.cls, "__aiodaft_max_queue__", None)
-
-
-class Reserved(NamedTuple):
-    """The share of an actor that is not made yet, and the node or slice that has reserved it."""
-
-    site: Site[NodeAgent]
-    wish: Wish[Tenant]
-
-
-class Seat(NamedTuple):
-    """What a group has for one of its members.
-
-    Attributes:
-        label: The name of the member in errors.
-        reserved: Its share.
-        enrolment: Its place in the group.
-    """
-
-    label: str
-    reserved: Reserved
-    enrolment: Enrolment
 
 
 class Start(NamedTuple):

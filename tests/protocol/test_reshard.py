@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.groups.layout import Box, Grid, Rule, even_cuts, lay_out
-from aiodaft._protocol.groups.reshard import Piece, Plan, bundle, plan
+from aiodaft._protocol.groups.reshard import Piece, Plan, bundle, by_source, filtered, nbytes_in, plan
 
 Element = tuple[int, ...]
 
@@ -209,6 +209,17 @@ def test_small_pieces_go_together_with_the_larger_elements_first() -> None:
         [("c", (0,), (24,))],
         [("d", (0,), (1,)), ("c", (24,), (6,))],
     ]
+
+
+def test_parcels_are_filtered_by_piece_and_grouped_by_source() -> None:
+    def piece(name: str, source: int) -> Piece:
+        return Piece(name, source, (0,), (0,), (3,), 4, 12)
+
+    a, b, c, d = piece("a", 0), piece("b", 0), piece("c", 1), piece("d", 0)
+    parcels = [[a, b], [c], [d]]
+    assert nbytes_in(parcels) == 48
+    assert by_source(parcels) == {0: [[a, b], [d]], 1: [[c]]}
+    assert filtered(parcels, lambda piece: piece.name in "bd") == [[b], [d]]
 
 
 def test_what_no_rank_has_is_named() -> None:

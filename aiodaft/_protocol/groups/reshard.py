@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, zip_longest
 from typing import Final, NamedTuple
@@ -114,11 +114,11 @@ class Plan:
 
         The first turn differs from rank to rank, so that not all ask the same source at the same time.
         """
-        by_source: dict[int, list[Piece]] = {}
+        given: dict[int, list[Piece]] = {}
         for piece in self.sent[rank]:
-            by_source.setdefault(piece.source, []).append(piece)
-        turns = sorted(by_source, key=lambda source: (source < rank, source))
-        queues = [bundle(by_source[source], self.parcel) for source in turns]
+            given.setdefault(piece.source, []).append(piece)
+        turns = sorted(given, key=lambda source: (source < rank, source))
+        queues = [bundle(given[source], self.parcel) for source in turns]
         return (parcel for turn in zip_longest(*queues) for parcel in turn if parcel is not None)
 
 
@@ -247,3 +247,22 @@ def _cut(piece: Piece, limit: int) -> Iterator[Piece]:
     step = max(1, limit * length // piece.nbytes)
     for first in range(0, length, step):
         yield from _cut(piece.part(dim, first, min(step, length - first)), limit)
+
+
+def nbytes_in(parcels: Iterable[Sequence[Piece]]) -> int:
+    """The bytes of all pieces."""
+    return sum(piece.nbytes for pieces in parcels for piece in pieces)
+
+
+def filtered(parcels: Iterable[Sequence[Piece]], wanted: Callable[[Piece], bool]) -> list[list[Piece]]:
+    """The pieces that are wanted, in their parcels."""
+    chosen = ([piece for piece in pieces if wanted(piece)] for pieces in parcels)
+    return [pieces for pieces in chosen if pieces]
+
+
+def by_source(parcels: Iterable[list[Piece]]) -> dict[int, list[list[Piece]]]:
+    """The parcels of each rank of the source."""
+    found: dict[int, list[list[Piece]]] = {}
+    for pieces in parcels:
+        found.setdefault(pieces[0].source, []).append(pieces)
+    return found

@@ -22,16 +22,28 @@ from weakref import WeakKeyDictionary
 
 from aiodaft._protocol.connections.messages import INLINE_LIMIT
 from aiodaft._protocol.diagnostics import trace
-from aiodaft._protocol.groups.reshard import Piece
+from aiodaft._protocol.groups.reshard import Piece, by_source, filtered, nbytes_in
 from aiodaft._protocol.ids import RESHARDING, PeerId
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.graphs.captured_call import Opaque
+from aiodaft._runtime.groups.pieces import (
+    Expected,
+    bytes_of,
+    check_shard,
+    copy_pieces,
+    dtype_name,
+    pack,
+    shaped,
+    source_part,
+    target_part,
+    unpack,
+    version_of,
+)
 from aiodaft._runtime.objects.ref_state import UnhandledErrors, state_of
 from aiodaft._runtime.objects.store import InPlace, Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.threads import SYNC_COPY
 from aiodaft._runtime.serialization.errors import add_note
-from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.actor import Actor
 from aiodaft.exceptions import DaftError
 from aiodaft.methods import method
@@ -41,8 +53,6 @@ from aiodaft_transport import Grant
 if TYPE_CHECKING:
     import torch
 
-# Name, dtype and shape of a tensor of a shard.
-Expected: TypeAlias = tuple[str, str, tuple[int, ...]]
 # The memory of a tensor in another process, with its dtype and shape.
 Place: TypeAlias = tuple[Grant, str, tuple[int, ...]]
 
@@ -63,7 +73,7 @@ class Opened(NamedTuple):
 
     def are_unchanged(self, pieces: Iterable[Piece]) -> bool:
         """Whether nothing was written since to the tensors of these pieces."""
-        return all(_version(self.tensors[piece.name]) == self.versions[piece.name] for piece in pieces)
+        return all(version_of(self.tensors[piece.name]) == self.versions[piece.name] for piece in pieces)
 
 
 class Transit:
@@ -128,10 +138,10 @@ class Resharding(Actor):
         stored = self._stored(ref)
         if stored is not None and stored.in_host_memory:
             with stored.in_place() as received:
-                _check(await self._store.decode(received), rank, expected)
+                check_shard(await self._store.decode(received), rank, expected)
         else:
             # A ref of this process need not be known to others.
-            _check(await (ref if state_of(ref).own else self._bring(ref)), rank, expected)
+            check_shard(await (ref if state_of(ref).own else self._bring(ref)), rank, expected)
 
     @method(ordered=False)
     async def write(
@@ -140,13 +150,13 @@ class Resharding(Actor):
         """Write pieces of a shard, of which this gets the ref, to the places of their tensors in another process."""
         route = self._caller.connections.route_to(target)
         tensors = {
-            name: _shaped(self._store.place(grant, route), dtype, shape)
+            name: shaped(self._store.place(grant, route), dtype, shape)
             for name, (grant, dtype, shape) in places.items()
         }
         pieces = [[Piece(*fields) for fields in parcel] for parcel in parcels]
-        await self._read(shard.content, pieces, partial(_keep, tensors))
+        await self._read(shard.content, pieces, partial(copy_pieces, tensors))
         route.traffic.payloads_sent += 1
-        route.traffic.payload_sent += _nbytes(pieces)
+        route.traffic.payload_sent += nbytes_in(pieces)
 
     @method(ordered=False)
     async def cut(self, shard: Opaque, parcel: Sequence[tuple[Any, ...]], bound: int, target: PeerId) -> torch.Tensor:
@@ -156,7 +166,7 @@ class Resharding(Actor):
         if lent is not None:
             # As with `borrow`, the caller gets a tensor.
             return cast("torch.Tensor", lent)
-        nbytes = _nbytes([pieces])
+        nbytes = nbytes_in([pieces])
         await self.cut_room.take(nbytes, bound)
         try:
             flat = self._allocate((nbytes,), "uint8")
@@ -166,7 +176,7 @@ class Resharding(Actor):
         # With the last user of its memory; any thread may run this.
         freed = partial(self._process.call_soon, partial(self.cut_room.give_back, nbytes))
         weakref.finalize(flat.untyped_storage(), freed).atexit = False
-        await self._read(shard.content, [pieces], partial(_fill, flat))
+        await self._read(shard.content, [pieces], partial(pack, flat))
         return flat
 
     @method(ordered=False)
@@ -207,7 +217,7 @@ class Resharding(Actor):
         tensors = {name: self._allocate(shape, dtype) for name, dtype, shape in new}
         for parcel in kept:
             pieces = [Piece(*fields) for fields in parcel]
-            await self._read(ranks[pieces[0].source].shard, [pieces], partial(_keep, tensors))
+            await self._read(ranks[pieces[0].source].shard, [pieces], partial(copy_pieces, tensors))
         error: BaseException | None = None
         try:
             await self._fetch_all(tensors, [[Piece(*fields) for fields in parcel] for parcel in parcels], ranks, bound)
@@ -230,17 +240,17 @@ class Resharding(Actor):
         with ExitStack() as admissions:
             places = {
                 rank: admissions.enter_context(self._admitted(tensors, of_rank, ranks[rank]))
-                for rank, of_rank in _by_source(parcels).items()
+                for rank, of_rank in by_source(parcels).items()
             }
 
             def is_written(piece: Piece) -> bool:
                 return piece.name in places[piece.source]
 
             async with asyncio.TaskGroup() as group:
-                for rank, written in _by_source(_those(parcels, is_written)).items():
+                for rank, written in by_source(filtered(parcels, is_written)).items():
                     group.create_task(self._have_written(tensors, written, ranks[rank], places[rank]))
-                for pieces in _those(parcels, lambda piece: not is_written(piece)):
-                    nbytes = _nbytes([pieces])
+                for pieces in filtered(parcels, lambda piece: not is_written(piece)):
+                    nbytes = nbytes_in([pieces])
                     await room.take(nbytes, bound)
                     lenders.add(pieces[0].source)
                     task = group.create_task(self._fetch(tensors, pieces, ranks[pieces[0].source], bound))
@@ -272,7 +282,7 @@ class Resharding(Actor):
         """Have a source write its pieces into place."""
         actor = resharding_of(self._caller, source.peer, source.label)
         places: dict[str, Place] = {
-            name: (grant, _name_of(tensors[name].dtype), tuple(tensors[name].shape)) for name, grant in grants.items()
+            name: (grant, dtype_name(tensors[name].dtype), tuple(tensors[name].shape)) for name, grant in grants.items()
         }
         told = [[tuple(piece) for piece in pieces] for pieces in parcels]
         began = self._process.env.monotonic()
@@ -280,10 +290,10 @@ class Resharding(Actor):
             await actor.write(Opaque(source.shard), told, places, self._process.id)
         traffic = self._caller.connections.route_to(source.peer).traffic
         traffic.payloads_received += 1
-        traffic.payload_received += _nbytes(parcels)
+        traffic.payload_received += nbytes_in(parcels)
         recorder = self._process.recorder
         if recorder is not None:
-            recorder.add(trace.fetched(began, recorder.now(), "shm", _nbytes(parcels), source.peer))
+            recorder.add(trace.fetched(began, recorder.now(), "shm", nbytes_in(parcels), source.peer))
 
     async def _fetch(self, tensors: dict[str, torch.Tensor], pieces: list[Piece], source: Source, bound: int) -> None:
         """Bring one parcel: straight to where it belongs, if that is one place."""
@@ -291,12 +301,12 @@ class Resharding(Actor):
         parcel = actor.cut(Opaque(source.shard), [tuple(piece) for piece in pieces], bound, self._process.id)
         try:
             with _noting(pieces[0].name, source.label):
-                place = _region(tensors, pieces[0]) if len(pieces) == 1 else None
+                place = target_part(tensors, pieces[0]) if len(pieces) == 1 else None
                 if place is not None and place.is_contiguous() and place.nbytes > INLINE_LIMIT:
-                    await parcel.into(_bytes_of(place))
+                    await parcel.into(bytes_of(place))
                 else:
                     flat = await parcel
-                    await self._copy(partial(_place, tensors, flat, pieces), flat.nbytes)
+                    await self._copy(partial(unpack, tensors, flat, pieces), flat.nbytes)
         finally:
             # At once: a cancelled `into` cancels nothing, and a traceback may refer to the ref.
             parcel.cancel()
@@ -338,7 +348,7 @@ class Resharding(Actor):
         opened = None if stored is None else self._opened.get(stored)
         if opened is None or not opened.are_unchanged(pieces):
             shard = await self._bring(ref)
-            opened = Opened(shard, {name: _version(tensor) for name, tensor in shard.items()})
+            opened = Opened(shard, {name: version_of(tensor) for name, tensor in shard.items()})
             if stored is not None and stored.wholly_lent:
                 # Nothing was written before its writes were counted.
                 stored.check_unchanged()
@@ -356,10 +366,10 @@ class Resharding(Actor):
         stored = self._stored(ref)
         if len(pieces) > 1 or pieces[0].nbytes <= INLINE_LIMIT or stored is None or stored.packed or not stored.lent:
             return None
-        given = _given((await self._open(ref, pieces)).tensors, pieces[0])
+        given = source_part((await self._open(ref, pieces)).tensors, pieces[0])
         if not (given.is_cpu and given.is_contiguous()) or given.is_conj() or given.is_neg():
             return None
-        return self._store.lend_to(self._caller.connections.route_to(target), _bytes_of(given))
+        return self._store.lend_to(self._caller.connections.route_to(target), bytes_of(given))
 
     async def _read(
         self,
@@ -379,14 +389,14 @@ class Resharding(Actor):
                 if opened is None:
                     opened = self._opened[stored] = Opened(await self._store.decode(received), {})
                 for pieces in parcels:
-                    await self._copy(partial(copy, opened.tensors, pieces), _nbytes([pieces]))
+                    await self._copy(partial(copy, opened.tensors, pieces), nbytes_in([pieces]))
                 stored.check_unchanged()
             return
         for pieces in parcels:
             unchanged = False
             while not unchanged:
                 opened = await self._open(ref, pieces)
-                await self._copy(partial(copy, opened.tensors, pieces), _nbytes([pieces]))
+                await self._copy(partial(copy, opened.tensors, pieces), nbytes_in([pieces]))
                 unchanged = opened.are_unchanged(pieces)
 
     async def _copy(self, job: Callable[[], object], nbytes: int) -> None:
@@ -399,99 +409,6 @@ class Resharding(Actor):
 def resharding_of(caller: Caller, peer: PeerId, label: str, sink: UnhandledErrors | None = None) -> Resharding:
     """The actor of a process; errors name the rank by `label`."""
     return cast("Resharding", caller.handle(peer, RESHARDING, label, Resharding, sink))
-
-
-def _check(shard: object, rank: int, expected: Sequence[Expected]) -> None:
-    of = f"the shard of rank {rank} of the source"
-    if not isinstance(shard, Mapping):
-        raise TypeError(f"{of} is {type(shard).__name__}, and a dict of tensors is expected")
-    for name, dtype, shape in expected:
-        if name not in shard:
-            raise ValueError(f"{of} has no {name!r}; its layout expects torch.{dtype} of shape {tuple(shape)}")
-        tensor = shard[name]
-        if not is_dense_tensor(tensor):
-            raise TypeError(f"{name!r} in {of} is {type(tensor).__name__}, and a plain tensor is expected")
-        if str(tensor.dtype) != f"torch.{dtype}" or tuple(tensor.shape) != tuple(shape):
-            raise ValueError(
-                f"{name!r} in {of} is {tensor.dtype} of shape {tuple(tensor.shape)}; "
-                f"its layout expects torch.{dtype} of shape {tuple(shape)}"
-            )
-    surplus = shard.keys() - {name for name, _, _ in expected}
-    if surplus:
-        raise ValueError(f"{of} has {min(map(repr, surplus))}, which its layout does not expect there")
-
-
-def _slices(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
-
-
-def _region(tensors: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
-    return tensors[piece.name][_slices(piece.target_start, piece.size)]
-
-
-def _given(shard: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
-    return shard[piece.name].detach()[_slices(piece.source_start, piece.size)]
-
-
-def _shaped(flat: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    import torch  # noqa: PLC0415 - optional package
-
-    kind: torch.dtype = getattr(torch, dtype)
-    return flat.view(kind).view(tuple(shape))
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without gaps as bytes."""
-    import torch  # noqa: PLC0415 - optional package
-
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _fill(flat: torch.Tensor, shard: Mapping[str, torch.Tensor], pieces: Sequence[Piece]) -> None:
-    at = 0
-    for piece in pieces:
-        given = _given(shard, piece)
-        flat[at : at + piece.nbytes].view(given.dtype).view(given.shape).copy_(given)
-        at += piece.nbytes
-
-
-def _place(tensors: Mapping[str, torch.Tensor], flat: torch.Tensor, pieces: Sequence[Piece]) -> None:
-    at = 0
-    for piece in pieces:
-        place = _region(tensors, piece)
-        place.copy_(flat[at : at + piece.nbytes].view(place.dtype).view(place.shape))
-        at += piece.nbytes
-
-
-def _keep(tensors: Mapping[str, torch.Tensor], shard: Mapping[str, torch.Tensor], pieces: Sequence[Piece]) -> None:
-    for piece in pieces:
-        _region(tensors, piece).copy_(_given(shard, piece))
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    """The number of writes to a tensor, as torch counts them."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def _nbytes(parcels: Iterable[Sequence[Piece]]) -> int:
-    return sum(piece.nbytes for pieces in parcels for piece in pieces)
-
-
-def _those(parcels: Iterable[Sequence[Piece]], wanted: Callable[[Piece], bool]) -> list[list[Piece]]:
-    """The pieces that are wanted, in their parcels."""
-    chosen = ([piece for piece in pieces if wanted(piece)] for pieces in parcels)
-    return [pieces for pieces in chosen if pieces]
-
-
-def _by_source(parcels: Iterable[list[Piece]]) -> dict[int, list[list[Piece]]]:
-    found: dict[int, list[list[Piece]]] = {}
-    for pieces in parcels:
-        found.setdefault(pieces[0].source, []).append(pieces)
-    return found
 
 
 @contextmanager

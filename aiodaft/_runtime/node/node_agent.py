@@ -14,7 +14,7 @@ from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.coordination.records import Member, NamedActor
 from aiodaft._protocol.diagnostics.failures import Subject
-from aiodaft._protocol.ids import ActorId, PeerId, can_share_memory, incarnation, is_worker, node_of
+from aiodaft._protocol.ids import ActorId, PeerId, incarnation, is_worker, node_of
 from aiodaft._protocol.node.liveness import Order, Patience
 from aiodaft._protocol.node.postmortem import Ending, OomKills
 from aiodaft._protocol.node.resources import Wish
@@ -26,6 +26,7 @@ from aiodaft._runtime.contacts import NodeContact
 from aiodaft._runtime.diagnostics.native_dump import take_dump
 from aiodaft._runtime.node.draining import Draining
 from aiodaft._runtime.node.environment import WorkerSettings
+from aiodaft._runtime.node.introductions import Introductions
 from aiodaft._runtime.node.owners import FarOwners, Owners
 from aiodaft._runtime.node.postmortem import (
     activity,
@@ -40,7 +41,6 @@ from aiodaft._runtime.node.shipped_code import ShippedCode
 from aiodaft._runtime.node.surroundings import NodeOptions, Offer, OtherNodes
 from aiodaft._runtime.node.worker import Conditions, Place, Tenant, Worker, WorkerProcess
 from aiodaft._runtime.node.workers import Launcher
-from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost, SpawnFailed
@@ -80,7 +80,8 @@ class NodeAgent(NodeContact):
         # The workers that live, and for a while the ended ones.
         self._workers = launcher.workers
         self._ended: dict[PeerId, Worker] = {}
-        self._introduced: set[frozenset[PeerId]] = set()
+        why_gone = partial(self._why_ended, executed=False)
+        self._introductions = Introductions(process.id, connections, others, self._workers, why_gone)
         self._far_owners = FarOwners(process.tasks, others, self.owner_lost)
         self.draining = Draining(process, self._resources, self._workers, self._restartable, self._end)
         self.draining.tell = owners.node_draining
@@ -369,59 +370,11 @@ class NodeAgent(NodeContact):
 
     @method
     async def introduce(self, other: str) -> str:
-        """Connect the calling process with another one.
-
-        Returns:
-            The address to connect to; "" if a socket comes instead, because both processes are on this machine.
-
-        Raises:
-            ActorDied: The other process is gone.
-            ResourceExhausted: There is no descriptor for the connection.
-        """
-        first, second = serving().caller, PeerId(other)
-        if node_of(second) != node_of(self._process.id):
-            return self._others.address_of(second)
-        if not (second in self._workers or self._is_attached(second)):
-            raise self._why_ended(second, executed=False)
-        if self._is_attached(first) or self._is_attached(second):
-            return self._others.address_of(second)
-        pair = frozenset((first, second))
-        # Both processes may ask at the same time: they get one connection.
-        if pair not in self._introduced:
-            self._introduced.add(pair)
-            try:
-                self._connections.to(first).introduce(self._connections.to(second))
-            except OSError as error:
-                self._introduced.discard(pair)
-                raise exhausted(error, f"{first} and {second} cannot be connected") from error
-        return ""
-
-    def _is_attached(self, peer: PeerId) -> bool:
-        """Whether a process is a controller that has connected to this node."""
-        connection = self._connections.get(peer)
-        return connection is not None and connection.far and connection.lost is None
+        return self._introductions.introduce(serving().caller, PeerId(other))
 
     @method
     async def open_stream(self, other: str, number: int) -> str:
-        """Give the calling process, under a number, and another one the ends of a stream for payload.
-
-        Returns:
-            The address to connect to; "" if a socket comes instead, because both processes are on this machine.
-
-        Raises:
-            ActorDied: The other process is gone.
-            ResourceExhausted: There is no descriptor for it.
-        """
-        first, second = serving().caller, PeerId(other)
-        if not can_share_memory(first, second) or not can_share_memory(second, self._process.id):
-            return self._others.address_of(second)
-        if second not in self._workers and second != self._process.id:
-            raise self._why_ended(second, executed=False)
-        try:
-            self._connections.join_by_stream(first, second, number)
-        except OSError as error:
-            raise exhausted(error, f"there is no stream from {first} to {second}") from error
-        return ""
+        return self._introductions.open_stream(serving().caller, PeerId(other), number)
 
     @method
     async def locate(self, owner: str, number: int, wait: bool) -> Location:
@@ -449,7 +402,7 @@ class NodeAgent(NodeContact):
             if ended == self._others.process_of(ended):
                 return PeerLost(f"the connection to the node {ended} ended")
             return await self._others.contact(ended).exit_report(ended, in_flight)
-        if self._is_attached(ended):
+        if self._introductions.is_attached(ended):
             return PeerLost(f"the connection to {ended} ended")
         worker = self._workers.get(ended) or self._ended.get(ended)
         if worker is not None:
@@ -555,7 +508,7 @@ class NodeAgent(NodeContact):
         while len(self._ended) > self._process.env.remembered:
             del self._ended[next(iter(self._ended))]
         self._connections.suspects.discard(worker.id)
-        self._introduced = {pair for pair in self._introduced if worker.id not in pair}
+        self._introductions.forget(worker.id)
         if not worker.pid:
             # If the fork server still starts it, it finds no connection and ends.
             self._connections.to(worker.id).close(error)

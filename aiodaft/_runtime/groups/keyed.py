@@ -4,39 +4,37 @@
 
 Small values come with `join`, and so do those that are quickly reduced at one member; its answers have the results: one
 round trip. Of other values the refs come: when all are there, the plan of the collective on refs is carried out, so
-values go from member to member.
+values go from member to member. `MeetingPlaces` has who has come, `MeetingValues` makes what they get.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from aiodaft._protocol.groups.collective import meets_with_values, plan_of, results_of, star, values_of
 from aiodaft._protocol.groups.meeting import Coming
 from aiodaft._protocol.ids import KEYED, ActorId, CallId, PeerId
 from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.calls.call import Caller, Target
-from aiodaft._runtime.calls.following import FollowingTarget, followed
+from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.graphs.captured_call import Opaque
-from aiodaft._runtime.groups.arithmetic import Reducer, nbytes_of
-from aiodaft._runtime.groups.collectives import Collectives, Members
-from aiodaft._runtime.groups.meeting_place import MeetingPlace, place_of
-from aiodaft._runtime.groups.part import Along, Brought, Joined, Joining, Packed, Part, Taking
-from aiodaft._runtime.objects.received import ReceivedValue
+from aiodaft._runtime.groups.arithmetic import Reducer
+from aiodaft._runtime.groups.collectives import Collectives
+from aiodaft._runtime.groups.meeting_place import MeetingPlaces, place_of, target_of_member
+from aiodaft._runtime.groups.meeting_values import MeetingValues
+from aiodaft._runtime.groups.part import Brought, Joined, Joining, Packed, Part, Taking
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.context import Terms, current_terms, terms_of, trace_of
 from aiodaft._runtime.serialization.errors import add_note, copy_error
-from aiodaft._runtime.serialization.small import encode_small
-from aiodaft.actor import Actor, target_of
+from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, GroupChanged, SerializationError
 from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
@@ -60,14 +58,9 @@ class Keyed(Actor):
     ) -> None:
         self._caller = caller
         self._process = caller.process
-        self._store = store
-        self._collectives = collectives
         self._find_call = find_call
-        self._enlisted = enlisted
-        enlisted.on_told.append(self._told)
-        enlisted.on_forgotten.append(self._forgotten)
-        # By the actor where they meet, the group and the epoch; with the axes by which it is a part.
-        self._places: dict[tuple[ActorId, str, int], tuple[MeetingPlace, Along]] = {}
+        self._values = MeetingValues(caller, store, collectives)
+        self._places = MeetingPlaces(caller.process, enlisted, partial(_ask_gone, caller))
         # What else ends with a call that takes part in nothing any more.
         self._ends: dict[InboundCall, list[Callable[[DaftError], object]]] = {}
         # Where calls that go on have left, and with what.
@@ -78,8 +71,6 @@ class Keyed(Actor):
         self._open: dict[Any, Taking] = {}
         # Whether the last that a member has begun is told, by the group, its epoch, the member, the key, and `within`.
         self._last: WeakValueDictionary[Hashable, asyncio.Event] = WeakValueDictionary()
-        # Set when an actor of this process is gone, for members that have asked.
-        self._gone: dict[ActorId, asyncio.Event] = {}
 
     # What members do.
 
@@ -153,7 +144,7 @@ class Keyed(Actor):
         """A member takes part in a call that was made again: members whose calls have ended do not come."""
         part, call = taking.part, taking.call
         for rank, member in enumerate(part.roster.members):
-            what = ended.get(_target_of(member).identity)
+            what = ended.get(target_of_member(member).identity)
             if what is not None and taking.joined.at and call is not None:
                 again = f"{call.label} was made again at rank {part.rank}"
                 why = CallCancelled(f"{part.title}: {again}, and rank {rank} does not come: {what} has returned")
@@ -259,7 +250,7 @@ class Keyed(Actor):
         taking.has_begun = True
         part = taking.part
         try:
-            terms, nbytes, brought = part.terms(value), *self._pack(part, value)
+            terms, nbytes, brought = part.terms(value), *self._values.pack(part, value)
         except Exception as error:
             await self._excuse(taking, _unusable(part, "value", error))
             raise
@@ -271,14 +262,14 @@ class Keyed(Actor):
             if isinstance(brought, Opaque):
                 # From now on the member may write to it.
                 await brought.content.ready()
-            return await self._unpacked(answer)
+            return await self._values.unpack(answer)
         except DaftError as error:
             add_note(error, f"raised for {part.title}")
             raise
 
     async def _join(self, taking: Taking, op: Reducer, coming: Coming, nbytes: int | None, brought: Packed) -> Any:
         part, roster = taking.part, taking.part.roster
-        member = _target_of(roster.members[part.meets_at])
+        member = target_of_member(roster.members[part.meets_at])
         peer, actor = _known_place(member) or await _find(part, member)
         while True:
             coming, brought = taking.now(coming, brought)
@@ -326,37 +317,6 @@ class Keyed(Actor):
         finally:
             taking.told.set()
 
-    def _pack(self, part: Part, value: Any) -> tuple[int | None, Packed]:
-        """The size of a tensor or an array, and what is brought."""
-        if not part.has_value:
-            return None, None
-        nbytes = nbytes_of(value) or None
-        if not callable(part.op):
-            small = encode_small((value,), by_name=False)
-            if small is not None:
-                return nbytes, small[0]
-            if nbytes is not None and meets_with_values(part.operation, part.roster.size, nbytes):
-                return nbytes, [value]
-        return nbytes, self._kept(value, part.title)
-
-    def _kept(self, value: Any, title: str) -> Opaque:
-        return Opaque(Ref(self._caller.objects.refs.put(value, title)))
-
-    async def _unpacked(self, answer: Packed) -> Any:
-        match answer:
-            case Opaque():
-                return await answer.content
-            case None:
-                return None
-            case _:
-                return self._given(answer)
-
-    def _given(self, packed: bytes | list[Any]) -> Any:
-        return packed[0] if isinstance(packed, list) else self._decoded(packed)
-
-    def _decoded(self, payload: bytes) -> Any:
-        return self._store.decode_now(ReceivedValue(payload, None, [], []))
-
     # What the member does where the others meet.
 
     # Ordered: what a member joins with counts in the order in which it has joined.
@@ -371,124 +331,24 @@ class Keyed(Actor):
         call = _own_call()
         call.spec = call.spec.named(joining.coming.title)
         mine = Brought(call.caller, joining.nbytes, brought)
-        conclude = partial(self._conclude, joining.coming, joining.size, op)
-        return await self._place_for(joining).come(joining.coming, mine, conclude, joining.timeout)
+        conclude = partial(self._values.conclude, joining.coming, joining.size, op)
+        return await self._places.place_for(joining).come(joining.coming, mine, conclude, joining.timeout)
 
     # Ordered: after the call of `join`.
     @method
     async def leave(self, joining: Joining, missed: int | None) -> None:
         """A member has left a meeting here; see `MeetingPlace.leave`."""
-        found = self._places.get((ActorId(joining.at), joining.group, joining.epoch))
-        if found is not None:
-            found[0].leave(joining.coming, missed)
+        self._places.leave(joining, missed)
 
     @method(ordered=False)
     async def gone(self, actor: int) -> None:
         """Wait until a member in this process is gone."""
-        if self._enlisted.find(ActorId(actor)) is not None:
-            await self._gone.setdefault(ActorId(actor), asyncio.Event()).wait()
+        await self._places.wait_gone(ActorId(actor))
 
     @property
     def meetings(self) -> int:
         """The number of meetings here that some members have not come to."""
-        return sum(len(place) for place, _ in self._places.values())
-
-    def _place_for(self, joining: Joining) -> MeetingPlace:
-        where = ActorId(joining.at), joining.group, joining.epoch
-        if where in self._places:
-            return self._places[where][0]
-        standing = self._enlisted.find(where[0])
-        if standing is None:
-            raise ActorDied(f"{joining.coming.title}: the member where they meet was stopped", executed=False)
-        if standing.roster.epoch > joining.epoch:
-            raise _changed(joining.group, joining.epoch, standing.roster.epoch)
-        ask_gone = partial(_ask_gone, self._caller)
-        place = MeetingPlace(self._process, joining.group, joining.size, ask_gone)
-        self._places[where] = place, joining.along
-        self._told(where[0])
-        return place
-
-    def _told(self, actor: ActorId) -> None:
-        """The group of an actor may have changed, or its members have become known."""
-        standing = self._enlisted.find(actor)
-        if standing is None:
-            return
-        for where, (place, along) in list(self._places.items()):
-            at, group, epoch = where
-            if at != actor:
-                continue
-            if epoch < standing.roster.epoch:
-                del self._places[where]
-                place.close(_changed(group, epoch, standing.roster.epoch))
-            elif epoch == standing.roster.epoch and standing.roster.is_complete:
-                roster, rank = standing.roster.along_all(standing.rank, along)
-                place.watch(map(_target_of, roster.members), but=rank)
-
-    def _forgotten(self, actor: ActorId) -> None:
-        gone = self._gone.pop(actor, None)
-        if gone is not None:
-            gone.set()
-        for where in [where for where in self._places if where[0] == actor]:
-            place, _ = self._places.pop(where)
-            place.close(ActorDied(f"a member of {where[1]} was stopped"))
-
-    def _conclude(self, coming: Coming, size: int, op: Reducer, brought: Sequence[Brought]) -> list[Packed]:
-        """What the members get, by rank, for what they have brought."""
-        operation, root = cast("str", coming.terms["operation"]), cast("int", coming.terms["root"])
-        answers: list[Packed] = [None] * size
-        if operation == "barrier":
-            return answers
-        given = [brought[rank] for rank in values_of(operation, size, root)]
-        here = not callable(op) and all(isinstance(one.value, bytes | list) for one in given)
-        work = self._compute if here else self._carry_out
-        results = work(operation, root, op, coming.title, given, [one.process for one in brought])
-        for rank, result in zip(results_of(operation, size, root), results, strict=True):
-            answers[rank] = result
-        return answers
-
-    def _compute(
-        self, operation: str, root: int, op: Reducer, title: str, given: Sequence[Brought], places: Sequence[PeerId]
-    ) -> list[Packed]:
-        """Do all steps here, and encode each result once."""
-        size = len(places)
-        plan = plan_of(operation, size, root, 0, one_memory=True, elementwise=True)
-        if operation == "all_reduce":
-            plan = star(size)
-        values = [self._given(cast("bytes | list[Any]", one.value)) for one in given]
-        results = self._collectives.carry_out(plan, values, op, title)
-        encoded: dict[int, Packed] = {}
-        for result in results:
-            if id(result) not in encoded:
-                small = encode_small((result,), by_name=False)
-                if small is not None:
-                    encoded[id(result)] = small[0]
-                elif meets_with_values(operation, size, nbytes_of(result)):
-                    encoded[id(result)] = [result]
-                else:
-                    encoded[id(result)] = self._kept(result, title)
-        return [encoded[id(result)] for result in results]
-
-    def _carry_out(
-        self, operation: str, root: int, op: Reducer, title: str, given: Sequence[Brought], places: Sequence[PeerId]
-    ) -> list[Opaque]:
-        """Have the members do the steps."""
-        refs = [
-            one.value.content if isinstance(one.value, Opaque) else
-            self._kept(self._given(cast("bytes | list[Any]", one.value)), title).content
-            for one in given
-        ]  # fmt: skip
-        # In these plans the root comes first, and then all members.
-        members = Members(refs, [places[root], *places] if len(given) < len(places) else places)
-        sizes = [one.nbytes for one in given if one.nbytes is not None]
-        nbytes = max(sizes) if len(sizes) == len(given) else None
-        plan = plan_of(
-            operation, len(places), root, nbytes, one_memory=members.one_memory, elementwise=not callable(op)
-        )
-        results = members.carry_out(plan, op, title)
-        for result in results:
-            # Members get the errors; one that is gone, or does not wait any more, does not.
-            state_of(result).mark_seen()
-        return [Opaque(result) for result in results]
+        return len(self._places)
 
 
 _TAKE_PART: Final = specs_of(Keyed)["take_part"]
@@ -552,11 +412,6 @@ def _ask_gone(caller: Caller, peer: PeerId, actor: ActorId) -> Ref[None]:
     return keyed.gone(actor)
 
 
-def _target_of(member: Any) -> Target:
-    """The target of a member: a handle, or a service."""
-    return followed(cast("Target", target_of(getattr(member, "handle", member))))
-
-
 def _known_place(member: Target) -> tuple[PeerId, ActorId] | None:
     """Where a member is, as far as this process knows, without asking."""
     if isinstance(member, FollowingTarget):
@@ -578,11 +433,3 @@ async def _find(part: Part, member: Target) -> tuple[PeerId, ActorId]:
 
 def _name_place(part: Part, member: Target, error: DaftError) -> None:
     add_note(error, f"this was {member.label}, rank {part.meets_at} of {part.roster.id}")
-
-
-def _changed(group: str, epoch: int, newest: int) -> GroupChanged:
-    error = GroupChanged(
-        f"{group} has changed: this is of epoch {epoch}, it has epoch {newest} now; use what current_group() gives now"
-    )
-    error.group = group
-    return error

@@ -2,6 +2,7 @@
 
 `_protocol.groups.meeting` decides who is told what. A place asks the process of every other member when that member is
 gone, once for as long as the group has its epoch: a meeting costs no message besides those of the members that come.
+`MeetingPlaces` has the places of one process.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from aiodaft._protocol.groups.meeting import Coming, Meetings, Outcome
 from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.calls.following import FollowingTarget
+from aiodaft._runtime.calls.following import FollowingTarget, followed
+from aiodaft._runtime.groups.part import Along, Joining
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import add_note, copy_error
-from aiodaft.exceptions import ActorDied, DaftError
+from aiodaft.actor import target_of
+from aiodaft.exceptions import ActorDied, DaftError, GroupChanged
 from aiodaft.ref import Ref
 
 # What the members have brought, in the order of ranks, to what each of them is told.
@@ -155,6 +159,86 @@ class MeetingPlace:
             self.close(error)
 
 
+class MeetingPlaces:
+    """The places at the members in this process.
+
+    Args:
+        process: This process.
+        enlisted: The members, and their groups.
+        ask_gone: Asks a process when a member there is gone.
+    """
+
+    def __init__(self, process: Process, enlisted: Enlisted, ask_gone: AskGone) -> None:
+        self._process = process
+        self._enlisted = enlisted
+        self._ask_gone = ask_gone
+        # By the actor where they meet, the group and the epoch; with the axes by which it is a part.
+        self._places: dict[tuple[ActorId, str, int], tuple[MeetingPlace, Along]] = {}
+        # Set when an actor of this process is gone, for members that have asked.
+        self._gone: dict[ActorId, asyncio.Event] = {}
+        enlisted.on_told.append(self._told)
+        enlisted.on_forgotten.append(self._forgotten)
+
+    def __len__(self) -> int:
+        """The number of meetings that some members have not come to."""
+        return sum(len(place) for place, _ in self._places.values())
+
+    def place_for(self, joining: Joining) -> MeetingPlace:
+        """Where a member joins.
+
+        Raises:
+            ActorDied: The member where they meet is gone.
+            GroupChanged: The group has a newer epoch.
+        """
+        where = ActorId(joining.at), joining.group, joining.epoch
+        if where in self._places:
+            return self._places[where][0]
+        standing = self._enlisted.find(where[0])
+        if standing is None:
+            raise ActorDied(f"{joining.coming.title}: the member where they meet was stopped", executed=False)
+        if standing.roster.epoch > joining.epoch:
+            raise _changed(joining.group, joining.epoch, standing.roster.epoch)
+        place = MeetingPlace(self._process, joining.group, joining.size, self._ask_gone)
+        self._places[where] = place, joining.along
+        self._told(where[0])
+        return place
+
+    def leave(self, joining: Joining, missed: int | None) -> None:
+        """A member has left; see `MeetingPlace.leave`."""
+        found = self._places.get((ActorId(joining.at), joining.group, joining.epoch))
+        if found is not None:
+            found[0].leave(joining.coming, missed)
+
+    async def wait_gone(self, actor: ActorId) -> None:
+        """Wait until a member in this process is gone."""
+        if self._enlisted.find(actor) is not None:
+            await self._gone.setdefault(actor, asyncio.Event()).wait()
+
+    def _told(self, actor: ActorId) -> None:
+        """The group of an actor may have changed, or its members have become known."""
+        standing = self._enlisted.find(actor)
+        if standing is None:
+            return
+        for where, (place, along) in list(self._places.items()):
+            at, group, epoch = where
+            if at != actor:
+                continue
+            if epoch < standing.roster.epoch:
+                del self._places[where]
+                place.close(_changed(group, epoch, standing.roster.epoch))
+            elif epoch == standing.roster.epoch and standing.roster.is_complete:
+                roster, rank = standing.roster.along_all(standing.rank, along)
+                place.watch(map(target_of_member, roster.members), but=rank)
+
+    def _forgotten(self, actor: ActorId) -> None:
+        gone = self._gone.pop(actor, None)
+        if gone is not None:
+            gone.set()
+        for where in [where for where in self._places if where[0] == actor]:
+            place, _ = self._places.pop(where)
+            place.close(ActorDied(f"a member of {where[1]} was stopped"))
+
+
 async def place_of(member: Target) -> tuple[PeerId, ActorId]:
     """Where a member of a group is; waits for one that is being restarted.
 
@@ -167,3 +251,16 @@ async def place_of(member: Target) -> tuple[PeerId, ActorId]:
     if place.ended is not None:
         raise place.ended
     return place.peer, place.actor
+
+
+def target_of_member(member: Any) -> Target:
+    """The target of a member: a handle, or a service."""
+    return followed(cast("Target", target_of(getattr(member, "handle", member))))
+
+
+def _changed(group: str, epoch: int, newest: int) -> GroupChanged:
+    error = GroupChanged(
+        f"{group} has changed: this is of epoch {epoch}, it has epoch {newest} now; use what current_group() gives now"
+    )
+    error.group = group
+    return error

@@ -1,0 +1,119 @@
+"""What members bring to a meeting, and what they get from it: reduced where they meet, or by a plan for refs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from aiodaft._protocol.groups.collective import meets_with_values, plan_of, results_of, star, values_of
+from aiodaft._protocol.groups.meeting import Coming
+from aiodaft._protocol.ids import PeerId
+from aiodaft._runtime.calls.call import Caller
+from aiodaft._runtime.graphs.captured_call import Opaque
+from aiodaft._runtime.groups.arithmetic import Reducer, nbytes_of
+from aiodaft._runtime.groups.collectives import Collectives, Members
+from aiodaft._runtime.groups.part import Brought, Packed, Part
+from aiodaft._runtime.objects.received import ReceivedValue
+from aiodaft._runtime.objects.ref_state import state_of
+from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.serialization.small import encode_small
+from aiodaft.ref import Ref
+
+
+class MeetingValues:
+    """Packs the values of members in this process; for members that meet here, makes what they get."""
+
+    def __init__(self, caller: Caller, store: Store, collectives: Collectives) -> None:
+        self._caller = caller
+        self._store = store
+        self._collectives = collectives
+
+    def pack(self, part: Part, value: Any) -> tuple[int | None, Packed]:
+        """The size of a tensor or an array, and what is brought."""
+        if not part.has_value:
+            return None, None
+        nbytes = nbytes_of(value) or None
+        if not callable(part.op):
+            small = encode_small((value,), by_name=False)
+            if small is not None:
+                return nbytes, small[0]
+            if nbytes is not None and meets_with_values(part.operation, part.roster.size, nbytes):
+                return nbytes, [value]
+        return nbytes, self._kept(value, part.title)
+
+    async def unpack(self, answer: Packed) -> Any:
+        """What a member gets, of the answer to it."""
+        match answer:
+            case Opaque():
+                return await answer.content
+            case None:
+                return None
+            case _:
+                return self._given(answer)
+
+    def conclude(self, coming: Coming, size: int, op: Reducer, brought: Sequence[Brought]) -> list[Packed]:
+        """What the members get, by rank, for what they have brought."""
+        operation, root = cast("str", coming.terms["operation"]), cast("int", coming.terms["root"])
+        answers: list[Packed] = [None] * size
+        if operation == "barrier":
+            return answers
+        given = [brought[rank] for rank in values_of(operation, size, root)]
+        here = not callable(op) and all(isinstance(one.value, bytes | list) for one in given)
+        work = self._compute if here else self._carry_out
+        results = work(operation, root, op, coming.title, given, [one.process for one in brought])
+        for rank, result in zip(results_of(operation, size, root), results, strict=True):
+            answers[rank] = result
+        return answers
+
+    def _compute(
+        self, operation: str, root: int, op: Reducer, title: str, given: Sequence[Brought], places: Sequence[PeerId]
+    ) -> list[Packed]:
+        """Do all steps here, and encode each result once."""
+        size = len(places)
+        plan = plan_of(operation, size, root, 0, one_memory=True, elementwise=True)
+        if operation == "all_reduce":
+            plan = star(size)
+        values = [self._given(cast("bytes | list[Any]", one.value)) for one in given]
+        results = self._collectives.carry_out(plan, values, op, title)
+        encoded: dict[int, Packed] = {}
+        for result in results:
+            if id(result) not in encoded:
+                small = encode_small((result,), by_name=False)
+                if small is not None:
+                    encoded[id(result)] = small[0]
+                elif meets_with_values(operation, size, nbytes_of(result)):
+                    encoded[id(result)] = [result]
+                else:
+                    encoded[id(result)] = self._kept(result, title)
+        return [encoded[id(result)] for result in results]
+
+    def _carry_out(
+        self, operation: str, root: int, op: Reducer, title: str, given: Sequence[Brought], places: Sequence[PeerId]
+    ) -> list[Opaque]:
+        """Have the members do the steps."""
+        refs = [
+            one.value.content if isinstance(one.value, Opaque) else
+            self._kept(self._given(cast("bytes | list[Any]", one.value)), title).content
+            for one in given
+        ]  # fmt: skip
+        # In these plans the root comes first, and then all members.
+        members = Members(refs, [places[root], *places] if len(given) < len(places) else places)
+        sizes = [one.nbytes for one in given if one.nbytes is not None]
+        nbytes = max(sizes) if len(sizes) == len(given) else None
+        plan = plan_of(
+            operation, len(places), root, nbytes, one_memory=members.one_memory, elementwise=not callable(op)
+        )
+        results = members.carry_out(plan, op, title)
+        for result in results:
+            # Members get the errors; one that is gone, or does not wait any more, does not.
+            state_of(result).mark_seen()
+        return [Opaque(result) for result in results]
+
+    def _kept(self, value: Any, title: str) -> Opaque:
+        return Opaque(Ref(self._caller.objects.refs.put(value, title)))
+
+    def _given(self, packed: bytes | list[Any]) -> Any:
+        return packed[0] if isinstance(packed, list) else self._decoded(packed)
+
+    def _decoded(self, payload: bytes) -> Any:
+        return self._store.decode_now(ReceivedValue(payload, None, [], []))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from functools import partial
-from itertools import count, islice, repeat
+from types import MappingProxyType
 from typing import (
     Any,
     Concatenate,
-    Final,
     Generic,
     NamedTuple,
     ParamSpec,
@@ -24,16 +22,15 @@ from typing import (
 from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.groups.shares import even_shares
-from aiodaft._protocol.ids import CallId
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.rosters import RosterCell, Rosters
-from aiodaft._runtime.groups import siblings
+from aiodaft._runtime.groups.group_map import GroupMap
+from aiodaft._runtime.groups.member_calls import NO_CALLS, MemberCalls, Unit
 from aiodaft._runtime.serialization.building import builder
 from aiodaft.actor import ActorFacts, CallTarget, target_of
-from aiodaft.group_map import UNDER_WAY, GroupMap
 from aiodaft.html import facts, page, table
 from aiodaft.methods import MethodSpec, Sig, StreamSig, specs_of
-from aiodaft.policies import Load, Policy, fewest_in_flight
+from aiodaft.policies import Policy, fewest_in_flight
 from aiodaft.ref import Ref, Refs, Stream
 
 __all__ = ["Group"]
@@ -49,10 +46,6 @@ Items: TypeAlias = Iterable[A0] | Refs[A0]
 
 # Loads new members with the state of others; see `Group.resize`.
 Prepare: TypeAlias = Callable[[list[ActorT]], Awaitable[object]]
-
-# The numbers of calls that do not belong together.
-_ALONE: Final[Iterator[CallId | None]] = repeat(None)
-_NO_CALLS: Final[Mapping[CallTarget, int]] = {}
 
 
 class MembersOwner(Protocol):
@@ -73,6 +66,20 @@ class MembersOwner(Protocol):
     def renew(self) -> Awaitable[object]: ...
 
 
+class _View(NamedTuple):
+    """How members are called.
+
+    Attributes:
+        along: The axes of which each place is called as one; none: each member is called by itself.
+        places: The places, on other axes, of the members with the results.
+        policy: How `any` and `map` choose.
+    """
+
+    along: tuple[str, ...] = ()
+    places: Mapping[str, int] = MappingProxyType({})
+    policy: Policy = fewest_in_flight
+
+
 @builder
 class Group(Generic[ActorT]):
     """Actors of one class, numbered by rank.
@@ -89,18 +96,14 @@ class Group(Generic[ActorT]):
         self._cell = RosterCell(roster) if owner is None else owner.cell
         self._class = cls
         self._owner = owner
-        # Calls of this group that are under way, by member. Threads add to it.
-        self._under_way: dict[CallTarget, set[Any]] = {}
-        # Where the search for a free member begins.
-        self._turns = count()
-        # What a view changes: the group it is of, the axes, the places of the ranks with the results, the policy.
+        # Views share them.
+        self._calls = MemberCalls()
+        # Of a view: the group.
         self._of: Group[ActorT] | None = None
-        self._along: tuple[str, ...] = ()
-        self._places: Mapping[str, int] = {}
-        self._policy: Policy = fewest_in_flight
+        self._view = _View()
         # A slice has its members for good.
         self._is_whole = True
-        self._units: tuple[Roster[Any] | None, list[_Unit]] = (None, [])
+        self._units: tuple[Roster[Any] | None, list[Unit]] = (None, [])
 
     @overload
     def all(self, m: Sig[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Refs[R]: ...
@@ -174,14 +177,8 @@ class Group(Generic[ActorT]):
         spec = self._spec(m, streams=True)
         unit = self._choose()
         if spec.is_stream:
-            if unit.others:
-                raise TypeError(f"{spec.label} is a stream, which only one member can give: call it on that one")
-            stream = unit.target.stream(spec, args, kwargs)
-            under_way = self._under_way.setdefault(unit.target, set())
-            under_way.add(stream._backend)
-            stream._backend.watch(under_way.discard)
-            return stream
-        return self._call(unit, spec, args, kwargs)
+            return self._calls.stream(unit, spec, args, kwargs)
+        return self._calls.call(unit, spec, args, kwargs)
 
     @overload
     def map(
@@ -216,8 +213,8 @@ class Group(Generic[ActorT]):
         """
         spec = self._spec(m)
 
-        def call(unit: _Unit, item: Any) -> Ref[Any]:
-            return self._call(unit, spec, (item, *args), kwargs)
+        def call(unit: Unit, item: Any) -> Ref[Any]:
+            return self._calls.call(unit, spec, (item, *args), kwargs)
 
         return GroupMap(iter(items), self._choose, call, self.__len__).results(ordered=ordered)
 
@@ -242,13 +239,11 @@ class Group(Generic[ActorT]):
             ValueError: The group has no such axis or place.
             TypeError: This is such a view.
         """
-        if self._along:
-            raise TypeError(f"this is a view along {', '.join(self._along)}: name all axes in one call of `along`")
+        if self._view.along:
+            raise TypeError(f"this is a view along {', '.join(self._view.along)}: name all axes in one call of `along`")
         roster, places = self._roster, dict(result or {})
         roster.axes.leads(axes, places)
-        view = self._view()
-        view._along, view._places = axes, places
-        return view
+        return self._seen_by(self._view._replace(along=axes, places=places))
 
     def with_policy(self, policy: Policy) -> Self:
         """A view in which `any` and `map` choose among the members that can take a call by this policy.
@@ -259,15 +254,12 @@ class Group(Generic[ActorT]):
             policy: A function of `aiodaft.policies`, or of yours: it gets the `Load` of each such member, and returns
                 the index of one.
         """
-        view = self._view()
-        view._policy = policy
-        return view
+        return self._seen_by(self._view._replace(policy=policy))
 
-    def _view(self) -> Self:
-        view = type(self)(self._roster, self._class)
-        view._of, view._under_way, view._turns = self._of or self, self._under_way, self._turns
-        view._along, view._places, view._policy = self._along, self._places, self._policy
-        return view
+    def _seen_by(self, view: _View) -> Self:
+        made = type(self)(self._roster, self._class)
+        made._of, made._calls, made._view = self._of or self, self._calls, view
+        return made
 
     @property
     def _roster(self) -> Roster[Any]:
@@ -286,8 +278,8 @@ class Group(Generic[ActorT]):
     @property
     def axes(self) -> Mapping[str, int]:
         """The names and sizes of the axes; empty if the group has none. The last axis changes fastest with the rank."""
-        axes = self._roster.axes
-        return (axes.pick(self._along) if self._along else axes).sizes
+        axes, along = self._roster.axes, self._view.along
+        return (axes.pick(along) if along else axes).sizes
 
     # Changes of the members.
 
@@ -407,8 +399,8 @@ class Group(Generic[ActorT]):
     def __getitem__(self, index: int | slice) -> ActorT | Self:
         if not isinstance(index, slice):
             return self._member(self._handles()[index])
-        if self._along:
-            raise TypeError(f"a view along {', '.join(self._along)} has no slices")
+        if self._view.along:
+            raise TypeError(f"a view along {', '.join(self._view.along)} has no slices")
         ranks = range(len(self))[index]
         part = self._roster.part(tuple(ranks), f"{ranks.start}:{ranks.stop}:{ranks.step}", Axes())
         made = type(self)(part, self._class)
@@ -422,7 +414,7 @@ class Group(Generic[ActorT]):
         return map(self._member, self._handles())
 
     def __repr__(self) -> str:
-        along = f" along {', '.join(self._along)}" if self._along else ""
+        along = f" along {', '.join(self._view.along)}" if self._view.along else ""
         frozen = "" if self._cell.follows else f", as it was at epoch {self.epoch}"
         return f"<{type(self).__name__} of {len(self._roster.members)} {self._class.__name__}{along}{frozen}>"
 
@@ -438,8 +430,8 @@ class Group(Generic[ActorT]):
     def __reduce__(self) -> tuple[Any, ...]:
         if self._of is None:
             return _copy_of, (type(self), self._cell.roster, self._class, self._is_whole)
-        policy = None if self._policy is fewest_in_flight else self._policy
-        return _view_of, (self._of, self._along, dict(self._places), policy)
+        along, places, policy = self._view
+        return _view_of, (self._of, along, dict(places), None if policy is fewest_in_flight else policy)
 
     def _handles(self) -> list[Any]:
         members = self._roster.members
@@ -465,114 +457,35 @@ class Group(Generic[ActorT]):
             raise TypeError(f"{spec.label} is a stream: use `group.any`, or call it on one member")
         return spec
 
-    def _seats(self) -> list[_Unit]:
+    def _seats(self) -> list[Unit]:
         """What one item of `each` goes to: the members, or those of a view that are called as one."""
         roster = self._roster
         known, units = self._units
         if known is not roster:
             targets = [target_of(member) for member in roster.members]
-            if self._along:
-                leads = roster.axes.leads(self._along, self._places)
+            if self._view.along:
+                leads = roster.axes.leads(self._view.along, self._view.places)
             else:
                 leads = [(rank, ()) for rank in range(len(targets))]
-            units = [_Unit(rank, targets[rank], tuple(targets[other] for other in others)) for rank, others in leads]
+            units = [Unit(rank, targets[rank], tuple(targets[other] for other in others)) for rank, others in leads]
             self._units = roster, units
         return units
 
-    def _some_seats(self) -> list[_Unit]:
+    def _some_seats(self) -> list[Unit]:
         units = self._seats()
         if not units:
             raise ValueError("the group has no members")
         return units
 
-    def _choose(self, busy: Mapping[CallTarget, int] = _NO_CALLS) -> _Unit:
-        """The member to call next: of the healthiest, one with room among its `busy` calls, by the policy."""
-        units = self._some_seats()
-        turn = next(self._turns) % len(units)
-        turned = units[turn:] + units[:turn]
-        health = [unit.health() for unit in turned]
-        free = [unit for unit, seen in zip(turned, health, strict=True) if seen == min(health)]
-        free = [unit for unit in free if busy.get(unit.target, 0) < UNDER_WAY] or free
-        under_way = self._under_way
-        loads = [Load(unit.rank, len(under_way.get(unit.target, ())), unit.target.distance()) for unit in free]
-        return free[self._policy(loads)]
-
-    def _make(
-        self,
-        calls: Iterable[tuple[CallTarget, tuple[Any, ...]]],
-        spec: MethodSpec,
-        kwargs: dict[str, Any],
-        numbers: Iterator[CallId | None],
-    ) -> list[Ref[Any]]:
-        """Make calls that belong together: all of them or none, because members may wait for each other."""
-        refs: list[Ref[Any]] = []
-        try:
-            for target, args in calls:
-                refs.append(target.call(spec, args, kwargs, next(numbers)))
-                under_way = self._under_way.setdefault(target, set())
-                under_way.add(refs[-1]._state)
-                refs[-1]._state.watch(under_way.discard)
-        except BaseException:
-            _take_back(refs)
-            raise
-        return refs
+    def _choose(self, busy: Mapping[CallTarget, int] = NO_CALLS) -> Unit:
+        return self._calls.choose(self._some_seats(), self._view.policy, busy)
 
     def _call_all(
-        self, calls: Sequence[tuple[_Unit, tuple[Any, ...]]], spec: MethodSpec, kwargs: dict[str, Any]
+        self, calls: Sequence[tuple[Unit, tuple[Any, ...]]], spec: MethodSpec, kwargs: dict[str, Any]
     ) -> Refs[Any]:
-        numbers = _ALONE
         whole = self if self._of is None else self._of
-        if calls and whole._is_whole:
-            # Its members meet each other in collectives; those of a slice may meet the rest of the group.
-            besides = sum(len(unit.others) for unit, _ in calls) if self._along else 0
-            numbers = siblings.numbers(calls[0][0].target, len(calls) + besides)
-        each = [(target, args) for unit, args in calls for target in (unit.target, *unit.others)]
-        refs = self._make(each, spec, kwargs, numbers)
-        siblings.join(refs)
-        made = iter(refs)
-        units = [list(islice(made, 1 + len(unit.others))) for unit, _ in calls]
-        return Refs([first for first, *_ in units], [other for _, *others in units for other in others])
-
-    def _call(self, unit: _Unit, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
-        targets = (unit.target, *unit.others)
-        numbers = siblings.numbers(unit.target, len(targets)) if unit.others else _ALONE
-        ref, *others = self._make([(target, args) for target in targets], spec, kwargs, numbers)
-        if others:
-            # Until then, they are held: an error that no code sees goes to the scope when the ref is dropped.
-            ref._state.watch(partial(_end_others, others))
-            siblings.join([ref, *others])
-        return ref
-
-
-class _Unit(NamedTuple):
-    """Members that are called as one.
-
-    Attributes:
-        rank: That of the member whose result counts.
-        target: This member.
-        others: The others.
-    """
-
-    rank: int
-    target: CallTarget
-    others: tuple[CallTarget, ...]
-
-    def health(self) -> int:
-        """The health of the sickest of them."""
-        health = self.target.health().value
-        return max(health, *(other.health().value for other in self.others)) if self.others else health
-
-
-def _end_others(others: list[Ref[Any]], state: Any) -> None:
-    if state.error is not None:
-        _take_back(others)
-
-
-def _take_back(refs: Iterable[Ref[Any]]) -> None:
-    """Cancel calls. No code sees what becomes of them."""
-    for ref in refs:
-        ref._state.mark_seen()
-        ref.cancel()
+        # The members of a slice may meet the rest of the group in collectives.
+        return self._calls.call_all(calls, spec, kwargs, meet=whole._is_whole)
 
 
 @builder
@@ -588,6 +501,5 @@ def _copy_of(kind: type[Group[ActorT]], roster: Roster[Any], cls: type, is_whole
 def _view_of(
     group: Group[ActorT], along: tuple[str, ...], places: dict[str, int], policy: Policy | None
 ) -> Group[ActorT]:
-    view = group.along(*along, result=places) if along else group._view()
-    view._policy = policy or fewest_in_flight
-    return view
+    view = group.along(*along, result=places) if along else group
+    return view.with_policy(policy or fewest_in_flight)

@@ -118,7 +118,7 @@ class GroupMembers:
         for member in leaving:
             del self._enrolments[target_of(member)]
         if leaving:
-            await self._see_off(leaving, [group._under_way.pop(target_of(member), set()) for member in leaving])
+            await self._see_off(leaving, [group._calls.forget(target_of(member)) for member in leaving])
         await told
 
     def renew(self) -> Awaitable[object]:

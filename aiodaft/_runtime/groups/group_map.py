@@ -6,29 +6,18 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final
 
+from aiodaft._runtime.groups.member_calls import UNDER_WAY, Unit
 from aiodaft.actor import CallTarget
 from aiodaft.ref import Ref
 
-# Calls per member that a map has under way: the next argument travels while the member works.
-UNDER_WAY: Final = 2
 # Untaken results: their number per member, and the bytes of large ones.
 _RESULTS: Final = 64
 _RESULT_BYTES: Final = 256 << 20
 
 
-class Unit(Protocol):
-    """Members that are called as one."""
-
-    @property
-    def target(self) -> CallTarget: ...
-
-
-UnitT = TypeVar("UnitT", bound=Unit)
-
-
-class GroupMap(Generic[UnitT]):
+class GroupMap:
     """The calls of one map.
 
     Args:
@@ -41,8 +30,8 @@ class GroupMap(Generic[UnitT]):
     def __init__(
         self,
         items: Iterator[Any],
-        choose: Callable[[Mapping[CallTarget, int]], UnitT],
-        call: Callable[[UnitT, Any], Ref[Any]],
+        choose: Callable[[Mapping[CallTarget, int]], Unit],
+        call: Callable[[Unit, Any], Ref[Any]],
         count: Callable[[], int],
     ) -> None:
         self._items = items

@@ -32,6 +32,7 @@ class GraphOfRun(Protocol):
 
     def may_begin(self) -> bool:
         """Whether one more run can begin now."""
+        ...
 
     def turn_came(self, run: OwnerRun) -> None:
         """Send the first waiting run, or fail it."""

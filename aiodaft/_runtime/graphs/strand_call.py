@@ -37,9 +37,11 @@ class RunOfStrand(Responder, Protocol):
     @property
     def key(self) -> tuple[PeerId, int, int]:
         """The owner, the number of the graph there, and that of the run: names the run in all processes."""
+        ...
 
     def awaits(self, values: Sequence[int]) -> list[int]:
         """See `Share.awaits`."""
+        ...
 
     def tell(self, step: BoundStep, value: Flowing, stored: StoredValue | None = None) -> None:
         """Send a result to its receivers: plain, an error, or stored and ready."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
 from aiodaft._protocol.calls.mailbox import check_max_queue
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.node.liveness import Health, Patience
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.supervision.supervision import Restart, check_alone
-from aiodaft.methods import DefMethod, MethodSpec, signature_of, specs_of
+from aiodaft.methods import DefMethod, MethodSpec, check_overrides, signature_of, specs_of
 
 if TYPE_CHECKING:
     from aiodaft.ref import Ref, Stream
@@ -21,6 +21,9 @@ __all__ = ["Actor", "ActorFacts", "BoundMethod", "CallTarget", "Handle", "class_
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# The keywords of the class line.
+_OPTIONS: Final = "cpus, gpus, resources, patience, restart and max_queue"
 
 
 class Actor:
@@ -52,7 +55,20 @@ class Actor:
         max_queue: int | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init_subclass__(**kwargs)
+        try:
+            super().__init_subclass__(**kwargs)
+        except TypeError as error:
+            if not kwargs:
+                raise
+            raise TypeError(
+                f"class {cls.__name__}({', '.join(kwargs)}): {error}; an Actor has the options {_OPTIONS}"
+            ) from error
+        check_overrides(cls)
+        if inspect.iscoroutinefunction(vars(cls).get("__init__")):
+            raise TypeError(
+                f"{cls.__name__}.__init__ cannot be `async def`: await in `async def __aenter__(self)`, which runs "
+                "before the first call, and clean up in `async def __aexit__(self, *error)`"
+            )
         if restart is not None:
             cls.__aiodaft_restart__ = check_alone(restart)
         _check_hook(cls)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ATTRIBUTE", "DefMethod", "Method", "MethodSpec", "Options", "PlainMethods", "Sig", "StreamMethod", "StreamSig",
-    "is_private", "method", "passes_on", "signature_of", "specs_of",
+    "check_overrides", "is_private", "method", "passes_on", "signature_of", "specs_of",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -405,6 +405,11 @@ def _check_function(fn: Any) -> bool:
         raise TypeError(f"@method goes on a plain method, not on a {type(fn).__name__}")
     if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"@method goes on a function, not on {fn!r:.80}")
+    if fn.__name__.startswith("__") and fn.__name__.endswith("__"):
+        raise TypeError(
+            f"{fn.__qualname__} cannot be a remote method: Python asks the handle itself for such names; take the "
+            "decorator away, or call the method by another name"
+        )
     if inspect.isgeneratorfunction(fn):
         raise TypeError(f"{fn.__qualname__} is a generator: make it an async generator (async def ... yield) to stream")
     return not (inspect.isasyncgenfunction(fn) or inspect.iscoroutinefunction(fn))
@@ -421,6 +426,17 @@ def specs_of(cls: type) -> dict[str, MethodSpec]:
                 specs[name] = MethodSpec(f"{cls.__name__}.{name}", name, found.__wrapped__, found._options)
         setattr(cls, _SPECS, specs)
     return specs
+
+
+def check_overrides(cls: type) -> None:
+    """Raise TypeError if a plain function of the class hides a remote method of a base."""
+    for name, function in vars(cls).items():
+        hidden = next((found for base in cls.__mro__[1:] if (found := vars(base).get(name)) is not None), None)
+        if isinstance(function, FunctionType) and isinstance(hidden, _MethodBase):
+            raise TypeError(
+                f"{cls.__name__}.{name} overrides the remote method {hidden.__qualname__} and is none itself: "
+                "decorate it with @aiodaft.method, too"
+            )
 
 
 class PlainMethods:

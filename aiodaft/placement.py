@@ -7,7 +7,19 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NoReturn,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    cast,
+    get_origin,
+    overload,
+)
 
 from aiodaft._protocol.calls.mailbox import check_max_queue
 from aiodaft._protocol.coordination.records import check_name
@@ -459,20 +471,24 @@ def _check_mesh(constraints: Constraints) -> None:
 
 
 def _check_class(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain: str = "") -> type:
-    """Return the class; raise TypeError if these arguments do not fit its constructor.
+    """Return the class, without type arguments; raise TypeError if these arguments do not fit its constructor.
 
     Args:
         plain: The method for classes that are not actors, which are then refused.
     """
+    cls = get_origin(cls) or cls
     if not isinstance(cls, type):
         raise TypeError(f"spawning takes a class and its constructor's arguments, not {cls!r:.80}")
     if inspect.isabstract(cls):
         raise TypeError(
             f"{cls.__name__} is abstract: {', '.join(sorted(getattr(cls, '__abstractmethods__', ())))} are missing"
         )
-    for enter, leave in (("__aenter__", "__aexit__"), ("__enter__", "__exit__")):
+    for enter, leave, define in (("__aenter__", "__aexit__", "async def"), ("__enter__", "__exit__", "def")):
         if hasattr(cls, enter) and not hasattr(cls, leave):
-            raise TypeError(f"{cls.__name__} has {enter} and no {leave}: an actor is left when it is stopped")
+            raise TypeError(
+                f"{cls.__name__} has {enter} and no {leave}: an actor is left when it is stopped; "
+                f"add `{define} {leave}(self, *error)`"
+            )
     signature = signature_of(cls)
     if signature is not None:
         try:

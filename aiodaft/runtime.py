@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextvars import Context
 from dataclasses import astuple
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, get_origin, overload
 
 from aiodaft._protocol.connections.address import parse_address
 from aiodaft._protocol.coordination.records import check_name as check_actor_name
@@ -289,6 +289,7 @@ class Runtime(Scope):
             ActorDied: The actor is gone, and is not restarted.
         """
         named = await self._controller.coordinator.lookup(check_actor_name(name))
+        cls = get_origin(cls) or cls
         handle = await found(self._controller, named, cls, self._owned.errors)
         return handle if issubclass(cls, Actor) else Service(handle, cls)
 

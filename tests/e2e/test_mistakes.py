@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import new_class
 from typing import Any
 
 import pytest
@@ -80,6 +81,41 @@ def _forget(rt: aiodaft.Runtime) -> None:
     gc.collect()
 
 
+def _decorated(name: str) -> dict[str, Any]:
+    async def function(self: object) -> None: ...
+
+    function.__name__ = function.__qualname__ = name
+    return {name: aiodaft.method(function)}
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (
+            lambda: type("Override", (Echo,), {"echo": lambda self, value: value}),
+            r"^Override.echo overrides the remote method Echo.echo and is none itself: decorate it with @aiodaft",
+        ),
+        (
+            lambda: type("Later", (Echo,), {"__init__": Echo.echo.__wrapped__}),
+            r"^Later.__init__ cannot be `async def`: await in `async def __aenter__",
+        ),
+        (lambda: _decorated("__call__"), r"^__call__ cannot be a remote method: .* by another name"),
+        (
+            lambda: new_class("Wrong", (Echo,), {"gpu": 1}),
+            r"^class Wrong\(gpu\): .*; an Actor has the options cpus, gpus",
+        ),
+    ],
+)
+async def test_a_wrong_class_fails_at_its_own_line(make: Callable[[], Any], reason: str) -> None:
+    with pytest.raises(TypeError, match=reason):
+        make()
+
+
+async def test_an_override_may_be_remote_or_hide_what_is_not(mrt: aiodaft.Runtime) -> None:
+    kept = type("Kept", (Careless,), {**_decorated("decorated"), "undecorated": lambda self: 1, "stream": None})
+    assert await (await mrt.spawn(kept)).decorated() is None
+
+
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
@@ -111,7 +147,7 @@ async def test_wrong_arguments_fail_at_the_call_and_nothing_is_sent(
         (lambda rt: rt.spawn(Trainer, rate=1), TypeError, r"^Trainer\(lr: .*: missing a required argument: 'lr'$"),
         (lambda rt: rt.group(2, Trainer, gpus=1), TypeError, r"^Trainer\(lr: "),
         (lambda rt: rt.host(Plain), TypeError, r"^Plain\(base: .*: missing a required argument: 'base'$"),
-        (lambda rt: rt.spawn(Entered), TypeError, r"^Entered has __aenter__ and no __aexit__: an actor is left when"),
+        (lambda rt: rt.spawn(Entered), TypeError, r"^Entered has .*and no __aexit__: .*`async def __aexit__"),
         (lambda rt: rt.host(Opened), TypeError, r"^Opened has __enter__ and no __exit__: an actor is left when"),
         (lambda rt: rt.spawn(Plain, 1), TypeError, r"^Plain is not an Actor: .*rt.host"),
         (lambda rt: rt.group(2, Plain, 1), TypeError, r"^Plain is not an Actor"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, assert_type
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, assert_type
 
 import aiodaft
 from aiodaft import (
@@ -42,6 +42,20 @@ class Tensor:
 
     def __init__(self, v: float = 0) -> None:
         self.v = v
+
+
+T = TypeVar("T")
+
+
+class Box(aiodaft.Actor, Generic[T]):
+    """Is spawned with and without its type argument."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    @method
+    async def get(self) -> T:
+        return self.value
 
 
 class Model(aiodaft.Actor, gpus=1):
@@ -280,6 +294,12 @@ def registered(registration: aiodaft.Registration) -> None:
 
 async def owners(rt: Runtime) -> None:
     """Spawning, names, scopes, administration."""
+    box = await rt.spawn(Box[int], 3)
+    assert_type(box, Box[int])
+    assert_type(await box.get(), int)
+    assert_type(await rt.spawn(Box, "a"), Box[str])
+    assert_type(await rt.group(1, Box[float], 1.5), Group[Box[float]])
+    assert_type(await rt.host(list[int], [1]), Service[list[int]])
     spawning = rt.spawn(Model, "a")
     assert_type(spawning, Spawned[Model])
     a = await spawning

@@ -220,6 +220,75 @@ async def test_what_was_lent_is_closed_when_nothing_of_it_was_lent_for_a_while()
         assert pair.consumer.driver.mapped == {}
 
 
+async def test_large_values_under_way_at_once_get_memory_once_and_it_is_given_back_after_a_while() -> None:
+    async with open_pair() as pair:
+        nbytes, producer, consumer = 18 * MIB, pair.producer.driver, pair.consumer.driver
+        source, transport = pair.producer.memory(nbytes, 1), pair.producer.transport
+        pool, made = transport.pool(0), producer.made
+        pool.keep, pool.keep_resting = 5 * nbytes, 2 * nbytes
+
+        async def move() -> None:
+            block = pair.producer.capture(source, nbytes)
+            await filled(block)
+            grant = pair.grant(block)
+            block.release()
+            await pair.fetch(grant)
+
+        opened: list[set[int]] = []
+        for _ in range(3):
+            await asyncio.gather(*(move() for _ in range(4)))
+            await pair.settle()
+            opened.append(set(consumer.mapped))
+        assert (producer.made - made, transport.segments, len(opened[0])) == (4, 4, 4)
+        assert opened == opened[:1] * 3
+        # It was in use a moment ago.
+        assert pool.forget_idle()
+        assert transport.segments == 4
+        assert not pool.forget_idle()
+        await _until(lambda: len(consumer.mapped) == transport.segments == 2)
+        # What is left may be kept.
+        assert not pool.forget_idle()
+        await move()
+        await pair.settle()
+        assert (producer.made - made, transport.segments) == (4, 2)
+
+
+async def test_memory_that_is_used_now_and_then_is_not_given_back_in_between() -> None:
+    async with open_pair() as pair:
+        pool = pair.producer.transport.pool(0)
+        pool.keep_resting = 0
+        for seed in range(3):
+            block = await pair.producer.filled(MIB, seed)
+            block.release()
+            # Between two looks, it is taken and released.
+            assert pool.forget_idle()
+            assert pair.producer.transport.segments == 1
+        assert not pool.forget_idle()
+        await _until(lambda: pair.producer.transport.segments == 0)
+
+
+async def test_the_pool_is_looked_after_while_it_has_more_than_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiodaft_transport.cuda.transport._REST", 0)
+    async with open_pair() as pair:
+        pair.producer.transport.pool(0).keep_resting = 0
+        block = await pair.producer.filled(MIB, 1)
+        await pair.settle()
+        assert pair.producer.transport.segments == 1
+        block.release()
+        await _until(lambda: pair.producer.transport.segments == 0)
+
+
+async def test_of_a_large_device_more_is_kept_for_the_next_values() -> None:
+    gib = 1 << 30
+    async with open_pair() as pair:
+        transport, driver = pair.producer.transport, pair.producer.driver
+        for device, (memory, keep) in enumerate(((6 * gib, gib // 2), (79 * gib, 4 * gib), (139 * gib, 8 * gib))):
+            driver.memory = lambda device, memory=memory: memory  # type: ignore[method-assign]
+            pool = transport.pool(device)
+            assert keep <= pool.keep < keep + gib
+            assert pool.keep_resting == gib // 2
+
+
 async def test_memory_is_given_back_when_the_device_has_time_for_it() -> None:
     async with open_pair() as pair:
         transport, consumer = pair.producer.transport, pair.consumer

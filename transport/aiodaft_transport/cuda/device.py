@@ -17,8 +17,8 @@ from aiodaft_transport.memory.block_pool import DEFAULT_KEEP, BlockPool, PooledB
 T = TypeVar("T")
 
 IDENTITY_SIZE: Final = 16
-# Which part of the memory of a device its pool keeps free for later values: 1 GiB of 32.
-_KEPT_PART: Final = 32
+# Which part of the memory of a device its pool keeps for the next values: of 80 GiB, four values of 1 GiB.
+_KEPT_PART: Final = 16
 
 
 class Span(NamedTuple):
@@ -168,7 +168,7 @@ class DeviceSegment(PooledSegment):
         self.device = device
         self.identity = identity
         self.is_lent = False
-        # Nothing of it was in use when the pool looked the last time, and nothing was lent since then.
+        # Nothing of it was in use when the pool looked the last time, or has been since then.
         self.rests = False
         # Transfers within this process.
         self.users = 0
@@ -241,9 +241,11 @@ class DevicePool(BlockPool[DeviceSegment]):
         made: dict[int, DeviceSegment],
         on_segment_closed: Callable[[int], object],
     ) -> None:
-        # Free memory is memory that nobody else has: only of a large device is more of it kept.
+        # Free memory is memory that nobody else has: of a large device, more of it is kept, and only for a while.
         keep = max(DEFAULT_KEEP, driver.memory(device) // _KEPT_PART)
         super().__init__(keep=keep, next_number=next_number, on_segment_closed=on_segment_closed)
+        # What is kept of it for longer.
+        self.keep_resting = DEFAULT_KEEP
         self._driver = driver
         self._device = device
         # Gets each segment by its number.
@@ -253,7 +255,10 @@ class DevicePool(BlockPool[DeviceSegment]):
 
     def allocate(self, nbytes: int) -> DeviceBlock:
         """Return a block of `nbytes` bytes, 64-byte aligned."""
-        return DeviceBlock(self, *self._take(nbytes), nbytes)
+        with self.lock:
+            segment, offset = self._take(nbytes)
+            segment.rests = False
+            return DeviceBlock(self, segment, offset, nbytes)
 
     def lend(self, address: int, nbytes: int, owner: Any) -> DeviceBlock:
         """Memory of the user as a block, which keeps its owner alive."""
@@ -270,18 +275,27 @@ class DevicePool(BlockPool[DeviceSegment]):
             return block
 
     def forget_idle(self) -> bool:
-        """Let peers close what of the user's memory has been of no use since the last time; whether some is left.
+        """Give back what has been of no use since the last time; whether there is more to look after.
 
-        Peers keep it open in between, because allocations are lent again and again, and opening one takes long. The
-        user may free it meanwhile, but while a peer has it open, the device cannot use the memory for something else.
+        Peers are to close the user's memory. They keep it open in between, because allocations are lent again and
+        again, and opening one takes long. The user may free it meanwhile, but while a peer has it open, the device
+        cannot use the memory for something else. Free memory of the pool beyond `keep_resting` goes back to the device:
+        a program that moves large values uses it again at once, and getting it takes long, as well.
         """
         with self.lock:
+            own = self._segments()
+            surplus = sum(segment.size for segment in own if not segment.live) - self.keep_resting
             for number, segment in list(self._lent.items()):
                 if segment.rests and not segment.live:
                     del self._lent[number]
                     self._drop(segment)
                 segment.rests = not segment.live
-            return bool(self._lent)
+            for segment in own:
+                if segment.rests and not segment.live and surplus > 0:
+                    surplus -= segment.size
+                    self._drop(segment)
+                segment.rests = not segment.live
+            return bool(self._lent) or sum(segment.size for segment in self._segments()) > self.keep_resting
 
     def _make_segment(self, number: int, size: int, capacity: int) -> DeviceSegment:
         address = self._driver.allocate(self._device, size)

@@ -48,7 +48,7 @@ _CLOSED: Final = 4  # id: the sender has closed a segment of the receiver
 
 _DEFAULT_STREAM: Final = 0
 
-# Seconds after which peers close memory of the user of which nothing is lent any more, or twice as many.
+# Seconds after which memory that is of no use any more is given back, or twice as many: see `DevicePool.forget_idle`.
 _REST: Final = 1.0
 
 
@@ -71,7 +71,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         self._pools: dict[int, DevicePool] = {}
         # Segments of this process, until every peer has closed them.
         self._segments: dict[int, DeviceSegment] = {}
-        # Goes off while there are segments of the user.
+        # Goes off while there is memory that may be given back.
         self._looking: asyncio.TimerHandle | None = None
         # Segments of peers, until they are closed here.
         self._foreign: set[RemoteSegment] = set()
@@ -143,11 +143,18 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
             self.driver.forget(event)
             raise
         self._fill(block, event, keep)
-        self._host.call_soon(self._look_after_lent)
         return block
 
-    def _look_after_lent(self) -> None:
-        """From time to time, let peers close what was lent and is no longer, until there is nothing of that."""
+    def _fill(self, block: DeviceBlock, event: Event, keep: Any) -> None:
+        block.fill(keep)
+        self._host.call_soon(lambda: self._filling(block, event))
+
+    def _filling(self, block: DeviceBlock, event: Event) -> None:
+        self.watch.add(event, block.fill_ended)
+        self._look_later()
+
+    def _look_later(self) -> None:
+        """From time to time, have the pools give back what is of no use any more, until there is nothing of that."""
         if self._looking is None and not self._closed:
             self._looking = asyncio.get_running_loop().call_later(_REST, self._forget_idle)
 
@@ -155,11 +162,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         self._looking = None
         left = [pool.forget_idle() for pool in self.pools()]
         if any(left):
-            self._look_after_lent()
-
-    def _fill(self, block: DeviceBlock, event: Event, keep: Any) -> None:
-        block.fill(keep)
-        self._host.call_soon(lambda: self.watch.add(event, block.fill_ended))
+            self._look_later()
 
     def grant(self, block: DeviceBlock, control: Control) -> Grant:
         """Let the peer at `control` pull a filled block. The block stays until it returns the grant or is gone."""

@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from actors import Box
 from device_actors import DeviceKeeper, Reader
 from here import current_peer
 
@@ -83,6 +84,26 @@ async def test_arguments_are_as_they_were_when_the_call_was_made(rt: aiodaft.Run
     assert (await mixed)[1][0] == 8.0
     long = [list(range(200_000)), here.tensor(100).fill_(1.0)]
     assert float((await a.echo(long))[1].sum()) == 100.0
+
+
+@pytest.mark.parametrize("size", [10, SIZE])
+async def test_arguments_of_a_def_method_are_as_its_stream_has_made_them(rt: aiodaft.Runtime, size: int) -> None:
+    a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
+    assert await a.pass_on(b, size) == (0, size * 3.0)
+    # It was sent: nothing is left of it.
+    while await a.blocks():
+        await asyncio.sleep(0)
+
+
+async def test_arguments_of_a_def_method_may_have_refs_among_them(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
+    for other in (a, b):
+        assert await a.pass_with(b, Box(other.make(10, 1.0))) == (0, 50.0)
+    failed = b.first_of([])
+    with pytest.raises(IndexError):
+        await a.pass_with(b, Box(failed))
+    while await a.blocks():
+        await asyncio.sleep(0)
 
 
 async def test_consumers_may_write_and_memory_is_reused_only_when_no_process_reads(rt: aiodaft.Runtime) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from actors import Box
 from here import current_peer
 from tensor_keepers import TensorKeeper
 from torch import Tensor
@@ -96,6 +98,30 @@ class DeviceKeeper(TensorKeeper):
         """From now on, the actor's thread uses a stream, which is busy until the gate opens."""
         self.driver.current_stream = stream
         self.gate = self.driver.hold(stream)
+
+    @method
+    def pass_on(self, other: DeviceKeeper, size: int) -> tuple[int | None, float]:
+        """What another actor says of a tensor that a stream of this thread makes late, and then overwrites."""
+        tensor = self._make(size, 0.0)
+        self.use_stream(5)
+        self.driver.enqueue(5, lambda: tensor.fill_(3.0))
+        found = other.where(tensor)
+        self.driver.enqueue(5, lambda: tensor.fill_(9.0))
+        sent = threading.Event()
+        self.peer.process.call_soon(sent.set)
+        sent.wait()
+        assert self.gate is not None
+        self.gate.open = True
+        return found.result()
+
+    @method
+    def pass_with(self, other: DeviceKeeper, ref: Box) -> tuple[int | None, float]:
+        """The same of a tensor in a list, next to a ref of a tensor."""
+        return other.first_of([self._make(10, 4.0), ref.ref]).result()
+
+    @method
+    async def first_of(self, tensors: list[Tensor]) -> tuple[int | None, float]:
+        return self.peer.store.devices.kind.device_of(tensors[0]), sum(float(tensor.sum()) for tensor in tensors)
 
     @method
     @aiodaft.read_only

@@ -379,6 +379,9 @@ class Outgoing:
             small = encode_small(request.args, request.kwargs, by_name=False)
             if small is not None:
                 request.stored = StoredValue.again(ReceivedValue(small[0], None, [], []))
+            elif request.target.remote != self._process.id and self._store.current_streams():
+                # What is on an accelerator is copied by the stream of this thread.
+                request.stored = self._store.keep(*_value_of(request), resolve=True, patient=True, small=False)
         context = current_call.get()
 
         def submit() -> None:
@@ -387,6 +390,8 @@ class Outgoing:
                 return
             token = current_call.set(context)
             try:
+                if request.stored is not None and not self._use_inputs(request.stored, request):
+                    return
                 self.submit(request)
             except Exception as error:  # noqa: BLE001 - the caller is in another thread; its ref is where errors go
                 request.state.on_error(error)

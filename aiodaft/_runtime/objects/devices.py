@@ -187,7 +187,10 @@ class Gpus:
     def using(self, streams: Sequence[Any]) -> Generator[None]:
         with ExitStack() as stack:
             for stream in streams:
-                stack.enter_context(_torch().cuda.stream(stream))
+                # The default one, number 0, is the current one already. And to make a stream current, torch makes its
+                # device current: without a context there, it would get one, which takes half a GiB.
+                if stream.cuda_stream:
+                    stack.enter_context(_torch().cuda.stream(stream))
             yield
 
     def give_back(self, device: int) -> None:

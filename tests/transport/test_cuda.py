@@ -420,6 +420,19 @@ async def test_too_little_memory_is_an_error_at_once() -> None:
             pair.producer.capture(0, MIB)
 
 
+async def test_where_there_is_no_memory_left_free_memory_that_is_much_too_large_serves() -> None:
+    async with open_pair() as pair:
+        driver = pair.producer.driver
+        (await pair.producer.filled(60 * MIB, 1)).release()
+        source, driver.memory_left = pair.producer.memory(20 * MIB, 2), 0
+        block = pair.producer.capture(source, 20 * MIB)
+        await filled(block)
+        assert await pair.fetch(pair.grant(block)) == pattern(20 * MIB, 2)
+        with pytest.raises(DeviceError, match="out of memory"):
+            pair.producer.capture(source, 20 * MIB)
+        driver.memory_left = 1 << 40
+
+
 async def test_a_lost_producer_fails_what_is_under_way_and_nothing_else() -> None:
     async with open_pair() as pair:
         block = await pair.producer.filled(MIB, 1)

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from aiodaft_transport.abc import Host
-from aiodaft_transport.exceptions import TransportError
+from aiodaft_transport.exceptions import OutOfDeviceMemory, TransportError
 from aiodaft_transport.memory.block_pool import DEFAULT_KEEP, BlockPool, PooledBlock, PooledSegment
 
 T = TypeVar("T")
@@ -296,6 +296,16 @@ class DevicePool(BlockPool[DeviceSegment]):
                     self._drop(segment)
                 segment.rests = not segment.live
             return bool(self._lent) or sum(segment.size for segment in self._segments()) > self.keep_resting
+
+    def _own_segment(self, nbytes: int) -> DeviceSegment:
+        try:
+            return super()._own_segment(nbytes)
+        except OutOfDeviceMemory:
+            # One that is much too large serves as well.
+            larger = [one for one in self._own if one.size >= nbytes and not (one.live or one.retired)]
+            if not larger:
+                raise
+            return min(larger, key=lambda segment: segment.size)
 
     def _make_segment(self, number: int, size: int, capacity: int) -> DeviceSegment:
         address = self._driver.allocate(self._device, size)

@@ -109,6 +109,18 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert sorted(left) == []
 
 
+def test_files_that_are_named_exist() -> None:
+    found = []
+    for path in SOURCES:
+        for named in re.findall(r"\b_(?:protocol|runtime)(?:[./]\w+)+", path.read_text()):
+            # Of the last two names, one may be that of something in the file, or the ending of the file.
+            parts = re.split(r"[./]", named)
+            places = [ROOT.joinpath("aiodaft", *parts[:count]) for count in (len(parts), len(parts) - 1)]
+            if not (places[0].is_dir() or any(place.with_suffix(".py").is_file() for place in places)):
+                found.append(f"{name_of(path)}: {named}")
+    assert found == []
+
+
 def test_nothing_is_left_for_later() -> None:
     assert [name_of(path) for path in SOURCES if re.search(r"\b(TODO|FIXME|XXX)\b", path.read_text())] == []
 

@@ -1,4 +1,4 @@
-"""Channels between processes: carries out the commands of the state machines in `_protocol.channel_table`.
+"""Channels between processes: carries out the commands of the state machines in `_protocol.channels.channel_table`.
 
 Small items travel with the messages. Large items travel as refs, from their sender straight to their receiver. Holders
 of a channel are counted as holders of a ref: every `Channel` object holds a ref that the channel's maker owns.

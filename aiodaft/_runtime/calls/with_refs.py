@@ -1,4 +1,4 @@
-"""Calls with refs among plain arguments: the values get there without a question; see `_protocol.handover`."""
+"""Calls with refs among plain arguments: the values get there without a question; see `_protocol.calls.handover`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moves connections between processes of one host to rings in shared memory, in the steps of `_protocol.rings`."""
+"""Moves connections of one host to rings in shared memory, in the steps of `_protocol.connections.rings`."""
 
 from __future__ import annotations
 

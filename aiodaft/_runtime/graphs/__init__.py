@@ -4,7 +4,7 @@
 processes of the actors (`deployment`), starts runs and takes their results (`owner`). A participant runs its strands
 as calls of the hosted actors (`participant`, `strands`); values between steps are `graph_value`s. `registry` handles
 the messages and is the room's entrance; `context` is what the parts use of their process. The plans, the states of
-graphs and runs, and what each run waits for are in `_protocol` (`plan`, `run`).
+graphs and runs, and what each run waits for are in `_protocol.graphs` (`plan`, `run`).
 
 May import `calls`, `actors`, `objects`, `connections`, `serialization`, `process`, `platform` and `_protocol`.
 """

@@ -1,4 +1,4 @@
-"""Values that many processes pull go from consumer to consumer, by the routes of `_protocol.broadcast`.
+"""Values that many processes pull go from consumer to consumer, by the routes of `_protocol.objects.broadcast`.
 
 Only for values of more than 1 MiB that are sent as bytes; in shared memory, one block serves all processes of a
 machine. A consumer may change its own value, so a process that passes a value on makes a copy when it comes, and frees

@@ -45,7 +45,7 @@ class ReceivedValue:
         return not all(isinstance(blob, memoryview) for blob in self.blobs)
 
 
-class Plain:  # noqa: B903 - as above
+class Plain:  # noqa: B903 - the name says what the value is
     """A value that is a field of a message as it is."""
 
     __slots__ = ("value",)

@@ -1,6 +1,6 @@
 """The state of one value in a process: where it is, which tasks wait for it, what holds it.
 
-`_protocol.value` has the states. In them:
+`_protocol.objects.value` has the states. In them:
 
     PENDING   tasks wait; cancelling the last of them cancels the call
     HERE      `value` is the object, or `received` is decoded or `stored` is opened for the first task that waits

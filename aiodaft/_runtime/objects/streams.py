@@ -1,6 +1,6 @@
 """The consumer's end of a stream: items arrive as far as there is credit, and are taken one by one.
 
-`_protocol.stream` has its states.
+`_protocol.objects.stream` has its states.
 """
 
 from __future__ import annotations

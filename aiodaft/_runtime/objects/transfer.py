@@ -1,4 +1,4 @@
-"""Moves values between processes: the consumer pulls by key, from the process that `_protocol.pull` chooses.
+"""Moves values between processes: the consumer pulls by key, from the process that `_protocol.objects.pull` chooses.
 
 A process may ask for a value before it exists; the producer answers when it does.
 """

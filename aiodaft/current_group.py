@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, c
 
 from aiodaft._protocol.groups.inbox import BYTES, MESSAGES, Tag
 from aiodaft._protocol.groups.roster import Roster
-from aiodaft._runtime.actors.enlisted import Enlisted, Standing
+from aiodaft._runtime.actors.enlisted import Enlisted, Standing, changed
 from aiodaft._runtime.agent import acting
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.groups.inboxes import Inboxes, Mail
@@ -16,7 +16,6 @@ from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.groups.part import Part
 from aiodaft._runtime.groups.process_group import Membership, process_group
 from aiodaft.actor import target_of
-from aiodaft.exceptions import GroupChanged
 from aiodaft.member_collectives import Key, MemberCollectives, plain_key
 from aiodaft.ref import Ref
 
@@ -266,9 +265,7 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         if hosted is None:
             raise RuntimeError(f"{operation}() is for methods of members: no code of an actor runs here")
         if not self.is_current:
-            raise GroupChanged(
-                f"{operation}: {roster.id} has changed since epoch {self.epoch}: ask current_group() again"
-            )
+            raise changed(roster.id, self.epoch, what=f"this {operation}")
         if not roster.is_complete:
             raise RuntimeError(
                 f"{operation}: the members of {roster.id} are being made: call it in the first call, or later"

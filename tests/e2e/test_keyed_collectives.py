@@ -281,7 +281,7 @@ async def test_after_a_restart_members_begin_anew(rt: aiodaft.Runtime, dies: int
         gathered = await asyncio.gather(*(group[rank].do("all_gather", rank, key=key) for rank in range(3)))
         assert gathered == [[0, 1, 2]] * 3
     assert group.epoch == 2
-    with pytest.raises(GroupChanged, match=r"has changed since epoch 1: ask current_group\(\) again"):
+    with pytest.raises(GroupChanged, match=r"this barrier is of epoch 1; use what current_group\(\) gives now"):
         await group[late].do_early("barrier")
 
 
@@ -318,10 +318,14 @@ async def test_a_new_epoch_ends_what_is_open(rt: aiodaft.Runtime) -> None:
         await begin(group, [0], "barrier", key=key)
     await group.resize(3)
     for key in keys:
-        with pytest.raises(GroupChanged, match=r"has changed: this is of epoch 1, it has epoch 2 now"):
+        with pytest.raises(GroupChanged, match=r"has changed: this is of epoch 1, it has epoch 2 now") as raised:
             await group[0].finish(key)
-    with pytest.raises(GroupChanged, match=r"barrier: .* has changed since epoch 1: ask current_group\(\) again"):
+        assert raised.value.group == group.id
+    with pytest.raises(
+        GroupChanged, match=r"this barrier is of epoch 1; use what current_group\(\) gives now"
+    ) as early:
         await group[1].do_early("barrier")
+    assert early.value.group == group.id
     assert await group.all(Keyer.do, "all_reduce", 1, key=0) == [3] * 3
 
 

@@ -172,8 +172,9 @@ async def test_nobody_waits_for_a_block_of_a_group_that_has_changed(module_rt: a
     await ranks.all(Rank.come_in_first_group)
     await ranks.renew()
     for member in ranks:
-        with pytest.raises(aiodaft.GroupChanged, match="this is of epoch 1, it has epoch 2 now"):
+        with pytest.raises(aiodaft.GroupChanged, match="this is of epoch 1, it has epoch 2 now") as raised:
             await member.come_in_first_group()
+        assert raised.value.group == ranks.id
     assert await ranks.all(Rank.sum_ranks) == [1.0] * 2
 
 

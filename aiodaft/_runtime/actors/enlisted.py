@@ -8,6 +8,7 @@ from typing import Any
 
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import ActorId, number_of
+from aiodaft.exceptions import GroupChanged
 
 
 class Standing:
@@ -68,3 +69,11 @@ class Enlisted:
             known.over.set()
             for told in self.on_forgotten:
                 told(actor)
+
+
+def changed(group: str, epoch: int, newest: int | None = None, what: str = "this") -> GroupChanged:
+    """The error of what is of an earlier epoch of a group, or of a part of one."""
+    now = "" if newest is None else f", it has epoch {newest} now"
+    error = GroupChanged(f"{group} has changed: {what} is of epoch {epoch}{now}; use what current_group() gives now")
+    error.group = group
+    return error

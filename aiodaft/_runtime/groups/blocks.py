@@ -10,11 +10,11 @@ from typing import Final, NamedTuple, cast
 
 from aiodaft._protocol.groups.block import Left
 from aiodaft._protocol.ids import BLOCKS, ActorId, PeerId, number_of
-from aiodaft._runtime.actors.enlisted import Enlisted, Standing
+from aiodaft._runtime.actors.enlisted import Enlisted, changed
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.process import Process
 from aiodaft.actor import Actor
-from aiodaft.exceptions import ActorDied, GroupChanged
+from aiodaft.exceptions import ActorDied
 from aiodaft.methods import method
 
 # The name of no block: a member leaves it only by its end.
@@ -172,7 +172,7 @@ class Blocks(Actor):
         assert standing is not None
         for place in [place for place in self._gatherings if place[0] == number_of(actor)]:
             if place[1] < standing.roster.epoch:
-                self._gatherings.pop(place).fail(_changed(standing, place[1]))
+                self._gatherings.pop(place).fail(changed(standing.roster.id, place[1], standing.roster.epoch))
 
     def _forget_member(self, actor: ActorId) -> None:
         number = number_of(actor)
@@ -188,7 +188,7 @@ class Blocks(Actor):
     ) -> Begun:
         standing = self._enlisted.find(actor)
         if standing is not None and standing.roster.epoch > epoch:
-            raise _changed(standing, epoch)
+            raise changed(standing.roster.id, epoch, standing.roster.epoch)
         where = number_of(actor), epoch
         gathering = self._gatherings.setdefault(where, Gathering(size))
         try:
@@ -203,11 +203,6 @@ class Blocks(Actor):
         if key not in self._left:
             self._left[key] = self._process.loop.create_future()
         return self._left[key]
-
-
-def _changed(standing: Standing, epoch: int) -> GroupChanged:
-    roster = standing.roster
-    return GroupChanged(f"{roster.id} has changed: this is of epoch {epoch}, it has epoch {roster.epoch} now")
 
 
 def blocks_of(caller: Caller, remote: PeerId) -> Blocks:

@@ -16,14 +16,14 @@ from typing import Any, TypeAlias, cast
 
 from aiodaft._protocol.groups.meeting import Coming, Meetings, Outcome
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._runtime.actors.enlisted import Enlisted
+from aiodaft._runtime.actors.enlisted import Enlisted, changed
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.groups.part import Along, Joining
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import add_note, copy_error
 from aiodaft.actor import target_of
-from aiodaft.exceptions import ActorDied, DaftError, GroupChanged
+from aiodaft.exceptions import ActorDied, DaftError
 from aiodaft.ref import Ref
 
 # What the members have brought, in the order of ranks, to what each of them is told.
@@ -197,7 +197,7 @@ class MeetingPlaces:
         if standing is None:
             raise ActorDied(f"{joining.coming.title}: the member where they meet was stopped", executed=False)
         if standing.roster.epoch > joining.epoch:
-            raise _changed(joining.group, joining.epoch, standing.roster.epoch)
+            raise changed(joining.group, joining.epoch, standing.roster.epoch)
         place = MeetingPlace(self._process, joining.group, joining.size, self._ask_gone)
         self._places[where] = place, joining.along
         self._told(where[0])
@@ -225,7 +225,7 @@ class MeetingPlaces:
                 continue
             if epoch < standing.roster.epoch:
                 del self._places[where]
-                place.close(_changed(group, epoch, standing.roster.epoch))
+                place.close(changed(group, epoch, standing.roster.epoch))
             elif epoch == standing.roster.epoch and standing.roster.is_complete:
                 roster, rank = standing.roster.along_all(standing.rank, along)
                 place.watch(map(target_of_member, roster.members), but=rank)
@@ -256,11 +256,3 @@ async def place_of(member: Target) -> tuple[PeerId, ActorId]:
 def target_of_member(member: Any) -> Target:
     """The target of a member: a handle, or a service."""
     return followed(cast("Target", target_of(getattr(member, "handle", member))))
-
-
-def _changed(group: str, epoch: int, newest: int) -> GroupChanged:
-    error = GroupChanged(
-        f"{group} has changed: this is of epoch {epoch}, it has epoch {newest} now; use what current_group() gives now"
-    )
-    error.group = group
-    return error

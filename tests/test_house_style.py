@@ -121,6 +121,13 @@ def test_files_that_are_named_exist() -> None:
     assert found == []
 
 
+def test_tasks_have_an_owner() -> None:
+    # asyncio.create_task and ensure_future are found by ruff.
+    owners = {"aiodaft/_runtime/platform/eager_start.py", "aiodaft/_runtime/platform/tasks.py"}
+    raw = {name_of(path) for path in SOURCES if re.search(r"loop(\(\))?\.create_task\(", path.read_text())}
+    assert raw == owners
+
+
 def test_nothing_is_left_for_later() -> None:
     assert [name_of(path) for path in SOURCES if re.search(r"\b(TODO|FIXME|XXX)\b", path.read_text())] == []
 

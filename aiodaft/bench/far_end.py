@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
+from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft_transport import open_transport
 
 from .floors import serving
@@ -30,7 +31,7 @@ class FarEnd:
         self._answer: asyncio.Future[Any] | None = None
         self._socket = connection
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskOwner("far end")
         self.lost = self._loop.create_future()
         self.transport = open_transport(name, self)
         self._loop.add_reader(connection.fileno(), self._readable)
@@ -39,9 +40,7 @@ class FarEnd:
         self._loop.call_soon_threadsafe(callback)
 
     def create_task(self, coro: Coroutine[Any, Any, None], /, *, name: str) -> None:
-        task = self._loop.create_task(coro, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.create_task(coro, name=name)
 
     async def connect(self, peer: str, /) -> socket.socket:
         """A TCP connection; the other process gets its other end."""

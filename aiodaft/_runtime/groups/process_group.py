@@ -179,7 +179,10 @@ class Membership:
         for _, question in questions:
             # What it fails with is for `lost`.
             state_of(question).mark_seen()
-        self._watching = [self.process.loop.create_task(self._watch_one(*question)) for question in questions]
+        start = self.process.tasks.create_task
+        self._watching = [
+            start(self._watch_one(*one), name=f"watch rank {one[0]} of {self.group}") for one in questions
+        ]
 
     def _stop_watching(self) -> None:
         for task in self._watching:
@@ -209,7 +212,9 @@ class Membership:
 
     def _break(self) -> None:
         if self._breaking is None:
-            self._breaking = self.process.loop.create_task(self._break_until_left())
+            self._breaking = self.process.tasks.create_task(
+                self._break_until_left(), name=f"break what waits for {self.group}"
+            )
 
     async def _break_until_left(self) -> None:
         """Break what torch waits for, until the block is left: torch may connect again, and tells nobody.

@@ -1,4 +1,4 @@
-"""Tasks with an owner: the only raw create_task in the project."""
+"""Tasks with an owner: the only raw create_task in the project, but for that of calls (`eager_start`)."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from aiodaft._protocol.coordination.records import (
 )
 from aiodaft._protocol.coordination.watch import Batch, History
 from aiodaft._protocol.ids import ActorId, PeerId, is_attached, node_of
+from aiodaft._protocol.latest import Latest
 from aiodaft.exceptions import CoordinatorUnavailable, LeaseLost
 
 # Lost members that are remembered.
@@ -59,7 +60,7 @@ class Registry:
         self.members = MemberTable()
         self.leases = LeaseTable(ttl, now)
         # Members whose leases ended by themselves, until they join again: they may still run.
-        self.lost: dict[str, Member] = {}
+        self.lost = Latest[str, Member](_REMEMBERED)
         self._history = History(first_revision(stored.term))
         self._recovered_at = now + ttl if stored.forgot else now
         newest = max((record.revision for record in stored.records), default=0)
@@ -230,8 +231,6 @@ class Registry:
         self.lost.pop(key, None)
         if before is not None and record is None and self.leases.is_late(before.epoch, now):
             self.lost[key] = before
-            while len(self.lost) > _REMEMBERED:
-                del self.lost[next(iter(self.lost))]
         if before is not None and (record is None or record.epoch != before.epoch):
             self.leases.end(before.epoch)
         if record is not None and (before is None or record.epoch != before.epoch):

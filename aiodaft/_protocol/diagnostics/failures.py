@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from aiodaft._protocol.latest import Latest
 from aiodaft.causes import chain_of, message_of
 
 # Different failures that a process remembers, and characters of one message.
@@ -93,7 +94,7 @@ class FailureLog:
 
     def __init__(self) -> None:
         # Ordered by the time of the last failure.
-        self._kept: dict[tuple[Subject, tuple[Cause, ...]], Failure] = {}
+        self._kept = Latest[tuple[Subject, tuple[Cause, ...]], Failure](_REMEMBERED)
 
     def note(self, subject: Subject, error: BaseException, now: float) -> None:
         """Remember a failure; an equal one is counted."""
@@ -101,8 +102,6 @@ class FailureLog:
         known = self._kept.pop(key, None)
         if known is None:
             self._kept[key] = Failure(*subject, line_of(error), key[1], 1, now, now)
-            while len(self._kept) > _REMEMBERED:
-                del self._kept[next(iter(self._kept))]
         else:
             self._kept[key] = replace(known, times=known.times + 1, last=now)
 

@@ -16,6 +16,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeAlias, cast
 
+from aiodaft._protocol.latest import Latest
+
 _MARK: Final = b"\x1e"
 # PIPE_BUF on Linux, and the room for the header.
 _MAX_FRAME: Final = 4096
@@ -41,7 +43,7 @@ class Sieve:
     def __init__(self) -> None:
         self._rest = b""
         # Of each process: the number of the record that comes in parts, and these.
-        self._parts: dict[int, tuple[int, list[bytes]]] = {}
+        self._parts = Latest[int, tuple[int, list[bytes]]](_MAX_WRITERS)
 
     def take(self, data: bytes) -> Iterator[bytes | Record]:
         """What is printed, and records, in order; b"" is the end of the stream."""
@@ -81,8 +83,6 @@ class Sieve:
         parts.append(frame[5])
         if index < count:
             self._parts[pid] = number, parts
-            if len(self._parts) > _MAX_WRITERS:
-                del self._parts[next(iter(self._parts))]
             return None
         try:
             record = json.loads(b"".join(parts))

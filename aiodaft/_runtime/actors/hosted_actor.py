@@ -14,6 +14,7 @@ from aiodaft._protocol.calls.mailbox import BoundedMailbox, Mailbox
 from aiodaft._protocol.connections.messages import Awaited
 from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId, group_call_of
+from aiodaft._protocol.latest import Latest
 from aiodaft._runtime.actors.managed import enter, leave
 from aiodaft._runtime.actors.paced import Paced
 from aiodaft._runtime.connections.ring_poller import RingPoller
@@ -41,6 +42,13 @@ _NO_KWARGS: Final[dict[str, Any]] = {}
 _REMEMBERED: Final = 1024
 
 current_call: ContextVar[InboundCall | None] = ContextVar("aiodaft_current_call", default=None)
+
+
+def serving() -> InboundCall:
+    """The call that the running task serves."""
+    call = current_call.get()
+    assert call is not None
+    return call
 
 
 class Responder(Protocol):
@@ -168,7 +176,7 @@ class Host:
         self.starter = Starter(process.loop)
         self.actors: dict[ActorId, HostedActor] = {}
         # The names of the actors that were stopped last, and whether they have moved to other processes.
-        self.stopped: dict[ActorId, tuple[str, bool]] = {}
+        self.stopped = Latest[ActorId, tuple[str, bool]](_REMEMBERED)
         # Called with an actor that has waiting calls.
         self.suspect: Callable[[HostedActor], object] = lambda hosted: None
         # Called with a begun call that is cancelled, and why, or with one that has failed, and None.
@@ -188,8 +196,6 @@ class Host:
         """Remove a stopped actor. Errors of later calls give its name."""
         self.actors.pop(hosted.id, None)
         self.stopped[hosted.id] = hosted.name, hosted.moves
-        while len(self.stopped) > _REMEMBERED:
-            del self.stopped[next(iter(self.stopped))]
 
     async def aclose(self, reason: str) -> None:
         for hosted in list(self.actors.values()):

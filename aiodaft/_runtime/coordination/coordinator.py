@@ -20,6 +20,7 @@ from aiodaft._protocol.coordination.records import (
 from aiodaft._protocol.coordination.registry import Registry, Stored
 from aiodaft._protocol.coordination.watch import Batch
 from aiodaft._protocol.ids import ActorId, PeerId, is_worker
+from aiodaft._protocol.latest import Latest
 from aiodaft._runtime.coordination.store import Deposed, Store, StoreFailed
 from aiodaft._runtime.platform.tasks import TaskOwner, logger
 from aiodaft.actor import Actor
@@ -84,7 +85,7 @@ class Coordinator(Actor):
         # When it last began to ask whether it is in charge, and was.
         self._confirmed_at = clock()
         # The workers that ended last: a late request for one of their actors would hold a name for ever.
-        self._ended: dict[str, None] = {}
+        self._ended = Latest[str, None](_REMEMBERED)
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
         self._tasks = TaskOwner("aiodaft coordinator")
@@ -177,8 +178,6 @@ class Coordinator(Actor):
         gone = None if actor is None else ActorId(actor)
         if gone is None and is_worker(PeerId(peer)):
             self._ended[peer] = None
-            while len(self._ended) > _REMEMBERED:
-                del self._ended[next(iter(self._ended))]
         await self._change(lambda registry, now: registry.release(PeerId(peer), gone), lambda registry: None)
 
     @method

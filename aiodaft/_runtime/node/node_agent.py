@@ -15,12 +15,13 @@ from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.coordination.records import Member, NamedActor
 from aiodaft._protocol.diagnostics.failures import Subject
 from aiodaft._protocol.ids import ActorId, PeerId, incarnation, is_worker, node_of
+from aiodaft._protocol.latest import Latest
 from aiodaft._protocol.node.liveness import Order, Patience
 from aiodaft._protocol.node.postmortem import Ending, OomKills
 from aiodaft._protocol.node.resources import Wish
 from aiodaft._protocol.node.worker import WorkerEvent, WorkerState
 from aiodaft._protocol.placement.request import NodeState
-from aiodaft._runtime.agent import serving
+from aiodaft._runtime.actors.hosted_actor import serving
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.contacts import NodeContact
 from aiodaft._runtime.diagnostics.native_dump import take_dump
@@ -79,7 +80,7 @@ class NodeAgent(NodeContact):
         self._oom_kills = OomKills()
         # The workers that live, and for a while the ended ones.
         self._workers = launcher.workers
-        self._ended: dict[PeerId, Worker] = {}
+        self._ended = Latest[PeerId, Worker](process.env.remembered)
         why_gone = partial(self._why_ended, executed=False)
         self._introductions = Introductions(process.id, connections, others, self._workers, why_gone)
         self._far_owners = FarOwners(process.tasks, others, self.owner_lost)
@@ -505,8 +506,6 @@ class NodeAgent(NodeContact):
         worker.handle(WorkerEvent.ENDED)
         self.draining.note()
         self._ended[worker.id] = worker
-        while len(self._ended) > self._process.env.remembered:
-            del self._ended[next(iter(self._ended))]
         self._connections.suspects.discard(worker.id)
         self._introductions.forget(worker.id)
         if not worker.pid:

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.ids import NODE, ActorId, PeerId, node_of
+from aiodaft._protocol.latest import Latest
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.contacts import NodeContact
 from aiodaft._runtime.node.node_agent import NodeAgent
@@ -37,7 +38,7 @@ class Nodes:
         # What users call the node of a runtime of one machine.
         self._here = caller.process.options.node
         self._members: dict[str, Member] = {}
-        self._absent: dict[str, Absence] = {}
+        self._absent = Latest[str, Absence](caller.process.env.remembered)
         self._agents: dict[PeerId, NodeAgent] = {}
         self._changed = asyncio.Event()
         # The processes of nodes that are being drained, and until when, on the clock of `Env`.
@@ -73,8 +74,6 @@ class Nodes:
         member = self._members.pop(name, None)
         if member is not None:
             self._absent[name] = Absence(member.peer, [])
-            while len(self._absent) > self._caller.process.env.remembered:
-                del self._absent[next(iter(self._absent))]
             self._wake()
             self._gone(member)
 

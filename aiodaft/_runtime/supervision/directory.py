@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 from aiodaft._protocol.calls.following import NOWHERE, Location
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import ActorId, PeerId, node_of
+from aiodaft._protocol.latest import Latest
 from aiodaft._protocol.node.liveness import Health
 from aiodaft._protocol.supervision.child import REACHABLE, ChildEvent, ChildState, Fate, fate_of
 from aiodaft._protocol.supervision.supervision import Restart
@@ -47,7 +48,7 @@ class Directory(OwnerContact):
         # Shows the output of actors on other machines.
         self.on_shown: Callable[[Sequence[Written]], Awaitable[None]]
         self._children: dict[ActorId, Child] = {}
-        self._ended: dict[ActorId, DaftError] = {}
+        self._ended = Latest[ActorId, DaftError](caller.process.env.remembered)
 
     def new_supervisor(self, policy: Restart, grace: float, fail: Callable[[BaseException, str], object]) -> Supervisor:
         made = Supervisor(self._caller, self._nodes, self.end, policy, grace, fail)
@@ -128,8 +129,6 @@ class Directory(OwnerContact):
             return
         self.forget(child)
         self._ended[child.number] = error
-        while len(self._ended) > self._caller.process.env.remembered:
-            del self._ended[next(iter(self._ended))]
         child.target.end(error)
         self.on_over(child.number)
         # Before callers have the error: what the actor had is free when they ask.

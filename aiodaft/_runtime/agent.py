@@ -17,7 +17,7 @@ from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import AGENT, FIRST_USER_ACTOR, ActorId, CallId, PeerId, incarnation, node_of
 from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.fence import Fence
-from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall, current_call
+from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, current_call, serving
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.diagnostics.attach import Visits
@@ -376,10 +376,3 @@ def acting() -> HostedActor | None:
     """The actor that the running code belongs to, also while it is made or left; None if it is no actor's."""
     call = current_call.get()
     return attended.get() if call is None or call.hosted.id < FIRST_USER_ACTOR else call.hosted
-
-
-def serving() -> InboundCall:
-    """The call that the running task serves."""
-    call = current_call.get()
-    assert call is not None
-    return call

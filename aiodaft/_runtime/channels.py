@@ -23,7 +23,7 @@ from aiodaft._protocol.channels.channel_table import ChannelTable
 from aiodaft._protocol.connections.messages import WANT_NOTHING
 from aiodaft._protocol.ids import CHANNELS, CallId, PeerId
 from aiodaft._protocol.objects.value import HERE
-from aiodaft._runtime.actors.hosted_actor import current_call
+from aiodaft._runtime.actors.hosted_actor import current_call, serving
 from aiodaft._runtime.calls.call import Caller, Request, Target, TellState
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue
@@ -276,10 +276,8 @@ class Channels(Actor):
 
     @method
     async def message(self, maker: str, number: int, kind: int, ticket: int, body: Any) -> None:
-        call = current_call.get()
-        assert call is not None
         channel_id = (PeerId(maker), CallId(number))
-        self.run(channel_id, self.table.handle(channel_id, call.caller, Message(Kind(kind), ticket, body)))
+        self.run(channel_id, self.table.handle(channel_id, serving().caller, Message(Kind(kind), ticket, body)))
 
 
 class Port:

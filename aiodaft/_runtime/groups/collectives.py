@@ -15,7 +15,7 @@ from aiodaft._protocol.calls.following import NOWHERE
 from aiodaft._protocol.groups.collective import Cut, Plan, Step, Work, runs_on_loop
 from aiodaft._protocol.ids import COLLECTIVES, PeerId, can_share_memory
 from aiodaft._protocol.objects.value import PENDING
-from aiodaft._runtime.actors.hosted_actor import current_call
+from aiodaft._runtime.actors.hosted_actor import serving
 from aiodaft._runtime.calls.beside import AlwaysBeside, Beside, TargetBeside
 from aiodaft._runtime.calls.call import Caller, CallState, Target
 from aiodaft._runtime.calls.following import FollowingTarget
@@ -46,9 +46,7 @@ class Collectives(Actor):
         do = partial(self._do, (work, how, part, parts), inputs[::2], op, title, values)
         if runs_on_loop(Work(work), sum(map(nbytes_of, values)), by_function=callable(op)):
             return do()
-        call = current_call.get()
-        assert call is not None
-        return await call.hosted.thread.run(do)
+        return await serving().hosted.thread.run(do)
 
     @method(ordered=False)
     @passes_on

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from aiodaft._protocol.groups.meeting import Coming
 from aiodaft._protocol.ids import KEYED, ActorId, CallId, PeerId
 from aiodaft._runtime.actors.enlisted import Enlisted
-from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
+from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call, serving
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.graphs.captured_call import Opaque
@@ -203,7 +203,7 @@ class Keyed(Actor):
         Returns:
             Whether the call is here: it may be over, or not have come yet.
         """
-        call = self._find_call(_own_call().caller, CallId(number))
+        call = self._find_call(serving().caller, CallId(number))
         if call is not None:
             self.withdraw(call, why)
         return call is not None
@@ -215,7 +215,7 @@ class Keyed(Actor):
         Returns:
             As `beside_failed` does.
         """
-        call = self._find_call(_own_call().caller, CallId(number))
+        call = self._find_call(serving().caller, CallId(number))
         if call is not None:
             self._ended_beside.setdefault(call, {}).update(ended)
             for taking in self._open.values():
@@ -229,7 +229,7 @@ class Keyed(Actor):
         """Wait for the result of `take_part`. Cancellation: see `_left`."""
         taking: Taking = given.content
         # What stacks show.
-        call = _own_call()
+        call = serving()
         call.spec = call.spec.named(taking.part.title)
         try:
             await result.content.ready()
@@ -328,7 +328,7 @@ class Keyed(Actor):
             Exception: As `MeetingPlace.come` does.
             GroupChanged: The group has a newer epoch.
         """
-        call = _own_call()
+        call = serving()
         call.spec = call.spec.named(joining.coming.title)
         mine = Brought(call.caller, joining.nbytes, brought)
         conclude = partial(self._values.conclude, joining.coming, joining.size, op)
@@ -399,12 +399,6 @@ def apart(title: str, why: DaftError) -> DaftError:
 def _terms_without_end() -> Terms | None:
     """The terms of this code, without its deadline."""
     return terms_of(None, trace_of(current_terms.get()))
-
-
-def _own_call() -> InboundCall:
-    call = current_call.get()
-    assert call is not None
-    return call
 
 
 def _ask_gone(caller: Caller, peer: PeerId, actor: ActorId) -> Ref[None]:

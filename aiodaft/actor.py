@@ -17,7 +17,7 @@ from aiodaft.methods import DefMethod, MethodSpec, check_overrides, signature_of
 if TYPE_CHECKING:
     from aiodaft.ref import Ref, Stream
 
-__all__ = ["Actor", "ActorFacts", "BoundMethod", "CallTarget", "Handle", "class_of", "local", "target_of"]
+__all__ = ["Actor", "ActorFacts", "BoundMethod", "CallTarget", "Handle", "class_of", "handle_of", "local", "target_of"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -264,6 +264,11 @@ def target_of(handle: object) -> CallTarget:
         hint = ": did you forget `await`?" if hasattr(type(handle), "__await__") else ""
         raise TypeError(f"expected an actor's handle, got {type(handle).__name__}{hint}")
     return cast("CallTarget", handle.__dict__["_target"])
+
+
+def handle_of(actor: object) -> object:
+    """The handle of an actor or a service. A handle itself may have a method of that name."""
+    return actor if isinstance(actor, Handle) else getattr(actor, "handle", actor)
 
 
 def class_of(handle: object) -> type:

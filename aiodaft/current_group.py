@@ -15,7 +15,7 @@ from aiodaft._runtime.groups.inboxes import Inboxes, Mail
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.groups.part import Part
 from aiodaft._runtime.groups.process_group import Membership, process_group
-from aiodaft.actor import target_of
+from aiodaft.actor import handle_of, target_of
 from aiodaft.member_collectives import Key, MemberCollectives, plain_key
 from aiodaft.ref import Ref
 
@@ -255,7 +255,7 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         return self._mail
 
     def _targets(self) -> list[Target]:
-        return [cast("Target", target_of(getattr(member, "handle", member))) for member in self.members]
+        return [cast("Target", target_of(handle_of(member))) for member in self.members]
 
     # Collectives.
 

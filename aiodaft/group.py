@@ -27,7 +27,7 @@ from aiodaft._runtime.calls.rosters import RosterCell, Rosters
 from aiodaft._runtime.groups.group_map import GroupMap
 from aiodaft._runtime.groups.member_calls import NO_CALLS, MemberCalls, Unit
 from aiodaft._runtime.serialization.building import builder
-from aiodaft.actor import ActorFacts, CallTarget, target_of
+from aiodaft.actor import ActorFacts, CallTarget, handle_of, target_of
 from aiodaft.html import facts, page, table
 from aiodaft.methods import MethodSpec, Sig, StreamSig, specs_of
 from aiodaft.policies import Policy, fewest_in_flight
@@ -382,7 +382,7 @@ class Group(Generic[ActorT]):
         await self._owner_here().renew()
 
     def _rank_of(self, member: ActorT) -> int:
-        handle = getattr(member, "handle", member)
+        handle = handle_of(member)
         if handle not in self._roster.members:
             raise ValueError(f"{handle!r:.200} is no member of {self!r}")
         return self._roster.members.index(handle)

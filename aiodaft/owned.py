@@ -24,13 +24,13 @@ from aiodaft._runtime.platform.tasks import see_through, wait_through
 from aiodaft._runtime.scope_actors import ScopeActors
 from aiodaft._runtime.scope_errors import ScopeErrors
 from aiodaft._runtime.supervision.child_spec import ChildSpec
-from aiodaft.actor import Actor, Handle, target_of
+from aiodaft.actor import Actor, Handle, handle_of, target_of
 from aiodaft.exceptions import ActorDied, InsufficientResources, NameTaken, OutcomeUnknown, RuntimeClosed
 from aiodaft.group import Group
 from aiodaft.grouping import GroupMembers
 from aiodaft.naming import found, register, reserved
 from aiodaft.placement import Mesh
-from aiodaft.service import Service, ServiceGroup
+from aiodaft.service import ServiceGroup
 
 
 class Owned:
@@ -310,8 +310,3 @@ class _InnerErrors(ScopeErrors):
 
     def settle(self, state: RefState) -> None:
         self._around.settle(state)
-
-
-def handle_of(actor: object) -> object:
-    """The handle of an actor or a service."""
-    return actor.handle if isinstance(actor, Service) else actor

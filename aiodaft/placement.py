@@ -31,7 +31,7 @@ from aiodaft._protocol.supervision.supervision import Kind, Restart, check_alone
 from aiodaft._runtime.blueprint import Blueprint, Constraints
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.placing import FixedSites, Site
-from aiodaft.actor import Actor, Handle, target_of
+from aiodaft.actor import Actor, Handle, handle_of, target_of
 from aiodaft.group import Group
 from aiodaft.methods import signature_of
 from aiodaft.service import Service, ServiceGroup
@@ -440,7 +440,7 @@ def _actors_in(given: object, name: str) -> tuple[object, ...]:
     actors = tuple(given) if isinstance(given, Group | list | tuple) else (given,)
     for actor in actors:
         try:
-            target_of(actor.handle if isinstance(actor, Service) else actor)
+            target_of(handle_of(actor))
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
     return actors

@@ -36,12 +36,12 @@ from aiodaft._runtime.process import MSGPACK, ProcessOptions
 from aiodaft._runtime.scope_errors import ScopeErrors
 from aiodaft._runtime.serialization.errors import give_frames, take_frames
 from aiodaft._runtime.serialization.frames import FrameData
-from aiodaft.actor import Actor, class_of
+from aiodaft.actor import Actor, class_of, handle_of
 from aiodaft.info import NodeInfo, look_at_nodes
 from aiodaft.logs import Logs
 from aiodaft.naming import found, register
 from aiodaft.overview import Overview
-from aiodaft.owned import Owned, handle_of
+from aiodaft.owned import Owned
 from aiodaft.placement import check_labels
 from aiodaft.questions import answers
 from aiodaft.ref import Ref

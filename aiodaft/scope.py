@@ -10,11 +10,11 @@ from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.blueprint import Constraints
 from aiodaft._runtime.platform.tasks import see_through
 from aiodaft._runtime.scope_errors import ScopeErrors
-from aiodaft.actor import Actor, ActorFacts, class_of
+from aiodaft.actor import Actor, ActorFacts, class_of, handle_of
 from aiodaft.group import Group
 from aiodaft.html import page, table
 from aiodaft.info import ActorInfo, look_at
-from aiodaft.owned import Owned, handle_of
+from aiodaft.owned import Owned
 from aiodaft.placement import Mesh, Spawner
 from aiodaft.service import Service
 

@@ -20,10 +20,9 @@ from aiodaft._runtime.node.local_node import LocalNode
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.linux import SEES_PROCESSES, is_stopped, status_of
 from aiodaft._runtime.process import current_process
-from aiodaft.actor import Actor, target_of
+from aiodaft.actor import Actor, handle_of, target_of
 from aiodaft.exceptions import ActorDied, DaftError
 from aiodaft.methods import method
-from aiodaft.owned import handle_of
 from aiodaft.runtime import Runtime
 from aiodaft.testing.in_process import InProcessLauncher
 

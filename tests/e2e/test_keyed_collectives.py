@@ -88,6 +88,14 @@ async def test_every_collective_equals_local_torch(rt: aiodaft.Runtime, shape: t
     assert await group.all(Keyer.do, "barrier") == [None] * 3
 
 
+async def test_a_member_may_have_a_method_of_any_name(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Keyer)
+    assert await group.each(Keyer.handle, ["a", "b"]) == ["b", "a"]
+    assert await group.all(Keyer.do, "all_reduce", 1) == [2, 2]
+    await group.remove(group[1])
+    assert len(group) == 1
+
+
 async def test_numbers_functions_and_values_of_different_sizes(rt: aiodaft.Runtime) -> None:
     group = await rt.group(3, Keyer)
     words = ["to", "thine", "own"]

@@ -54,6 +54,12 @@ class Keyer(Actor):
         return aiodaft.current_group()
 
     @method
+    async def handle(self, value: Any) -> Any:
+        """Exchange a value with the other of two members; an attribute of services has the same name."""
+        await self.group.send(value, to=1 - self.group.rank)
+        return await self.group.recv()
+
+    @method
     async def do(self, operation: str, *args: Any, **options: Any) -> Any:
         """Carry out a collective."""
         return await getattr(self.group, operation)(*args, **options)

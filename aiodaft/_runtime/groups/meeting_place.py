@@ -22,7 +22,7 @@ from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.groups.part import Along, Joining
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import add_note, copy_error
-from aiodaft.actor import target_of
+from aiodaft.actor import handle_of, target_of
 from aiodaft.exceptions import ActorDied, DaftError
 from aiodaft.ref import Ref
 
@@ -255,4 +255,4 @@ async def place_of(member: Target) -> tuple[PeerId, ActorId]:
 
 def target_of_member(member: Any) -> Target:
     """The target of a member: a handle, or a service."""
-    return followed(cast("Target", target_of(getattr(member, "handle", member))))
+    return followed(cast("Target", target_of(handle_of(member))))

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from aiodaft._protocol.numbers import is_number
-from aiodaft._runtime.platform.context import current_terms, deadline_of, terms_of, trace_of
+from aiodaft._runtime.platform.context import current_terms, deadline_of, terms_of, trace_of, under
 from aiodaft.exceptions import DaftError, DeadlineExceeded
 
 __all__ = ["deadline"]
@@ -37,11 +37,11 @@ async def deadline(seconds: float) -> AsyncGenerator[None, None]:
         raise ValueError(f"a deadline is a number of seconds that is not negative, not {seconds!r}")
     seconds = min(seconds, _FOR_EVER)
     when = loop.time() + seconds
-    token = current_terms.set(terms_of(when if outer is None else min(outer, when), trace_of(terms)))
     scope = asyncio.timeout(seconds)
     try:
-        async with scope:
-            yield
+        with under(terms_of(when if outer is None else min(outer, when), trace_of(terms))):
+            async with scope:
+                yield
     except TimeoutError as error:
         if not scope.expired() or isinstance(error, DeadlineExceeded):
             raise
@@ -51,5 +51,3 @@ async def deadline(seconds: float) -> AsyncGenerator[None, None]:
         if isinstance(call, DaftError):
             raise DeadlineExceeded(f"{late}: {call}", executed=call.executed) from error
         raise DeadlineExceeded(late) from error
-    finally:
-        current_terms.reset(token)

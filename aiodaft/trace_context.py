@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 from aiodaft._protocol.diagnostics.trace_context import TraceContext, read_headers
-from aiodaft._runtime.platform.context import current_terms, deadline_of, terms_of, trace_of
+from aiodaft._runtime.platform.context import current_terms, deadline_of, terms_of, trace_of, under
 
 __all__ = ["current_trace_context", "trace_context"]
 
@@ -33,11 +33,8 @@ def trace_context(trace: Mapping[str, str] | TraceContext | None = None) -> Gene
     found = read_headers(trace.headers() if isinstance(trace, TraceContext) else trace)
     if found is None and isinstance(trace, TraceContext):
         raise ValueError(f"{trace.traceparent!r:.80} is no traceparent, such as 00-<32 hex digits>-<16 hex digits>-01")
-    token = current_terms.set(terms_of(deadline_of(current_terms.get()), found))
-    try:
+    with under(terms_of(deadline_of(current_terms.get()), found)):
         yield found
-    finally:
-        current_terms.reset(token)
 
 
 def current_trace_context() -> TraceContext | None:

@@ -29,7 +29,7 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import RefState, state_of
 from aiodaft._runtime.objects.store import Store
-from aiodaft._runtime.platform.context import current_terms
+from aiodaft._runtime.platform.context import under
 from aiodaft._runtime.serialization.building import builder
 from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note
@@ -263,11 +263,8 @@ class Channels(Actor):
         state = MessageState(self._spec.label, body, partial(self._undelivered, channel_id, to))
         request = Request(target, self._spec, arguments, {}, self.process.next_number(), WANT_NOTHING, state)
         # The deadline of a sender or receiver does not apply to messages between processes.
-        token = current_terms.set(None)
-        try:
+        with under(None):
             self._caller.sender.submit(request)
-        finally:
-            current_terms.reset(token)
         return None
 
     def _undelivered(self, channel_id: ChannelId, to: PeerId) -> None:

@@ -21,7 +21,7 @@ from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import ABSENT, RefState, UnhandledErrors, release_inputs
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.streams import StreamState
-from aiodaft._runtime.platform.context import Terms, current_terms
+from aiodaft._runtime.platform.context import Terms, under
 from aiodaft._runtime.platform.error_log import log_error, printable
 from aiodaft._runtime.platform.tasks import current_task, logger
 from aiodaft._runtime.process import Process
@@ -362,11 +362,8 @@ class Target:
             caller.outgoing.submit(request)
             return
         # What the runtime tells, such as that a ref was dropped, has not the deadline of the code in which it happens.
-        token = current_terms.set(None)
-        try:
+        with under(None):
             caller.outgoing.submit(request)
-        finally:
-            current_terms.reset(token)
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""

@@ -20,7 +20,7 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.platform.context import current_terms, sent_terms
+from aiodaft._runtime.platform.context import current_terms, sent_terms, under
 from aiodaft._runtime.serialization.encoder import Names, all_plain, are_plain_with_tuples
 from aiodaft._runtime.serialization.errors import needed_by, passed_on
 from aiodaft._runtime.serialization.pickling import TooLong
@@ -161,13 +161,11 @@ class Outgoing:
     def submit_later(self, request: Request) -> None:
         """Send a call that had to wait, or has to be made again: under the terms that it had."""
         request.had_turn = True
-        token = current_terms.set(request.terms)
         try:
-            self.submit(request)
+            with under(request.terms):
+                self.submit(request)
         except Exception as error:  # noqa: BLE001 - the caller is not here any more; its ref is where errors go
             request.state.on_error(error)
-        finally:
-            current_terms.reset(token)
 
     def _must_wait(self, request: Request) -> bool:
         """Whether something that was submitted before a call, to the same actor, waits."""

@@ -33,7 +33,7 @@ from aiodaft._runtime.graphs.owner import GraphOwner
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.objects.ref_state import RefState, state_of
 from aiodaft._runtime.objects.streams import StreamState
-from aiodaft._runtime.platform.context import current_terms, deadline_of, terms_of, trace_of
+from aiodaft._runtime.platform.context import current_terms, deadline_of, terms_of, trace_of, under
 from aiodaft._runtime.platform.recorder import Recorder
 from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref
@@ -101,14 +101,12 @@ class Spans:
             here = _context_of(trace_of(terms), here)
         span = self._tracer.start_span(name, here, kind, attributes)
         trace = _trace_of(otel.set_span_in_context(span, here)) or trace_of(terms)
-        token = current_terms.set(terms_of(deadline_of(terms), trace))
         try:
-            yield span
+            with under(terms_of(deadline_of(terms), trace)):
+                yield span
         except BaseException as error:
             _end(span, error)
             raise
-        finally:
-            current_terms.reset(token)
 
     # Calls that are served, and steps of graphs.
 
@@ -154,16 +152,15 @@ class Spans:
         span = self._tracer.start_span(name, parent, kind, attributes)
         here = otel.set_span_in_context(span, parent)
         attached = otel_context.attach(here)
-        token = current_terms.set(terms_of(deadline_of(terms), _trace_of(here) or trace_of(terms)))
         try:
-            yield
+            with under(terms_of(deadline_of(terms), _trace_of(here) or trace_of(terms))):
+                yield
         except BaseException as error:
             _end(span, error)
             raise
         else:
             span.end()
         finally:
-            current_terms.reset(token)
             otel_context.detach(attached)
 
     # Runs of graphs.

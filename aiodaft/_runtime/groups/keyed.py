@@ -32,7 +32,7 @@ from aiodaft._runtime.groups.meeting_values import MeetingValues
 from aiodaft._runtime.groups.part import Brought, Joined, Joining, Packed, Part, Taking
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
-from aiodaft._runtime.platform.context import Terms, current_terms, terms_of, trace_of
+from aiodaft._runtime.platform.context import Terms, current_terms, terms_of, trace_of, under
 from aiodaft._runtime.serialization.errors import add_note, copy_error
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, GroupChanged, SerializationError
@@ -86,11 +86,8 @@ class Keyed(Actor):
         line = part.roster.id, part.roster.epoch, part.rank, part.key, within
         taking.before, self._last[line] = self._last.get(line), taking.told
         # A deadline ends the wait for the result: then the others are told, as in `_left`.
-        token = current_terms.set(_terms_without_end())
-        try:
+        with under(_terms_without_end()):
             result: Ref[Any] = target.call(_TAKE_PART.named(part.label), (Opaque(taking), value), {})
-        finally:
-            current_terms.reset(token)
         state = state_of(result)
         state.mark_seen()
         outcome: Ref[Any] = target.call(_OUTCOME.named(part.label), (Opaque(taking), Opaque(result)), {})

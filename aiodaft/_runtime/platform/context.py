@@ -31,6 +31,21 @@ class Terms(NamedTuple):
 current_terms: ContextVar[Terms | None] = ContextVar("aiodaft_current_terms", default=None)
 
 
+class under:  # noqa: N801 - reads as a word of the language: `with under(terms)`
+    """A block in which calls are made under these terms."""
+
+    __slots__ = ("_terms", "_token")
+
+    def __init__(self, terms: Terms | None) -> None:
+        self._terms = terms
+
+    def __enter__(self) -> None:
+        self._token = current_terms.set(self._terms)
+
+    def __exit__(self, *error: object) -> None:
+        current_terms.reset(self._token)
+
+
 def terms_of(deadline: float | None, trace: TraceContext | None) -> Terms | None:
     """Terms; None if there are none."""
     return None if deadline is None and trace is None else Terms(deadline, trace)

@@ -146,7 +146,7 @@ class EnclosedLauncher:
 class InProcessLauncher(EnclosedLauncher):
     """Does what `WorkerLauncher` does, with tasks in place of processes."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, **_: object) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *_: object) -> None:
         self._loop = loop
         self._tasks = TaskOwner("actors in this process")
         self._pids = count(FIRST_PID + 1)

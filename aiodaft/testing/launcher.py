@@ -58,7 +58,7 @@ class SimulatedWorker(Worker):
 class SimulatedLauncher(EnclosedLauncher):
     """Does what `WorkerLauncher` does, with tasks of the loop in place of processes."""
 
-    def __init__(self, network: SimulatedNetwork, env: Callable[[], Env], loop: SimulatedLoop, **_: object) -> None:
+    def __init__(self, network: SimulatedNetwork, env: Callable[[], Env], loop: SimulatedLoop, *_: object) -> None:
         self._network = network
         self._env = env
         self._loop = loop

@@ -264,8 +264,8 @@ class Simulation:
             network=None if self._key is None else HostNetwork(self.routes, host, self._key),
         )
 
-    def _launcher(self, host: str, loop: SimulatedLoop, **options: Any) -> SimulatedLauncher:
-        self._launchers.append(SimulatedLauncher(self.network, partial(self._env, host), loop, **options))
+    def _launcher(self, host: str, loop: SimulatedLoop, *options: object) -> SimulatedLauncher:
+        self._launchers.append(SimulatedLauncher(self.network, partial(self._env, host), loop, *options))
         return self._launchers[-1]
 
     def _bury(self) -> None:

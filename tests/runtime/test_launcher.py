@@ -24,6 +24,7 @@ from aiodaft._runtime.node import forkserver_watch as server_watch
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.orders import Spawned, packed, unpacked
+from aiodaft._runtime.node.surroundings import NodeOptions
 from aiodaft._runtime.node.worker import Worker
 from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.process import ProcessOptions
@@ -36,7 +37,7 @@ _numbers = itertools.count(1)
 def launcher_with(preload: tuple[str, ...], timeouts: Timeouts) -> WorkerLauncher:
     """A launcher of the running loop."""
     loop, console = asyncio.get_running_loop(), Console(Logs())
-    return WorkerLauncher(loop, fork=True, preload=preload, timeouts=timeouts, console=console)
+    return WorkerLauncher(loop, NodeOptions(True, preload, (), False), timeouts, console)
 
 
 @asynccontextmanager

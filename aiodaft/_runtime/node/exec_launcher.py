@@ -21,6 +21,7 @@ from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.fresh_worker import start_fresh
 from aiodaft._runtime.node.orders import Spawn
+from aiodaft._runtime.node.surroundings import NodeOptions
 from aiodaft._runtime.node.worker import Worker
 from aiodaft._runtime.node.workers import Launcher
 from aiodaft._runtime.platform.env import Timeouts
@@ -43,21 +44,14 @@ class ExecLauncher(Launcher):
     """Starts the workers of this node as its own children."""
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        fork: bool,
-        preload: tuple[str, ...] | None = None,
-        prefix: tuple[str, ...] = (),
-        timeouts: Timeouts,
-        console: Console,
+        self, loop: asyncio.AbstractEventLoop, options: NodeOptions, timeouts: Timeouts, console: Console
     ) -> None:
-        """Takes what `WorkerLauncher` takes; each process imports its modules itself, whatever `preload` says.
+        """Each process imports its modules itself, whatever is to be preloaded.
 
         Raises:
             SpawnFailed: What is asked for needs a fork server.
         """
-        for asked, option in ((fork, "fork=True"), (prefix, "isolation")):
+        for asked, option in ((options.fork, "fork=True"), (options.isolation, "isolation")):
             if asked:
                 raise SpawnFailed(f"{option} needs a fork server, which this system does not have: leave it out")
         super().__init__(loop, timeouts, console)

@@ -29,6 +29,7 @@ from aiodaft._runtime.node.orders import (
     packed,
     unpacked,
 )
+from aiodaft._runtime.node.surroundings import NodeOptions
 from aiodaft._runtime.node.worker import Worker
 from aiodaft._runtime.node.workers import Launcher
 from aiodaft._runtime.platform.env import Timeouts
@@ -54,20 +55,10 @@ class WorkerLauncher(Launcher):
     """Has a fork server start and end the workers of this node."""
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        fork: bool,
-        preload: tuple[str, ...] | None,
-        prefix: tuple[str, ...] = (),
-        timeouts: Timeouts,
-        console: Console,
+        self, loop: asyncio.AbstractEventLoop, options: NodeOptions, timeouts: Timeouts, console: Console
     ) -> None:
         super().__init__(loop, timeouts, console)
-        # The command that isolates the fork server; see pid_namespace.py.
-        self._prefix = prefix
-        self._fork = fork
-        self._preload = preload
+        self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         # Why there is no fork server any more.
@@ -211,12 +202,14 @@ class WorkerLauncher(Launcher):
             raise SpawnFailed(refusal(error, "the fork server cannot be started")) from error
         with theirs:
             # An isolated fork server cannot see this process.
-            parent = (0, 0) if self._prefix else (os.getpid(), threading.get_native_id())
-            command = fresh_python("aiodaft._runtime.node.forkserver", theirs.fileno(), *parent, int(self._fork))
+            parent = (0, 0) if self._options.isolation else (os.getpid(), threading.get_native_id())
+            command = fresh_python(
+                "aiodaft._runtime.node.forkserver", theirs.fileno(), *parent, int(self._options.fork)
+            )
             self._environment = dict(os.environ)
             try:
                 self._process = subprocess.Popen(
-                    [*self._prefix, *command],
+                    [*self._options.isolation, *command],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
@@ -231,8 +224,8 @@ class WorkerLauncher(Launcher):
         self._loop.add_reader(ours.fileno(), self._readable)
 
     def _modules(self) -> list[str]:
-        if self._preload is not None:
-            return list(self._preload)
+        if self._options.preload is not None:
+            return list(self._options.preload)
         return [name for name in _PRELOADED if name in sys.modules]
 
     async def _send(self, message: bytes, fds: list[int]) -> None:
@@ -305,7 +298,7 @@ class WorkerLauncher(Launcher):
     def _server_pid(self) -> int:
         assert self._process is not None
         # An isolated fork server is the child of the command that isolates it.
-        return process_tree(self._process.pid)[:2][-1] if self._prefix else self._process.pid
+        return process_tree(self._process.pid)[:2][-1] if self._options.isolation else self._process.pid
 
     def _worker_pids(self) -> set[int]:
         return {worker.pid for worker in self.workers.values() if worker.pid}

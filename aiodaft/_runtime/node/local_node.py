@@ -108,14 +108,7 @@ class LocalNode:
         # The last connection of each controller that has one no more, until it connects again or is given up.
         self._broken: dict[PeerId, Connection] = {}
         self._claims = machine.claims
-        self.launcher = launcher(
-            process.loop,
-            fork=options.fork,
-            preload=options.preload,
-            prefix=options.isolation,
-            timeouts=env.timeouts,
-            console=console,
-        )
+        self.launcher = launcher(process.loop, options, env.timeouts, console)
         self._console = console
         # To programs on other machines, while workers write to them.
         self._relays: WeakValueDictionary[PeerId, Relay] = WeakValueDictionary()

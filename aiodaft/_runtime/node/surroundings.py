@@ -19,7 +19,7 @@ class NodeOptions(NamedTuple):
     Attributes:
         fork: False starts every worker by exec.
         preload: Modules that the fork server imports; None: those that are slow to import and loaded here.
-        isolation: The command that isolates the fork server.
+        isolation: The command that isolates the fork server; see pid_namespace.py.
         uvloop: Whether workers run on uvloop.
     """
 

@@ -7,13 +7,13 @@ remote method says that a call gives a `Ref`, and accepts refs in place of value
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import update_wrapper
 from types import FunctionType, MethodDescriptorType, MethodType
-from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 from aiodaft._protocol.calls.following import check_retries
 from aiodaft._protocol.calls.mailbox import Rules, check_concurrency, check_max_queue
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from aiodaft.ref import Ref, Stream
 
 __all__ = [
-    "ATTRIBUTE", "DefMethod", "Method", "MethodSpec", "Options", "PlainMethods", "Sig", "StreamMethod", "StreamSig",
-    "check_overrides", "is_private", "method", "passes_on", "signature_of", "specs_of",
+    "ATTRIBUTE", "DefMethod", "Generated", "Method", "MethodSpec", "Options", "PlainMethods", "Sig", "StreamMethod",
+    "StreamSig", "check_overrides", "is_private", "method", "passes_on", "signature_of", "specs_of",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -39,6 +39,9 @@ D = TypeVar("D")
 E = TypeVar("E")
 F = TypeVar("F")
 S = TypeVar("S")
+
+# What a generator function is declared to return, `async def` or `def`.
+Generated: TypeAlias = AsyncIterator[R] | Iterator[R]
 
 _SPECS: Final = "__aiodaft_specs__"
 # The name of the method that reads an attribute of a hosted object; no attribute can have this name.
@@ -83,7 +86,7 @@ class MethodSpec:
         self.label = label
         # The number of leading arguments that are the runtime's own.
         self._hidden = hidden
-        self.is_stream = inspect.isasyncgenfunction(fn)
+        self.is_stream = _is_generator(fn)
         self.read_only = is_read_only(fn)
         self.passes_on: bool = getattr(fn, _PASSES_ON, False)
         # A method with a transport of its own: `check` examines every call, because the transport may not work here.
@@ -296,7 +299,7 @@ class DefMethod(Method[P, R]):
 
 
 class StreamMethod(_MethodBase, Generic[P, R]):
-    """A remote async generator: calling it on a handle gives a `Stream` at once."""
+    """A remote generator, `async def` or `def`: calling it on a handle gives a `Stream` at once."""
 
     if TYPE_CHECKING:
 
@@ -311,13 +314,13 @@ class _Decorator(Protocol):
     @overload
     def __call__(self, fn: Callable[Concatenate[S, P], Coroutine[Any, Any, R]], /) -> Method[P, R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
     @overload
-    def __call__(self, fn: Callable[Concatenate[S, P], AsyncIterator[R]], /) -> StreamMethod[P, R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
+    def __call__(self, fn: Callable[Concatenate[S, P], Generated[R]], /) -> StreamMethod[P, R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
     @overload
     def __call__(self, fn: Callable[Concatenate[S, P], R], /) -> DefMethod[P, R]: ...
     @overload
     def __call__(self, fn: Callable[..., Coroutine[Any, Any, R]], /) -> Method[..., R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
     @overload
-    def __call__(self, fn: Callable[..., AsyncIterator[R]], /) -> StreamMethod[..., R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
+    def __call__(self, fn: Callable[..., Generated[R]], /) -> StreamMethod[..., R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
     @overload
     def __call__(self, fn: Callable[..., R], /) -> DefMethod[..., R]: ...
 
@@ -325,14 +328,14 @@ class _Decorator(Protocol):
 @overload
 def method(fn: Callable[Concatenate[S, P], Coroutine[Any, Any, R]], /) -> Method[P, R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
 @overload
-def method(fn: Callable[Concatenate[S, P], AsyncIterator[R]], /) -> StreamMethod[P, R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
+def method(fn: Callable[Concatenate[S, P], Generated[R]], /) -> StreamMethod[P, R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
 @overload
 def method(fn: Callable[Concatenate[S, P], R], /) -> DefMethod[P, R]: ...
 # To mypy, a method with `**options: int` fits none of these: `self` might be one of the options.
 @overload
 def method(fn: Callable[..., Coroutine[Any, Any, R]], /) -> Method[..., R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
 @overload
-def method(fn: Callable[..., AsyncIterator[R]], /) -> StreamMethod[..., R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
+def method(fn: Callable[..., Generated[R]], /) -> StreamMethod[..., R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
 @overload
 def method(fn: Callable[..., R], /) -> DefMethod[..., R]: ...
 @overload
@@ -359,14 +362,15 @@ def method(
     """Make a method callable from other processes.
 
     `async def` methods run on the actor's loop, concurrently; `def` methods run on the actor's own thread, one at a
-    time, so that the process stays responsive; an async generator is a stream. Calls of one caller to one actor start
-    in the order in which they were made. An `async def` method begins in the turn of the loop in which its call
-    arrives, as an eager task does; until its first wait it shares its task with other such calls.
+    time, so that the process stays responsive. A generator is a stream: an `async def` one runs on the loop, a `def`
+    one on the thread, where other `def` methods may run between two items. Calls of one caller to one actor start in
+    the order in which they were made. An `async def` method begins in the turn of the loop in which its call arrives,
+    as an eager task does; until its first wait it shares its task with other such calls.
 
     Args:
         fn: The function, when used without options.
         ordered: False lets a call start before earlier calls of the same caller.
-        concurrency: Calls of this method that may run at the same time in one actor; for `async def` only.
+        concurrency: Calls of this method that may run at the same time in one actor; for `async def` and generators.
         transport: The transport of its large results, "shm", "ucx" or "tcp". Default: that of the runtime.
         idempotent: The method may run twice: if a call fails because its actor died, the runtime makes it again to the
             next incarnation, where `aiodaft.current_attempt()` gives the number of the attempt. A call that raises an
@@ -389,12 +393,12 @@ def method(
         rules = Rules(
             function.__name__, on_thread=on_thread, ordered=ordered, concurrency=concurrency, max_queue=max_queue
         )
-        is_stream = inspect.isasyncgenfunction(function)
+        is_stream = _is_generator(function)
         again = check_retries(retries, name, idempotent=idempotent, is_stream=is_stream)
         options = Options(rules, transport, again)
         if on_thread:
             return DefMethod(function, options)
-        return (StreamMethod if inspect.isasyncgenfunction(function) else Method)(function, options)
+        return (StreamMethod if is_stream else Method)(function, options)
 
     return decorate if fn is None else decorate(fn)
 
@@ -410,9 +414,16 @@ def _check_function(fn: Any) -> bool:
             f"{fn.__qualname__} cannot be a remote method: Python asks the handle itself for such names; take the "
             "decorator away, or call the method by another name"
         )
-    if inspect.isgeneratorfunction(fn):
-        raise TypeError(f"{fn.__qualname__} is a generator: make it an async generator (async def ... yield) to stream")
-    return not (inspect.isasyncgenfunction(fn) or inspect.iscoroutinefunction(fn))
+    return _runs_on_thread(fn)
+
+
+def _is_generator(fn: Any) -> bool:
+    return inspect.isasyncgenfunction(fn) or inspect.isgeneratorfunction(fn)
+
+
+def _runs_on_thread(fn: Any) -> bool:
+    """Whether a call of a function, and not only the steps of its generator, runs on the actor's thread."""
+    return not (_is_generator(fn) or inspect.iscoroutinefunction(fn))
 
 
 def specs_of(cls: type) -> dict[str, MethodSpec]:
@@ -498,13 +509,11 @@ def _plain_spec(cls: type, name: str) -> MethodSpec | None:
     fn = None if is_private(name) else getattr(cls, name, None)
     if fn is None or not callable(fn):
         return None
-    is_stream = inspect.isasyncgenfunction(fn)
-    on_thread = not (is_stream or inspect.iscoroutinefunction(fn))
     declared = inspect.getattr_static(cls, name)
     takes_instance = isinstance(declared, FunctionType | MethodDescriptorType)
     function = fn if takes_instance else _call_by_name(name, declared, fn)
-    spec = MethodSpec(f"{cls.__name__}.{name}", name, function, Options(Rules(name, on_thread=on_thread)))
-    spec.is_stream = is_stream
+    spec = MethodSpec(f"{cls.__name__}.{name}", name, function, Options(Rules(name, on_thread=_runs_on_thread(fn))))
+    spec.is_stream = _is_generator(fn)
     return spec
 
 

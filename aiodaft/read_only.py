@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
@@ -77,8 +77,16 @@ def _checked(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
         _check(name, before)
         return result
 
+    @wraps(fn)
+    def checked_steps(*args: Any, **kwargs: Any) -> Generator[Any]:
+        before = _versions(args, kwargs)
+        yield from fn(*args, **kwargs)
+        _check(name, before)
+
     if inspect.isasyncgenfunction(fn):
         return checked_stream
+    if inspect.isgeneratorfunction(fn):
+        return checked_steps
     return checked_async if inspect.iscoroutinefunction(fn) else checked
 
 

@@ -418,7 +418,7 @@ class StreamBackend(Protocol):
 
 
 class Stream(Generic[T_co]):
-    """The values that an actor's async generator yields, for `async for`.
+    """The values that a generator of an actor yields, for `async for`.
 
     The producer runs ahead of the consumer by a bounded number of items. It ends, and its `finally` blocks run, when
     the last `async for` over the stream ends (by `break`, `return`, an exception or a cancellation), the stream is

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._runtime.serialization.building import builder
 from aiodaft.actor import target_of
 from aiodaft.group import Group, Items, MembersOwner
-from aiodaft.methods import ATTRIBUTE, MethodSpec, PlainMethods, Sig, StreamSig, is_private
+from aiodaft.methods import ATTRIBUTE, Generated, MethodSpec, PlainMethods, Sig, StreamSig, is_private
 from aiodaft.ref import Ref, Refs, Stream
 
 __all__ = ["Service", "ServiceGroup"]
@@ -21,9 +21,9 @@ R = TypeVar("R")
 A0 = TypeVar("A0")
 T = TypeVar("T")
 
-# Functions of a plain class: `async def`, and an async generator.
+# Functions of a plain class: `async def`, and generators.
 Async: TypeAlias = Callable[P, Coroutine[Any, Any, R]]
-AsyncGen: TypeAlias = Callable[P, AsyncIterator[R]]
+Generates: TypeAlias = Callable[P, Generated[R]]
 
 
 @builder
@@ -42,7 +42,7 @@ class Service(Generic[T]):
     def call(self, fn: Async[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
     @overload
     def call(  # type: ignore[overload-overlap]  # the first that fits counts
-        self, fn: AsyncGen[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
+        self, fn: Generates[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> Stream[R]: ...
     @overload
     def call(self, fn: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
@@ -58,14 +58,14 @@ class Service(Generic[T]):
     @overload
     def call(self, fn: Async[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
     @overload
-    def call(self, fn: AsyncGen[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Stream[R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
+    def call(self, fn: Generates[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Stream[R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
     @overload
     def call(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
     def call(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a public method of the instance: an instance, static, class or special method such as `Model.__call__`.
 
         Returns:
-            A `Ref` of the result; for an async generator a `Stream` of its items.
+            A `Ref` of the result; for a generator a `Stream` of its items.
 
         Raises:
             TypeError: `fn` is not a method of the hosted class, or the arguments do not fit.
@@ -172,7 +172,7 @@ class ServiceGroup(Group[Service[T]]):
         def any(self, m: Async[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
         @overload
         def any(  # type: ignore[overload-overlap]  # the first that fits counts
-            self, m: AsyncGen[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
+            self, m: Generates[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
         ) -> Stream[R]: ...
         @overload
         def any(self, m: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...

@@ -17,7 +17,8 @@ from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import AGENT, FIRST_USER_ACTOR, ActorId, CallId, PeerId, incarnation, node_of
 from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.fence import Fence
-from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, current_call, serving
+from aiodaft._runtime.actors.host import Host
+from aiodaft._runtime.actors.hosted_actor import HostedActor, current_call, serving
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.diagnostics.attach import Visits

@@ -28,7 +28,8 @@ from aiodaft._protocol.ids import (
 from aiodaft._runtime.actors.blocking import block_on
 from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.fence import Fence
-from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
+from aiodaft._runtime.actors.host import Host
+from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.agent import Agent, agent_of
 from aiodaft._runtime.calls.call import Caller

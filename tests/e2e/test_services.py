@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from actors import Echo, Plain
@@ -14,12 +15,13 @@ import aiodaft
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_an_async_generator_gives_a_stream(module_rt: aiodaft.Runtime) -> None:
+@pytest.mark.parametrize("generate", [Engine.words, Engine.letters])
+async def test_a_generator_gives_a_stream(module_rt: aiodaft.Runtime, generate: Any) -> None:
     service = await module_rt.host(Engine)
-    stream = service.call(Engine.words, "to be or not")
+    stream = service.call(generate, "a b c")
     assert isinstance(stream, aiodaft.Stream)
-    assert [word async for word in stream] == ["to", "be", "or", "not"]
-    async for _ in service.call(Engine.words, "to " * 1000):
+    assert "".join([item async for item in stream]).replace(" ", "") == "abc"
+    async for _ in service.call(generate, "a " * 1000):
         break
     while await service.get("closed_streams") < 2:
         await asyncio.sleep(0)

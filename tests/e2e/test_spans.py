@@ -71,8 +71,9 @@ async def test_errors_streams_tells_and_large_values_are_told_apart(
     for kind in ("CLIENT", "SERVER"):
         failed = await folder.span("Worker/fail", kind)
         assert (failed.status, failed.attributes["error.type"]) == ("ERROR", "ValueError")
-    assert [item async for item in one.count(3)] == [0, 1, 2]
-    await folder.child(await folder.span("Worker/count", "CLIENT"), "Worker/count", "SERVER")
+    for stream, method in ((one.count(3), "count"), (one.steps(3), "steps")):
+        assert [item async for item in stream] == [0, 1, 2]
+        await folder.child(await folder.span(f"Worker/{method}", "CLIENT"), f"Worker/{method}", "SERVER")
     one.double.tell(b"")
     await folder.child(await folder.span("Worker/double", "PRODUCER"), "Worker/double", "CONSUMER")
     assert await other.ask(one, b"") == 0

@@ -12,7 +12,8 @@ from rooms import THERE, Bench, turns
 
 from aiodaft import Actor, method
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, incarnation
-from aiodaft._runtime.actors.hosted_actor import Host, current_call
+from aiodaft._runtime.actors.host import Host
+from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.agent import Agent
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.diagnostics.process_view import ActorView

@@ -18,7 +18,8 @@ from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import WANT_REPLY
 from aiodaft._protocol.diagnostics.deadlock import CallAt, Reason
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, INBOXES, CallId
-from aiodaft._runtime.actors.hosted_actor import Host, HostedActor
+from aiodaft._runtime.actors.host import Host
+from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.diagnostics.wait_graph import WaitGraph

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +37,12 @@ class Reader:
         finally:
             tensor.add_(1.0)
 
+    @read_only
+    def steps(self, tensor: torch.Tensor) -> Generator[int, None, None]:
+        yield 0
+        tensor.add_(1.0)
+        yield 1
+
 
 class Writer(Reader):
     def write(self, tensor: torch.Tensor, *others: Any, **named: Any) -> str:
@@ -63,6 +69,8 @@ async def test_a_coroutine_and_a_generator_are_looked_at_when_they_end() -> None
         async for item in reader.items(tensor):
             got.append(item)  # noqa: PERF401 - the error comes afterwards
     assert got == [0, 1, 2]
+    with pytest.raises(BorrowError, match=r"Reader.steps .* args\[0\]"):
+        list(reader.steps(tensor))
     # If its consumer has enough, it ends as it does without the decorator.
     stopped, before = reader.items(tensor), float(tensor[0])
     assert await anext(stopped) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,12 @@ class Engine(Base):
         try:
             for word in text.split():
                 yield word
+        finally:
+            self.closed_streams += 1
+
+    def letters(self, text: str) -> Iterator[str]:
+        try:
+            yield from text
         finally:
             self.closed_streams += 1
 

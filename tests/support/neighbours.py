@@ -14,7 +14,8 @@ from rooms import Bench
 from aiodaft._protocol.channels.channel import Kind, Leaving, Message
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
-from aiodaft._runtime.actors.hosted_actor import Host, HostedActor
+from aiodaft._runtime.actors.host import Host
+from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.calls.call import Caller, Request
 from aiodaft._runtime.calls.outgoing import Outgoing
 from aiodaft._runtime.channels import Channels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
 
 import aiodaft
 from aiodaft import Actor, method
@@ -42,6 +42,10 @@ class Worker(Actor):
     async def count(self, to: int) -> AsyncGenerator[int]:
         for number in range(to):
             yield number
+
+    @method
+    def steps(self, to: int) -> Generator[int]:
+        yield from range(to)
 
     @method
     async def ids(self) -> tuple[str, str, str]:

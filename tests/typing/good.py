@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, assert_type
 
@@ -106,6 +106,10 @@ class Model(aiodaft.Actor, gpus=1):
         for word in prompt.split():
             yield word
 
+    @method
+    def letters(self, prompt: str) -> Iterator[str]:
+        yield from prompt
+
     @method(ordered=False)
     async def unordered(self, x: int) -> int:
         return x
@@ -200,6 +204,9 @@ class LLM:
         for word in prompt.split():
             yield word
 
+    def stream_on_thread(self, prompt: str) -> Iterator[str]:
+        yield from prompt.split()
+
     @staticmethod
     def count(text: str) -> int:
         return len(text)
@@ -251,6 +258,7 @@ async def calls(rt: Runtime) -> None:
         async for token in stream:
             assert_type(token, str)
         assert_type([item async for item in a.bounded(1)], list[int])
+        assert_type([item async for item in a.letters("hi")], list[str])
         async with a.tokens("hi there") as words:
             assert_type(await anext(words), str)
 
@@ -384,6 +392,7 @@ async def services(rt: Runtime) -> None:
             assert_type(other, Service[LLM])
         assert_type(svc.call(LLM.stream, "to be"), Stream[str])
         assert_type([word async for word in svc.call(LLM.stream, "to be")], list[str])
+        assert_type(svc.call(LLM.stream_on_thread, "to be"), Stream[str])
         assert_type(svc.call(LLM.count, "four"), Ref[int])
         assert_type(await svc.call(LLM.name_of, 3), str)
         assert_type(svc.call(LLM.__call__, "hi"), Ref[str])

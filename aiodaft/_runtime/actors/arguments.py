@@ -10,7 +10,8 @@ from typing import Any, cast
 from aiodaft._protocol.calls.call import FETCHED, FETCHING, WITHDRAW
 from aiodaft._protocol.connections.messages import Awaited
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId
-from aiodaft._runtime.actors.hosted_actor import Host, InboundCall
+from aiodaft._runtime.actors.host import Host
+from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.received import Plain, ReceivedValue
 from aiodaft._runtime.objects.stored import StoredValue

@@ -1,10 +1,10 @@
-"""The actors of this process and the calls that they receive: an `InboundCall` is data, a `HostedActor` runs it."""
+"""An actor of this process and the calls that it receives: an `InboundCall` is data, a `HostedActor` runs it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from typing import Any, Final, NoReturn, Protocol, cast
@@ -14,9 +14,9 @@ from aiodaft._protocol.calls.mailbox import BoundedMailbox, Mailbox
 from aiodaft._protocol.connections.messages import Awaited
 from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId, group_call_of
-from aiodaft._protocol.latest import Latest
 from aiodaft._runtime.actors.managed import enter, leave
 from aiodaft._runtime.actors.paced import Paced
+from aiodaft._runtime.actors.steps import in_steps
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.store import Store
@@ -38,8 +38,6 @@ logger = logging.getLogger("aiodaft")
 
 # Replaced, never changed. A dict is passed on faster than a read-only view of it.
 _NO_KWARGS: Final[dict[str, Any]] = {}
-# The number of stopped actors that a process remembers by name.
-_REMEMBERED: Final = 1024
 
 current_call: ContextVar[InboundCall | None] = ContextVar("aiodaft_current_call", default=None)
 
@@ -166,17 +164,14 @@ class InboundCall(Life, Paced):
             found(place)
 
 
-class Host:
-    """The hosted actors of one process, and what they share."""
+class Shared:
+    """What the actors of one process share."""
 
     def __init__(self, process: Process, store: Store, ring_poller: RingPoller) -> None:
         self.process = process
         self.store = store
         self.ring_poller = ring_poller
         self.starter = Starter(process.loop)
-        self.actors: dict[ActorId, HostedActor] = {}
-        # The names of the actors that were stopped last, and whether they have moved to other processes.
-        self.stopped = Latest[ActorId, tuple[str, bool]](_REMEMBERED)
         # Called with an actor that has waiting calls.
         self.suspect: Callable[[HostedActor], object] = lambda hosted: None
         # Called with a begun call that is cancelled, and why, or with one that has failed, and None.
@@ -184,32 +179,17 @@ class Host:
         # Called when a method raised SystemExit or KeyboardInterrupt.
         self.on_exit: Callable[[BaseException], object] = _refuse_exit
 
-    def calls(self) -> list[InboundCall]:
-        """Every call that waits or runs here."""
-        actors = list(self.actors.values())
-        return [call for hosted in actors for call in (*hosted.under_way(), *hosted.mailbox.waiting())]
-
-    def add(self, hosted: HostedActor) -> None:
-        self.actors[hosted.id] = hosted
-
-    def remove(self, hosted: HostedActor) -> None:
-        """Remove a stopped actor. Errors of later calls give its name."""
-        self.actors.pop(hosted.id, None)
-        self.stopped[hosted.id] = hosted.name, hosted.moves
-
-    async def aclose(self, reason: str) -> None:
-        for hosted in list(self.actors.values()):
-            await hosted.stop(reason, 0)
-        self.starter.close()
-
 
 class HostedActor:
     """One actor: its instance, its mailbox and its thread."""
 
-    def __init__(self, host: Host, actor: ActorId, name: str, find_spec: Callable[[str], MethodSpec | None]) -> None:
-        self._host = host
-        self._process = process = host.process
-        self._store = host.store
+    def __init__(
+        self, shared: Shared, actor: ActorId, name: str, find_spec: Callable[[str], MethodSpec | None]
+    ) -> None:
+        self._shared = shared
+        self._process = process = shared.process
+        self._store = shared.store
+        self._pace = shared.ring_poller.pace
         self.id = actor
         self.name = name
         self.instance: Any = None
@@ -265,7 +245,7 @@ class HostedActor:
             self._start(call, at_once=True)
         else:
             call.context = copy_context()
-            self._host.suspect(self)
+            self._shared.suspect(self)
 
     def ready(self, call: InboundCall) -> None:
         """Start a call that had to wait for its arguments, if it may start now: refs came in a message."""
@@ -297,24 +277,24 @@ class HostedActor:
         call.stage = ONWARD[call.stage]
         self.running[call] = None
         if call.rules.on_thread:
-            self._host.ring_poller.pace.threads += 1
+            self._pace.threads += 1
             self.thread.submit(lambda: self._run_on_thread(call))
             if len(self.running) > 1:
-                self._host.suspect(self)
+                self._shared.suspect(self)
             return
         # These wait for earlier callbacks of the loop; others begin at once.
         in_turn = call.behind or self.abandoned or call.spec.is_stream or self.id < FIRST_USER_ACTOR
-        self._host.starter.start(call, self.run(call), at_once=at_once and not in_turn)
+        self._shared.starter.start(call, self.run(call), at_once=at_once and not in_turn)
 
     # Running.
 
     async def run(self, call: InboundCall) -> None:
         """Run the method of a call and answer: the only place that calls methods and handles what they raise.
 
-        SystemExit and KeyboardInterrupt end the process; every other error is the caller's. An `async def` method runs
-        in the call's task. A `def` method runs on the actor's thread, where nothing in here waits and the result is
-        encoded before the next method can change it; the loop gives the answer. The steps of a graph are run by a
-        method of their segment, which keeps their errors as values.
+        SystemExit and KeyboardInterrupt end the process; every other error is the caller's. An `async def` method or a
+        generator runs in the call's task. A `def` method runs on the actor's thread, where nothing in here waits and
+        the result is encoded before the next method can change it; the loop gives the answer. The steps of a graph are
+        run by a method of their segment, which keeps their errors as values.
         """
         on_thread = call.rules.on_thread
         self._enter(call)
@@ -327,7 +307,7 @@ class HostedActor:
             ran = True
             result: Any = call.spec.fn(self.instance, *call.args, **call.kwargs)
             if not on_thread:
-                result = await (call.give_items(result, call.responder.item) if call.spec.is_stream else result)
+                result = await (self._give_items(call, result) if call.spec.is_stream else result)
             if call.stage is LATE:
                 # It returned a result after its deadline.
                 answer, given = self._fail_late, None
@@ -337,13 +317,13 @@ class HostedActor:
                 answer, given = call.responder.answer_stored, small
             else:
                 stored = (
-                    self._store.keep_patiently(result, call.label, call.spec.transport, small=False)
+                    self._store.keep_patiently(result, call.label, "result", call.spec.transport, small=False)
                     if on_thread
                     else await self.capture(result, call.label, "result", call.spec.transport, small=False)
                 )
                 answer, given = call.responder.answer_stored, stored
         except (SystemExit, KeyboardInterrupt) as error:
-            answer, given = (lambda _, error: self._host.on_exit(error)), error
+            answer, given = (lambda _, error: self._shared.on_exit(error)), error
         except BaseException as error:  # noqa: BLE001 - the caller gets every error of a method
             answer, given = partial(self._failed, ran=ran), error
         if on_thread:
@@ -352,6 +332,12 @@ class HostedActor:
             self._end(call, answer, given)
         # The error's frames lead here: they must not lead back to the error.
         del answer, given
+
+    async def _give_items(self, call: InboundCall, items: Any) -> None:
+        if not isinstance(items, AsyncGenerator):
+            encode = partial(self._store.keep_patiently, label=call.label, what="item", via=call.spec.transport)
+            items = in_steps(items, self.thread, self._pace, None if call.responder.is_local else encode)
+        await call.give_items(items, call.responder.item)
 
     def _run_on_thread(self, call: InboundCall) -> None:
         if call.take():
@@ -506,7 +492,7 @@ class HostedActor:
 
     def undone(self, call: InboundCall, why: DaftError | None) -> None:
         """A begun call takes part in nothing any more, for this reason; None: it has failed."""
-        self._host.on_undone(call, why)
+        self._shared.on_undone(call, why)
 
     def is_late(self, call: InboundCall, error: BaseException) -> bool:
         """Whether a call ended because of its deadline: the calls that it made have the same, and may fail first."""
@@ -534,7 +520,7 @@ class HostedActor:
             self.done += 1
             self.abandoned.discard(call)
             if call.rules.on_thread:
-                self._host.ring_poller.pace.threads -= 1
+                self._pace.threads -= 1
             # Breaks a reference cycle: the context refers to the call.
             call.task = call.context = None
             # A cancelled timer of the method may keep the context, and so the call: free the arguments now.

@@ -10,7 +10,8 @@ from aiodaft._protocol.connections.messages import CALL, WANT_NOTHING, WANT_REPL
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
 from aiodaft._protocol.objects.stream import CREDIT_WINDOW
 from aiodaft._runtime.actors.arguments import Arguments
-from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
+from aiodaft._runtime.actors.host import Host
+from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.actors.responders import LocalResponder, RemoteResponder
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue

@@ -140,7 +140,10 @@ class RemoteResponder:
         return found if isinstance(found, StoredValue | ReceivedValue) else Plain(found)
 
     async def item(self, call: InboundCall, value: Any) -> None:
-        stored = await call.hosted.capture(value, call.label, "item", call.spec.transport)
+        if isinstance(value, StoredValue):
+            stored = value
+        else:
+            stored = await call.hosted.capture(value, call.label, "item", call.spec.transport)
         try:
             await self._store.make_ready(stored)
             if not call.answered and self._connection.lost is None:

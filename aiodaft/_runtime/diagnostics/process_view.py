@@ -11,7 +11,8 @@ from typing import Final
 
 from aiodaft._protocol.diagnostics.failures import Failure
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
-from aiodaft._runtime.actors.hosted_actor import Host, HostedActor
+from aiodaft._runtime.actors.host import Host
+from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.objects.objects import Objects

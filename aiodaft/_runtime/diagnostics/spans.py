@@ -7,6 +7,7 @@ Only `telemetry.py` loads this. The objects at which calls begin are told to mak
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing, contextmanager, suppress
@@ -26,7 +27,8 @@ from aiodaft._protocol.connections.versions import __version__
 from aiodaft._protocol.diagnostics.trace import CANCELLED, FETCHED, Event, is_shown, outcome_of
 from aiodaft._protocol.diagnostics.trace_context import TraceContext
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
-from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall, current_call
+from aiodaft._runtime.actors.host import Host
+from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, current_call
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.calls.call import Caller, CallSink, Request
 from aiodaft._runtime.graphs.owner import GraphOwner
@@ -140,8 +142,16 @@ class Spans:
                     async for item in items:
                         yield item  # noqa: ASYNC119 - the runtime closes it
 
+        @functools.wraps(fn)
+        def steps(*args: Any, **kwargs: Any) -> Generator[Any]:
+            with self._serving(name, attributes):
+                yield from fn(*args, **kwargs)
+
         spanned = copy(spec)
-        spanned.fn = on_thread if spec.rules.on_thread else stream if spec.is_stream else on_loop
+        if spec.is_stream:
+            spanned.fn = stream if inspect.isasyncgenfunction(fn) else steps
+        else:
+            spanned.fn = on_thread if spec.rules.on_thread else on_loop
         return spanned
 
     @contextmanager

@@ -8,7 +8,7 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Final
 
-from aiodaft._runtime.actors.hosted_actor import Host
+from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.graphs.registry import Graphs

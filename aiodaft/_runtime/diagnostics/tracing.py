@@ -17,7 +17,8 @@ from aiodaft._protocol.diagnostics import trace
 from aiodaft._protocol.diagnostics.trace import CANCELLED, UNFINISHED, Event, Key, ProcessTrace, is_shown, outcome_of
 from aiodaft._protocol.graphs.plan import Dataflow
 from aiodaft._protocol.ids import AGENT, FIRST_USER_ACTOR, PeerId
-from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall, current_call
+from aiodaft._runtime.actors.host import Host
+from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, current_call
 from aiodaft._runtime.calls.call import Request
 from aiodaft._runtime.calls.outgoing import Outgoing
 from aiodaft._runtime.graphs.captured_call import Arguments

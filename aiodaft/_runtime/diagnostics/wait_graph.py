@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary
 
 from aiodaft._protocol.diagnostics.deadlock import CallAt, Place, Waiting, place_of
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
-from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
+from aiodaft._runtime.actors.host import Host
+from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.calls.call import CallState
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.diagnostics.await_chains import (

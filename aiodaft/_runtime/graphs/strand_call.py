@@ -204,7 +204,7 @@ class StrandCall(InboundCall):
         """Encode a result and copy its buffers before the actor can change it."""
         store = self.strand.context.objects.store
         if self.rules.on_thread:
-            stored = store.keep_patiently(result, step.label, step.transport)
+            stored = store.keep_patiently(result, step.label, "result", step.transport)
             store.pack_here(stored)
         else:
             stored = await self.hosted.capture(result, step.label, "result", step.transport)

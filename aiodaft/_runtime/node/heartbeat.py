@@ -15,7 +15,8 @@ from typing import Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
 from aiodaft._protocol.node.liveness import Answer, LastHeartbeat, Liveness, Order, Patience
-from aiodaft._runtime.actors.hosted_actor import Host, InboundCall
+from aiodaft._runtime.actors.host import Host
+from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.diagnostics.debugger_line import is_debugged
 from aiodaft._runtime.diagnostics.wait_graph import on_loop
 

@@ -234,11 +234,11 @@ class Store:
         await self.pack(stored)
         await stored.wait_filled()
 
-    def keep_patiently(self, result: Any, label: str, via: str | None, *, small: bool = True) -> StoredValue:
-        """Encode a result, and pack what is not lent. May take long: not on the loop."""
+    def keep_patiently(self, result: Any, label: str, what: str, via: str | None, *, small: bool = True) -> StoredValue:
+        """Encode a result or item, and pack what is not lent. May take long: not on the loop."""
         lender = result if isinstance(result, Borrowed) else None
         value = result if lender is None else lender.value
-        names = Names(label, (("result", value),))
+        names = Names(label, ((what, value),))
         stored = self.keep(value, names, via=via, lender=lender, patient=True, small=small)
         if not stored.wholly_lent:
             self.pack_here(stored)

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 import torch
 from inside import peer_of
+from odd_errors import BUILTIN, ODD, facts_of
 from plain_actors import Box, Color, OwnError, Pickled, Point, Settings, Worker
 
 import aiodaft
@@ -109,6 +110,11 @@ async def test_an_exception_comes_as_its_own_type_with_its_cause_and_its_frames_
     assert any("the remote traceback" in note and "in fail" in note for note in raised.value.__notes__)
 
 
+async def test_exceptions_of_all_classes_come_with_all_that_they_have(worker: Worker) -> None:
+    errors = [*BUILTIN, *ODD]
+    assert list(map(facts_of, await worker.same(errors))) == list(map(facts_of, errors))
+
+
 async def test_an_exception_that_needs_pickle_comes_as_text(worker: Worker) -> None:
     with pytest.raises(RemoteError, match=r"plain_actors.StrangeError: strange") as raised:
         await worker.fail_strangely()
@@ -165,6 +171,7 @@ def payload(code: int, content: Any) -> bytes:
 
 
 THING_OS = pack_exts(codes.THING, "os:system")
+THING_GROUP = pack_exts(codes.THING, "builtins:BaseExceptionGroup")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +183,8 @@ THING_OS = pack_exts(codes.THING, "os:system")
         (codes.DATACLASS, [pack_exts(codes.THING, "builtins:dict"), {}], "is no dataclass"),
         (codes.RECORD, ["subprocess:Popen", {}], "is no dataclass"),
         (codes.MEMBER, ["sys:modules", "os"], "is no enumeration"),
-        (codes.EXCEPTION, [THING_OS, ["true"], {}, None], "is no exception"),
+        (codes.EXCEPTION, [THING_OS, ["true"], {}, None, {}], "is no exception"),
+        (codes.EXCEPTION, [THING_GROUP, ["several", ["no error"]], {}, None, {}], "is not an exception"),
         (codes.BUILT, ["os:system", ["true"]], "os:system"),
     ],
     ids=str,
@@ -186,6 +194,15 @@ async def test_f87_what_a_member_sends_nevertheless_runs_nothing(
 ) -> None:
     with pytest.raises(SerializationError, match=why):
         decode(payload(code, content), home=peer_of(plain).process)
+
+
+@pytest.mark.parametrize("args", [[], [1, 2, 3, 4, 5], ["utf-8", b"x", -(1 << 40), 1 - (1 << 40), "bad"]], ids=str)
+async def test_f87_an_exception_of_parts_that_do_not_suit_it_has_them_and_no_others(
+    plain: aiodaft.Runtime, args: list[Any]
+) -> None:
+    content = [pack_exts(codes.THING, "builtins:UnicodeDecodeError"), args, {}, None, {"start": -9, "args": 1, "no": 1}]
+    error = decode(payload(codes.EXCEPTION, content), home=peer_of(plain).process)
+    assert (type(error), error.args, str(error), error.encoding) == (UnicodeDecodeError, tuple(args), "", None)
 
 
 async def test_f87_code_that_a_member_sends_is_not_loaded(plain: aiodaft.Runtime) -> None:

@@ -6,9 +6,11 @@ import gc
 import traceback
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from failing import CustomError, HostileError
+from odd_errors import BUILTIN, ODD, ReducedError, SlotsError, facts_of
 
 import aiodaft
 from aiodaft._runtime.serialization.errors import decode_error, encode_error
@@ -82,7 +84,7 @@ def test_a_traceback_that_has_travelled_shows_the_same_lines_and_marks() -> None
     assert [frame.f_code.co_firstlineno for frame in frames] == [
         frame.f_code.co_firstlineno for frame, _ in traceback.walk_tb(error.__traceback__)
     ]
-    assert all(frame.f_locals.keys() == {"__name__", "__builtins__", "stop"} for frame in frames)
+    assert all(frame.f_locals.keys() == {"__name__", "__builtins__", "..."} for frame in frames)
 
 
 @pytest.mark.parametrize("depth", [98, 99, 100, 500, 900])
@@ -144,18 +146,15 @@ def test_what_is_large_inside_a_group_is_cut_there() -> None:
     assert [type(one) for one in found.exceptions] == [KeyError, ValueError]
 
 
-class Unfriendly(Exception):
-    """Cannot be made of what it was made of."""
+class Endless(Exception):
+    """Is always as large."""
 
-    def __new__(cls, *, size: int) -> Unfriendly:
-        return super().__new__(cls, "x" * size)
-
-    def __init__(self, *, size: int) -> None:
-        super().__init__("x" * size)
+    def __reduce__(self) -> Any:
+        return Endless, ("x" * 1_000_000,)
 
 
 @pytest.mark.parametrize(("error", "why"), [
-    (Unfriendly(size=1_000_000), "it is too large, and cannot be truncated: "),
+    (Endless(), "it is too large, and cannot be truncated: "),
     (HostileError(), "no pickle either"),
 ])  # fmt: skip
 def test_one_that_comes_as_text_says_why(error: Exception, why: str) -> None:
@@ -163,3 +162,36 @@ def test_one_that_comes_as_text_says_why(error: Exception, why: str) -> None:
     assert isinstance(found, aiodaft.RemoteError)
     assert found.type_name.endswith(type(error).__name__)
     assert why in found.__notes__[0]
+
+
+@pytest.mark.parametrize("error", [*BUILTIN, *ODD, ReducedError(1, 2)], ids=lambda error: type(error).__name__)
+def test_an_exception_arrives_with_its_text_its_arguments_and_its_attributes(error: BaseException) -> None:
+    assert facts_of(travelled(error)) == facts_of(error)
+
+
+def test_an_exception_arrives_with_what_leads_back_to_it() -> None:
+    error: Any = SlotsError(first=1)
+    error.first, error.itself = error, error
+    found: Any = travelled(error)
+    assert found.first is found.itself is found
+
+
+def test_the_object_of_an_attribute_error_stays() -> None:
+    found = travelled(caught(lambda: object().missing))  # type: ignore[attr-defined]  # the point
+    assert isinstance(found, AttributeError)
+    assert (found.name, found.obj) == ("missing", None)
+
+
+def test_a_decoding_error_of_a_large_text_says_what_it_said() -> None:
+    error = caught(lambda: (b"x" * 1_000_000 + b"\xff").decode())
+    found = travelled(error)
+    assert type(found) is UnicodeDecodeError
+    assert (found.start, found.reason) == (1_000_000, "invalid start byte")
+    assert f"its text was: {error}" in found.__notes__
+
+
+def test_what_is_large_in_an_attribute_is_cut_there() -> None:
+    found = travelled(SlotsError(first="x" * 1_000_000))
+    assert isinstance(found, SlotsError)
+    assert found.filename == "f.txt"
+    assert len(found.first) < 20_000

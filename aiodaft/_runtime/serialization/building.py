@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, Final, TypeVar
 
 from aiodaft._runtime.serialization.containers import rebuild_dataclass
+from aiodaft._runtime.serialization.error_parts import Parts, bare_error, fill_error
 
 BuilderT = TypeVar("BuilderT", bound=Callable[..., Any])
 
@@ -50,13 +51,13 @@ def checked(cls: Any, kind: str) -> Any:
     return cls
 
 
-def build_error(cls: Any, args: list[Any], state: dict[str, Any], cause: BaseException | None) -> BaseException:
-    """An exception from its parts, without running its `__init__`."""
-    checked(cls, "exception")
-    error: BaseException = cls.__new__(cls, *args)
-    error.args = tuple(args)
-    error.__dict__.update(state)
-    error.__cause__ = cause
+def build_error(
+    cls: Any, args: list[Any], state: dict[str, Any], cause: BaseException | None, fields: Mapping[str, Any]
+) -> BaseException:
+    """An exception from its parts, without a method of its class."""
+    error = bare_error(checked(cls, "exception"), args, fields)
+    fill_error(error, Parts(args, state, fields))
+    BaseException.__dict__["__cause__"].__set__(error, cause)
     return error
 
 

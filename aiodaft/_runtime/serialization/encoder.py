@@ -24,6 +24,7 @@ from aiodaft._runtime.serialization.building import builder_name
 from aiodaft._runtime.serialization.containers import FLAT, contains_ref, field_names, text_size
 from aiodaft._runtime.serialization.diagnosis import advice_on, cause_of, find_path
 from aiodaft._runtime.serialization.encoded import Encoded, Source, digest_of
+from aiodaft._runtime.serialization.error_parts import parts_of_error
 from aiodaft._runtime.serialization.pickling import Owned, TooLong, pickle_into, yield_gil
 from aiodaft._runtime.serialization.small import SmallEncoder, encode_small
 from aiodaft._runtime.serialization.tensors import Places, TensorTable, is_dense_tensor, whole_tensor
@@ -222,13 +223,14 @@ class Encoder(SmallEncoder):
         cls: type[Any] = type(value)
         if issubclass(cls, tuple) and hasattr(cls, "_fields"):
             return pack_exts(codes.NAMEDTUPLE, [self.thing(cls), [self.walk(item) for item in value]])
+        if issubclass(cls, BaseException):
+            # Its frames stay here.
+            args, state, fields = parts_of_error(value)
+            parts = [list(args), state, value.__cause__, fields]
+            return pack_exts(codes.EXCEPTION, [self.thing(cls), *map(self.walk, parts)])
         if is_dataclass(cls) and not issubclass(cls, Actor):
             fields = {name: self.walk(getattr(value, name)) for name in field_names(value)}
             return pack_exts(codes.DATACLASS, [self.thing(cls), fields])
-        if issubclass(cls, BaseException):
-            # Its frames stay here.
-            parts = [list(value.args), dict(value.__dict__), value.__cause__]
-            return pack_exts(codes.EXCEPTION, [self.thing(cls), *map(self.walk, parts)])
         if cls.__module__ == "numpy" and cls.__name__ == "ndarray" and _is_simple(value.dtype):
             order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
             content = value.ravel(order)

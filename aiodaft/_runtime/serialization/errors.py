@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
@@ -14,6 +15,7 @@ from aiodaft._runtime.platform.error_log import text_of
 from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.encoder import Names, encode
+from aiodaft._runtime.serialization.error_parts import Parts, bare_error, fill_error, parts_of_error
 from aiodaft._runtime.serialization.frames import FrameData, frames_of, traceback_of
 from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft.causes import message_of
@@ -236,23 +238,25 @@ def truncated(error: BaseException) -> BaseException:
     """A truncated copy of an exception: long texts end early, other large objects become texts, causes are left out.
 
     Raises:
-        Exception: Its class refuses the arguments.
+        Exception: The C code of its class refuses the arguments.
     """
-    cls = type(error)
-    args: tuple[Any, ...]
+    args, state, fields = parts_of_error(error)
+    cut = [_short(arg) for arg in args]
     if isinstance(error, BaseExceptionGroup):
-        args = (_short(error.message), [truncated(one) for one in error.exceptions])
-    else:
-        args = tuple(map(_short, error.args))
-    twin = cls.__new__(cls, *args)
-    twin.args = args
+        cut[:2] = [_short(error.message), [truncated(one) for one in error.exceptions]]
+    twin = bare_error(type(error), cut)
     notes = [_short(note) for note in getattr(error, "__notes__", ())][:_MAX_NOTES]
-    twin.__dict__.update({name: _short(value) for name, value in error.__dict__.items() if name != "__notes__"})
-    twin.__notes__ = [
-        *notes,
-        "truncated to travel: its large parts and its causes stayed in the process that raised it",
-    ]
-    return twin.with_traceback(error.__traceback__)
+    fill_error(twin, Parts(cut, _short_values(state), _short_values(fields)))
+    if isinstance(error, UnicodeError):
+        # Its text is made of what has been cut.
+        notes.append(_short(f"its text was: {message_of(error)}"))
+    notes.append("truncated to travel: its large parts and its causes stayed in the process that raised it")
+    twin.__dict__["__notes__"] = notes
+    return BaseException.with_traceback(twin, error.__traceback__)
+
+
+def _short_values(parts: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _short(value) for name, value in parts.items() if name != "__notes__"}
 
 
 def _short(value: Any) -> Any:

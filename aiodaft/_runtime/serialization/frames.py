@@ -14,6 +14,8 @@ from typing import Final, NamedTuple
 
 # The column of what has none.
 _NOWHERE: Final = -1
+# The name of the only variable of a frame: Python, which looks for names like an unknown one, finds none like this.
+_STOP: Final = "..."
 
 
 class FrameData(NamedTuple):
@@ -65,7 +67,7 @@ def traceback_of(frames: list[FrameData]) -> TracebackType | None:
     try:
         for frame in reversed(frames):
             try:
-                exec(_code(frame), {"__name__": frame.module, "stop": _Raised})
+                exec(_code(frame), {"__name__": frame.module, _STOP: _Raised})
             except _Raised as raised:
                 entry = raised.__traceback__
             # The first entry is that of this function.
@@ -85,6 +87,6 @@ def _code(frame: FrameData) -> CodeType:
     # Code counts its lines from the first.
     lines = frame.line - frame.first_line + 1, frame.end_line - frame.first_line + 1
     at = {"lineno": lines[0], "end_lineno": lines[1], "col_offset": frame.column, "end_col_offset": frame.end_column}
-    statement = ast.Raise(exc=ast.Name("stop", ast.Load(), **at), cause=None, **at)
+    statement = ast.Raise(exc=ast.Name(_STOP, ast.Load(), **at), cause=None, **at)
     code = compile(ast.Module([statement], []), frame.file, "exec")
     return code.replace(co_name=frame.function, co_firstlineno=frame.first_line)

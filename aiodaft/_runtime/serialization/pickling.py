@@ -16,6 +16,13 @@ from typing import Any, Final, Protocol, cast
 
 from aiodaft._runtime.process import Process, current_process, refuses_pickle
 from aiodaft._runtime.serialization.encoded import Source
+from aiodaft._runtime.serialization.error_parts import (
+    Parts,
+    bare_error,
+    fill_error,
+    is_made_of_parts,
+    parts_of_error,
+)
 from aiodaft._runtime.serialization.frames import frames_of, gap, traceback_of
 from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.actor import Actor, Handle, target_of
@@ -325,11 +332,28 @@ def home() -> Process:
 
 
 def _reduce_error(value: BaseException | TracebackType) -> Any:
-    from tblib import pickling_support  # noqa: PLC0415 - only errors need it
-
     if isinstance(value, TracebackType):
         return _reduce_traceback(value)
-    return pickling_support.pickle_exception(value)
+    if not is_made_of_parts(type(value)):
+        from tblib import pickling_support  # noqa: PLC0415 - few errors need it
+
+        return pickling_support.pickle_exception(value)
+    parts = parts_of_error(value)
+    context = value.__cause__, value.__traceback__, value.__context__, value.__suppress_context__
+    # What an error has may lead back to it, so it comes after; but for the members of a group.
+    made_of = (value.message, value.exceptions) if isinstance(value, BaseExceptionGroup) else ()
+    return bare_error, (type(value), made_of), (tuple(parts), *context), None, None, _fill_error
+
+
+def _fill_error(error: BaseException, filling: tuple[Any, ...]) -> None:
+    """Give an error that pickle has made what it had."""
+    (args, state, fields), cause, frames, context, suppressed = filling
+    fill_error(error, Parts(args, state, fields))
+    if state and type(error).__setstate__ is not BaseException.__setstate__:
+        error.__setstate__(state)
+    for name, value in {"__cause__": cause, "__context__": context, "__suppress_context__": suppressed}.items():
+        BaseException.__dict__[name].__set__(error, value)
+    BaseException.with_traceback(error, frames)
 
 
 def _reduce_traceback(value: TracebackType) -> Any:

@@ -168,7 +168,8 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
     async def released(self) -> None:
         """Wait until no call under way has the value as an argument, and no process has it mapped.
 
-        Then the producer may write again to memory that it lent with `borrow()` or `empty()`.
+        Then the producer may write again to memory that it lent with `borrow()` or `empty()`. The ref does not keep the
+        value here, if it was awaited; another await brings it again.
 
         Cancellation: only this wait ends.
         """

@@ -219,6 +219,21 @@ async def test_released_at_the_caller_waits_for_readers(rt: aiodaft.Runtime) -> 
     await a.overwrite(2.0)
 
 
+async def test_released_waits_for_what_an_await_gave_and_not_for_the_ref_itself(rt: aiodaft.Runtime) -> None:
+    a = await rt.spawn(Keeper)
+    ref = a.make_shared(MIB, 1.0)
+    here = await ref
+    waiting = asyncio.get_running_loop().create_task(ref.released())
+    await a.address()
+    # Over other transports than `shm`, the reader has a copy of its own.
+    assert not (waiting.done() and peer_of(rt).store.transport.name == "shm")
+    del here
+    await waiting
+    assert torch.equal(await ref, torch.ones(MIB))
+    await ref.released()
+    await a.overwrite(2.0)
+
+
 async def test_modules_compose_across_processes(rt: aiodaft.Runtime) -> None:
     first, second = await rt.spawn(Layer, 64, 128, seed=1), await rt.spawn(Layer, 128, 8, seed=2)
     torch.manual_seed(1)

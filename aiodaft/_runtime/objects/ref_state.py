@@ -316,7 +316,7 @@ class RefState(Value):
         Cancellation: if nothing else needs the value, the remote call is cancelled, and the wait goes on until its
         cleanup has run, at most for the process's grace time.
         """
-        if self.value is ABSENT and self.error is None:
+        while self.value is ABSENT and self.error is None:
             if self.received is None or is_heavy(self.received.payload):
                 wakeup = self._add_waiter()
                 try:
@@ -370,6 +370,8 @@ class RefState(Value):
             self._idle = self._idle or asyncio.Event()
             yield from self._idle.wait().__await__()
         if self.status is THERE:
+            # An await has mapped it here. Another await brings it again.
+            self.value = ABSENT
             yield from self.objects.owner.unread_remote(self.producer, self.owner, self.number).__await__()
         elif self.stored is not None:
             yield from self.stored.wait_unread().__await__()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
 from typing import (
+    TYPE_CHECKING,
     Any,
     Concatenate,
     Generic,
     NamedTuple,
+    NoReturn,
     ParamSpec,
     Protocol,
     Self,
@@ -124,7 +126,7 @@ class Group(Generic[ActorT]):
             ValueError: The number of items differs from that of members; no call was made.
         """
         spec, units = self._spec(m), self._seats()
-        items = list(a0)
+        items = list(_plain_items(a0, spec))
         if len(items) != len(units):
             raise ValueError(f"{spec.label}: {len(items)} items for {len(units)} members")
         return self._call_all([(unit, (item, *args)) for unit, item in zip(units, items, strict=True)], spec, kwargs)
@@ -216,7 +218,9 @@ class Group(Generic[ActorT]):
         def call(unit: Unit, item: Any) -> Ref[Any]:
             return self._calls.call(unit, spec, (item, *args), kwargs)
 
-        return GroupMap(iter(items), self._choose, call, self.__len__).results(ordered=ordered)
+        return GroupMap(iter(_plain_items(items, spec)), self._choose, call, self.__len__).results(
+            spec.label, ordered=ordered
+        )
 
     # Views.
 
@@ -433,6 +437,15 @@ class Group(Generic[ActorT]):
         along, places, policy = self._view
         return _view_of, (self._of, along, dict(places), None if policy is fewest_in_flight else policy)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            # Python asks for private names even before __init__ has run.
+            what = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_") and self._has_method(name):
+                what += f": use `group.all({self._class.__name__}.{name}, ...)`, or call it on one member"
+            raise AttributeError(what)
+
     def _handles(self) -> list[Any]:
         members = self._roster.members
         return [members[unit.rank] for unit in self._seats()]
@@ -445,11 +458,14 @@ class Group(Generic[ActorT]):
     def _find(self, m: Any) -> MethodSpec:
         name = getattr(m, "__name__", None)
         spec = specs_of(self._class).get(name or "")
-        if spec is None:
-            raise TypeError(
-                f"{m!r:.80} is not a remote method of {self._class.__name__}: decorate it with @aiodaft.method"
-            )
-        return spec
+        if spec is not None:
+            return spec
+        cls, known = self._class.__name__, isinstance(m, str) and self._has_method(m)
+        advice = f"pass {cls}.{m}, not its name" if known else "decorate it with @aiodaft.method"
+        raise TypeError(f"{m!r:.80} is not a remote method of {cls}: {advice}")
+
+    def _has_method(self, name: str) -> bool:
+        return name in specs_of(self._class)
 
     def _spec(self, m: Any, *, streams: bool = False) -> MethodSpec:
         spec = self._find(m)
@@ -503,3 +519,9 @@ def _view_of(
 ) -> Group[ActorT]:
     view = group.along(*along, result=places) if along else group
     return view.with_policy(policy or fewest_in_flight)
+
+
+def _plain_items(items: Any, spec: MethodSpec) -> Iterable[Any]:
+    if isinstance(items, AsyncIterable) and not isinstance(items, Iterable | Refs):
+        raise TypeError(f"{spec.label}: the items are asynchronous: pass `[item async for item in items]`")
+    return cast("Iterable[Any]", items)

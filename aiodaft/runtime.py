@@ -6,9 +6,11 @@ its lifespan. The node agent and the coordinator live in this process: no other 
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import astuple
 from types import TracebackType
@@ -34,9 +36,10 @@ from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.tasks import shield_from_anyio
 from aiodaft._runtime.process import MSGPACK, ProcessOptions
 from aiodaft._runtime.scope_errors import ScopeErrors
-from aiodaft._runtime.serialization.errors import give_frames, take_frames
+from aiodaft._runtime.serialization.errors import add_note, give_frames, take_frames
 from aiodaft._runtime.serialization.frames import FrameData
 from aiodaft.actor import Actor, class_of, handle_of
+from aiodaft.exceptions import DaftError
 from aiodaft.info import NodeInfo, look_at_nodes
 from aiodaft.logs import Logs
 from aiodaft.naming import found, register
@@ -140,11 +143,14 @@ class Runtime(Scope):
         env: Env | None = None,
     ) -> None:
         _check_options(max_pending, stop_grace, cancel_grace, unhandled)
+        self._address_given = bool(address)
         address = address or os.environ.get("AIODAFT_ADDRESS")
         asked = transport or os.environ.get("AIODAFT_TRANSPORT")
         env = env or Env()
         machine = Machine(env, cpus, gpus, resources, share_gpus=share_gpus)
         peer, chosen = env.new_peer_id("controller"), check_name(asked or default_name())
+        with _telling_whose_address(self._address_given):
+            cluster = None if not address else _cluster_at(address, key_file, env)
         options = ControllerOptions(
             process=ProcessOptions(
                 peer,
@@ -171,7 +177,7 @@ class Runtime(Scope):
             labels=dict(check_labels(labels or {})),
             env=env,
             logs=logs if isinstance(logs, Logs) else Logs(logs),
-            cluster=None if not address else _cluster_at(address, key_file, env),
+            cluster=cluster,
         )
         controller = Controller(options, machine)
         controller.answers = answers(controller)
@@ -184,9 +190,14 @@ class Runtime(Scope):
         return cast("Controller", self._controller)
 
     async def __aenter__(self) -> Self:
+        if asyncio._get_running_loop() is None:
+            raise RuntimeError(
+                "no event loop of asyncio runs here: use `aiodaft.run(main())` or `asyncio.run(main())`, not trio"
+            )
         await super().__aenter__()
         controller = self._opened
-        await controller.find_cluster()
+        with _telling_whose_address(self._address_given):
+            await controller.find_cluster()
         controller.open(self._owned)
         controller.process.provide(Runtime, self)
         try:
@@ -413,6 +424,17 @@ def _cluster_at(address: str, key_file: str | os.PathLike[str] | None, env: Env)
     from aiodaft._runtime.connections.network import TcpNetwork  # noqa: PLC0415 - as above
 
     return str(parse_address(address)), TcpNetwork(load_identity(key_file))
+
+
+@contextmanager
+def _telling_whose_address(given: bool) -> Generator[None]:
+    """Errors of the way to a cluster say so if no code has asked for it."""
+    try:
+        yield
+    except (DaftError, ValueError) as error:
+        if not given:
+            add_note(error, "the address is that of $AIODAFT_ADDRESS; without it, the runtime has this machine alone")
+        raise
 
 
 def _check_options(max_pending: object, stop_grace: object, cancel_grace: object, unhandled: object) -> None:

@@ -131,6 +131,9 @@ class ServiceGroup(Group[Service[T]]):
     def _find(self, m: Any) -> MethodSpec:
         return self._methods.of(m)
 
+    def _has_method(self, name: str) -> bool:
+        return self._methods.find(name) is not None
+
     if TYPE_CHECKING:
         # The same operations, for the functions of a plain class instead of an actor's methods.
 

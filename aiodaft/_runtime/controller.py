@@ -81,7 +81,9 @@ class Controller(Owner):
         self.answers: Answers = {}
         self._cluster: Cluster | None = None
         self._stage = Stage.NEW
-        self._why_closed = "the runtime is not open yet"
+        self._why_closed = (
+            "the runtime is not open yet: use `async with aiodaft.Runtime() as rt`, or `rt = await aiodaft.start()`"
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         # Processes that are simulated have the stacks of this one.
         self._is_real = options.env.launcher is None

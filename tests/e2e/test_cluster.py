@@ -268,8 +268,10 @@ async def test_the_end_of_a_node_fails_what_was_on_it_and_nothing_else(tmp_path:
             assert await second.ask(first, 1) == 2
             cluster.nodes[1].process.kill()
             await ended(worker)
-            with pytest.raises(aiodaft.exceptions.OutcomeUnknown):
+            with pytest.raises(aiodaft.exceptions.OutcomeUnknown) as lost:
                 await second.increment(1)
+            assert "increment" in f"{lost.value}{lost.value.__notes__}"
+            assert lost.value.actor.startswith("Traveller-")
             assert await first.increment(1) == 2
             # Its lease ends, and with that its names.
             while await rt.names():

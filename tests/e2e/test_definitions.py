@@ -9,9 +9,10 @@ import signal
 import traceback
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, make_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from actors import Echo
 from definition_actors import Taker
 
 import aiodaft
@@ -54,6 +55,27 @@ async def test_ten_thousand_calls_send_the_code_of_a_class_once(runtime: aiodaft
     after = runtime.traffic()
     # The code alone has more bytes than what is sent for a call.
     assert after.control_sent - before.control_sent < CALLS * CODE // 10
+
+
+async def test_instances_of_a_class_with_slots_come_back(runtime: aiodaft.Runtime) -> None:
+    class Slotted:
+        __slots__ = ("value",)
+
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    @dataclass(slots=True)
+    class Pair:
+        first: int
+        second: int = 2
+
+    class Named(NamedTuple):
+        name: str
+
+    echo = await runtime.spawn(Echo)
+    back = await echo.echo([Slotted(1), Pair(1), Named("a")])
+    assert [type(one) for one in back] == [Slotted, Pair, Named]
+    assert (back[0].value, *back[1:]) == (1, Pair(1), Named("a"))
 
 
 async def test_an_error_in_code_that_was_sent_shows_the_line_of_its_file(runtime: aiodaft.Runtime) -> None:

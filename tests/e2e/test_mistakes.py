@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import new_class
 from typing import Any
@@ -59,6 +60,43 @@ async def test_a_method_without_the_decorator_says_which_decorator(mrt: aiodaft.
     with pytest.raises(AttributeError, match="its state is in another process; .* set 'limit'"):
         careless.limit = 4
     assert await careless.decorated(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "reason"),
+    [
+        (
+            lambda g: g.echo(1),
+            AttributeError,
+            r"has no attribute 'echo': use `group.all\(Echo.echo, ...\)`, or call it on",
+        ),
+        (lambda g: g.nothing, AttributeError, "^'Group' object has no attribute 'nothing'$"),
+        (
+            lambda g: g.all("echo", 1),
+            TypeError,
+            r"^'echo' is not a remote method of Echo: pass Echo.echo, not its name$",
+        ),
+        (lambda g: list(g.map(Echo.echo, [1])), TypeError, r"^<results of map\(Echo.echo\)> .*use `async for`$"),
+        (lambda g: g.map(Echo.echo, [1]).__await__(), TypeError, "are many values: use `async for`, not `await`$"),
+        (
+            lambda g: g.map(Echo.echo, _items()),
+            TypeError,
+            r"^Echo.echo: the items are asynchronous: pass `\[item async",
+        ),
+        (lambda g: g.each(Echo.echo, _items()), TypeError, "^Echo.echo: the items are asynchronous"),
+    ],
+)
+async def test_a_wrong_call_of_a_group_says_what_is_right(
+    mrt: aiodaft.Runtime, mistake: Callable[[Any], object], error: type[Exception], reason: str
+) -> None:
+    group = await mrt.group(1, Echo)
+    with pytest.raises(error, match=reason):
+        mistake(group)
+    assert await copy.copy(group).all(Echo.echo, 1) == [1]
+
+
+async def _items() -> AsyncIterator[int]:
+    yield 1
 
 
 async def test_a_handle_that_was_not_awaited_says_so(mrt: aiodaft.Runtime) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +17,29 @@ import aiodaft
 async def test_a_runtime_that_is_not_open_yet_says_so() -> None:
     rt = aiodaft.Runtime(preload=(), gpus=1)
     assert "not open" in repr(rt)
-    with pytest.raises(aiodaft.RuntimeClosed, match="Echo cannot be spawned: the runtime is not open yet"):
+    with pytest.raises(aiodaft.RuntimeClosed, match="Echo cannot be spawned: .* not open yet: use `async with"):
         await rt.spawn(Echo)
     actions: list[Callable[[], object]] = [lambda: rt.put(1), rt.scope, lambda: aiodaft.Channel(1)]
     for action in actions:
         with pytest.raises(aiodaft.RuntimeClosed, match=r"not open yet|no runtime is open"):
             action()
+
+
+async def test_a_runtime_says_whose_address_it_was_to_go_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AIODAFT_ADDRESS", "tcp://127.0.0.1:1")
+    monkeypatch.setenv("AIODAFT_KEY_FILE", str(tmp_path / "absent"))
+    with pytest.raises(aiodaft.KeyFileError) as told:
+        aiodaft.Runtime()
+    assert "$AIODAFT_ADDRESS" in told.value.__notes__[0]
+    with pytest.raises(aiodaft.KeyFileError) as told:
+        aiodaft.Runtime("tcp://127.0.0.1:1")
+    assert not hasattr(told.value, "__notes__")
+
+
+def test_a_runtime_without_a_loop_of_asyncio_says_so() -> None:
+    """As in trio."""
+    with pytest.raises(RuntimeError, match=r"no event loop of asyncio runs here: .*asyncio.run"):
+        aiodaft.Runtime().__aenter__().send(None)
 
 
 async def test_everything_says_that_the_runtime_is_closed() -> None:

@@ -74,6 +74,10 @@ async def test_what_cannot_travel_is_refused_in_one_line_without_frames_of_pickl
         (deep, rf"cannot pickle '_thread.lock' object .*; {advice}"),
         (asyncio.get_running_loop(), advice),
         (
+            (item for item in "ab"),
+            r"cannot pickle 'generator' object .*, `yield` them in the method itself, which is a",
+        ),
+        (
             endless,
             "maximum recursion depth exceeded .*; it is nested too deeply: make it flatter, or make it in the actor$",
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -267,6 +268,7 @@ async def test_a_stopped_actor_refuses_what_waits_and_cancels_what_runs(home: Ho
     waited, ran = await home.error(waits), await home.error(runs)
     assert (type(waited), waited.executed) == (ActorDied, False)
     assert (type(ran), ran.executed) == (CallCancelled, None)
+    assert re.match(r"Desk.alone in Desk-1 \(pid .*\) was cancelled: Desk-1 was stopped: a test$", str(ran))
     after = await home.error(home.call("note", "after"))
     assert (type(after), after.executed) == (ActorDied, False)
     assert "Desk-1 was stopped" in str(after)

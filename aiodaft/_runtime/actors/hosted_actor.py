@@ -480,7 +480,10 @@ class HostedActor:
         # It is not known where a cancelled call stopped. The runtime's own actors may say that nothing was done.
         nothing = own and getattr(error, "executed", None) is False
         executed = None if isinstance(error, asyncio.CancelledError) else ran and not nothing
-        failure = as_call_error(error, None if own else f"{call.label} in {self.where}")
+        why = "it awaited something that was cancelled"
+        if self.stopping is not None:
+            why = f"{self.name} was stopped: {self.stopping}"
+        failure = as_call_error(error, None if own else f"{call.label} in {self.where}", why)
         if not (own or call.given_up):
             self.note_failure(call.label, failure)
         call.responder.fail(call, failure, executed=executed)

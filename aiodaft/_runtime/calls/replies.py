@@ -11,8 +11,8 @@ from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Delivery
-from aiodaft._runtime.serialization.errors import copy_error, decode_failure
-from aiodaft.exceptions import CallCancelled, DaftError, RemoteProtocolError
+from aiodaft._runtime.serialization.errors import add_note, copy_error, decode_failure
+from aiodaft.exceptions import CallCancelled, DaftError, PeerLost, RemoteProtocolError
 
 
 class Replies:
@@ -110,10 +110,21 @@ class Replies:
                 connection.session.settle(number)
             executed = False if number in unsent or not connection.connected else None
             try:
-                state.on_lost(copy_error(error).with_executed(executed))
+                state.on_lost(_loss_for(state, error, executed))
             except Exception as problem:  # noqa: BLE001 - a logging filter of the user's, say: the other calls fail, too
                 message = f"an error raised while {state.label} failed, because {connection.remote} was lost"
                 self._objects.process.loop.call_exception_handler({"message": message, "exception": problem})
+
+
+def _loss_for(state: PendingCall, error: DaftError, executed: bool | None) -> DaftError:
+    """The error of a lost connection for one call. One that names no actor gets a note of the call."""
+    lost = copy_error(error).with_executed(executed)
+    if isinstance(lost, PeerLost) and not lost.actor:
+        lost.last_method = under_way = state.label
+        if isinstance(state, CallState):
+            lost.actor, under_way = state.target.label, state.origin
+        add_note(lost, f"under way: {under_way}")
+    return lost
 
 
 def _settled(connection: Connection, number: CallId) -> PendingCall:

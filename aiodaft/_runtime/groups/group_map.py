@@ -6,7 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Final
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from aiodaft._runtime.groups.member_calls import UNDER_WAY, Unit
 from aiodaft.actor import CallTarget
@@ -48,8 +49,11 @@ class GroupMap:
         self._stored_bytes = 0
         self._news = asyncio.Event()
 
-    async def results(self, *, ordered: bool) -> AsyncGenerator[Any, None]:
-        """Yield the results; see `Group.map`."""
+    def results(self, label: str, *, ordered: bool) -> MapResults:
+        """The results; see `Group.map`."""
+        return MapResults(label, self._results(ordered=ordered))
+
+    async def _results(self, *, ordered: bool) -> AsyncGenerator[Any, None]:
         try:
             while True:
                 self._begin_calls()
@@ -100,3 +104,34 @@ class GroupMap:
     def _taken(self, ref: Ref[Any]) -> None:
         del self._calls[ref], self._over[ref]
         self._stored_bytes -= ref._state.stored_bytes
+
+
+class MapResults(AsyncGenerator[Any, None]):
+    """What `Group.map` gives: an async generator, which says so where it is used as something else."""
+
+    def __init__(self, label: str, results: AsyncGenerator[Any, None]) -> None:
+        self._label = label
+        self._results = results
+
+    def __anext__(self) -> Any:
+        return self._results.__anext__()
+
+    def asend(self, value: None, /) -> Any:
+        return self._results.asend(value)
+
+    def athrow(self, error: Any, value: Any = None, traceback: TracebackType | None = None, /) -> Any:
+        return self._results.athrow(error, value, traceback)
+
+    def aclose(self) -> Any:
+        return self._results.aclose()
+
+    def __repr__(self) -> str:
+        return f"<results of map({self._label})>"
+
+    if not TYPE_CHECKING:
+
+        def __await__(self) -> NoReturn:
+            raise TypeError(f"{self!r} are many values: use `async for`, not `await`")
+
+        def __iter__(self) -> NoReturn:
+            raise TypeError(f"{self!r} are asynchronous: use `async for`")

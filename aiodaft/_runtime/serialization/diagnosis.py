@@ -46,7 +46,13 @@ def advice_on(error: BaseException) -> str:
     """Advice for errors of pickle; other errors have their own."""
     if isinstance(error, RecursionError):
         return "; it is nested too deeply: make it flatter, or make it in the actor"
-    return "; make it in the actor, or leave it out of its object's state (`__getstate__`)" if _refuses(error) else ""
+    if not _refuses(error):
+        return ""
+    if str(error).endswith(" 'generator' object"):
+        return "; to give its values one by one, `yield` them in the method itself, which is a stream then"
+    if str(error).endswith(" 'coroutine' object"):
+        return "; `await` it, and pass what it gives"
+    return "; make it in the actor, or leave it out of its object's state (`__getstate__`)"
 
 
 def cause_of(error: BaseException) -> BaseException | None:

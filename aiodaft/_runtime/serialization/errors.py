@@ -76,10 +76,12 @@ def decode_failure(data: bytes, executed: bool | None) -> BaseException:
     return error.with_executed(executed) if isinstance(error, DaftError) else error
 
 
-def as_call_error(error: BaseException, where: str | None) -> Exception:
+def as_call_error(error: BaseException, where: str | None, why_cancelled: str = "") -> Exception:
     """The exception that a caller gets for one that a method raised, with a note of the call that raised it."""
     if isinstance(error, asyncio.CancelledError):
-        cancelled = CallCancelled("the call was cancelled" if not str(error) else f"the call was cancelled: {error}")
+        cancelled = CallCancelled(
+            ": ".join(filter(None, [f"{where or 'the call'} was cancelled", why_cancelled, str(error)]))
+        )
         cancelled.__cause__ = error.with_traceback(_users_part(error.__traceback__))
         error = cancelled
     elif isinstance(error, StopIteration | StopAsyncIteration) or not isinstance(error, Exception):

@@ -168,7 +168,7 @@ def _cloud_pickler() -> Callable[..., _Dumper]:
 
 @cache
 def _code_pickler() -> type:
-    """cloudpickle, which leaves out the names of the files of code, with them: tracebacks show lines of files."""
+    """cloudpickle, with what it leaves out: the names of the files of code, which tracebacks show, and slots."""
     import cloudpickle  # noqa: PLC0415 - slow to import, and few calls need it
 
     class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
@@ -177,12 +177,21 @@ def _code_pickler() -> type:
                 # By its name. Of itself, cloudpickle tries this only with a plain module: torch.backends is none.
                 return self.dispatch_table[ModuleType](obj)
             if not isinstance(obj, CodeType):
-                return super().reducer_override(obj)
-            reduced: Any = self.dispatch_table[CodeType](obj)
+                reduced: Any = super().reducer_override(obj)
+                return _with_slots(obj, reduced) if isinstance(obj, type) and vars(obj).get("__slots__") else reduced
+            reduced = self.dispatch_table[CodeType](obj)
             make, args = reduced
             return make, tuple(obj.co_filename if arg == "<dynamic-code>" else arg for arg in args)
 
     return CodePickler
+
+
+def _with_slots(cls: type, reduced: Any) -> Any:
+    """How cloudpickle makes a class, with its slots: without them, its instances could not go back where it is from."""
+    match reduced:
+        case (make, (meta, name, bases, dict(own), tracker, extra), *state):
+            return make, (meta, name, bases, {**own, "__slots__": vars(cls)["__slots__"]}, tracker, extra), *state
+    return reduced
 
 
 def pickle_code(thing: type | FunctionType) -> bytes:

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from leaks import descendants, open_files
 
-from aiodaft._runtime.platform.meeting_place import VISIT, address
+from aiodaft._runtime.platform.command_address import VISIT, address
 from aiodaft.cli.__main__ import main
 
 PROGRAM = """

@@ -21,7 +21,7 @@ from contextlib import aclosing, suppress
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from aiodaft._protocol.connections.versions import __version__
-from aiodaft._runtime.platform.meeting_place import address, other_end
+from aiodaft._runtime.platform.command_address import address, other_end
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
 

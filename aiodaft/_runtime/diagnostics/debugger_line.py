@@ -12,7 +12,7 @@ import socket
 from contextlib import suppress
 from typing import Final, TextIO
 
-from aiodaft._runtime.platform.meeting_place import debug_addresses, may_debug
+from aiodaft._runtime.platform.command_address import debug_addresses, may_debug
 from aiodaft._runtime.platform.tasks import logger
 
 _ADVICE: Final = (

@@ -27,7 +27,7 @@ from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.groups.arithmetic import Reducer
 from aiodaft._runtime.groups.collectives import Collectives
-from aiodaft._runtime.groups.meeting_place import MeetingPlaces, place_of, target_of_member
+from aiodaft._runtime.groups.meeting_place import MeetingPlaces, Whereabouts, target_of_member, whereabouts_of
 from aiodaft._runtime.groups.meeting_values import MeetingValues
 from aiodaft._runtime.groups.part import Brought, Joined, Joining, Packed, Part, Taking
 from aiodaft._runtime.objects.ref_state import state_of
@@ -403,7 +403,7 @@ def _ask_gone(caller: Caller, peer: PeerId, actor: ActorId) -> Ref[None]:
     return keyed.gone(actor)
 
 
-def _known_place(member: Target) -> tuple[PeerId, ActorId] | None:
+def _known_place(member: Target) -> Whereabouts | None:
     """Where a member is, as far as this process knows, without asking."""
     if isinstance(member, FollowingTarget):
         connection = member.caller.connections.get(member.remote)
@@ -413,10 +413,10 @@ def _known_place(member: Target) -> tuple[PeerId, ActorId] | None:
     return member.remote, member.actor
 
 
-async def _find(part: Part, member: Target) -> tuple[PeerId, ActorId]:
+async def _find(part: Part, member: Target) -> Whereabouts:
     """Where the member is at which the others meet; waits for one that is being restarted."""
     try:
-        return await _in_time(part, place_of(member))
+        return await _in_time(part, whereabouts_of(member))
     except DaftError as error:
         _name_place(part, member, error)
         raise

@@ -26,6 +26,8 @@ from aiodaft.actor import handle_of, target_of
 from aiodaft.exceptions import ActorDied, DaftError
 from aiodaft.ref import Ref
 
+# The process of a member, and its number there.
+Whereabouts: TypeAlias = tuple[PeerId, ActorId]
 # What the members have brought, in the order of ranks, to what each of them is told.
 Conclude: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
 # Asks a process when an actor there is gone.
@@ -141,7 +143,7 @@ class MeetingPlace:
     async def _watch(self, rank: int, member: Target) -> None:
         who = f"this was {member.label}, rank {rank} of {self._group}"
         try:
-            peer, actor = await place_of(member)
+            peer, actor = await whereabouts_of(member)
             lost: DaftError = ActorDied(f"{member.label} was stopped")
             try:
                 await self._ask_gone(peer, actor)
@@ -151,7 +153,7 @@ class MeetingPlace:
                 # Its next incarnation comes with a new epoch of the group, which ends what begins here until then.
                 add_note(lost, who)
                 self._tell(self._table.lose(rank, lost))
-                await place_of(member)
+                await whereabouts_of(member)
             else:
                 raise lost
         except DaftError as error:
@@ -239,7 +241,7 @@ class MeetingPlaces:
             place.close(ActorDied(f"a member of {where[1]} was stopped"))
 
 
-async def place_of(member: Target) -> tuple[PeerId, ActorId]:
+async def whereabouts_of(member: Target) -> Whereabouts:
     """Where a member of a group is; waits for one that is being restarted.
 
     Raises:

@@ -17,16 +17,16 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft._protocol.groups.block import Left, Others, torchrun_variables
-from aiodaft._protocol.ids import ActorId, PeerId, can_share_memory
+from aiodaft._protocol.ids import can_share_memory
 from aiodaft._runtime.actors.blocking import block_on
 from aiodaft._runtime.actors.hosted_actor import HostedActor, current_call
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.groups.blocks import NO_BLOCK, Begun, Blocks, blocks_of
 from aiodaft._runtime.groups.keyed import Keyed
-from aiodaft._runtime.groups.meeting_place import place_of
+from aiodaft._runtime.groups.meeting_place import Whereabouts, whereabouts_of
 from aiodaft._runtime.groups.torch_sockets import TorchSockets
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.serialization.errors import add_note, copy_error
@@ -48,9 +48,6 @@ _CONNECT_WITHIN: Final = 1.0
 # What waits in them is no operation of torch, and has its own end.
 _NOT_OF_TORCH: Final = sys.stdlib_module_names | {"aiodaft"}
 
-# The process of a member, and its number there.
-Place: TypeAlias = tuple[PeerId, ActorId]
-
 
 class Membership:
     """One member's part in one block: comes, watches the others, and leaves."""
@@ -70,7 +67,7 @@ class Membership:
         self._place = hosted.id, epoch
         self.blocks = caller.process.part(Blocks)
         self._thread = threading.get_ident()
-        self._places: Sequence[Place] = ()
+        self._places: Sequence[Whereabouts] = ()
         self._watching: list[asyncio.Task[None]] = []
         self._waiting: asyncio.Task[Any] | None = None
         # Why the others will not come.
@@ -129,7 +126,7 @@ class Membership:
 
     async def _begin(self, waiting: Coroutine[Any, Any, Begun]) -> Begun:
         try:
-            self._places = await asyncio.gather(*map(place_of, self.members))
+            self._places = await asyncio.gather(*map(whereabouts_of, self.members))
         except BaseException:
             waiting.close()
             raise

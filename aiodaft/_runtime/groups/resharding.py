@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     import torch
 
 # The memory of a tensor in another process, with its dtype and shape.
-Place: TypeAlias = tuple[Grant, str, tuple[int, ...]]
+Memory: TypeAlias = tuple[Grant, str, tuple[int, ...]]
 
 
 class Source(NamedTuple):
@@ -145,7 +145,7 @@ class Resharding(Actor):
 
     @method(ordered=False)
     async def write(
-        self, shard: Opaque, parcels: Sequence[Sequence[tuple[Any, ...]]], places: Mapping[str, Place], target: PeerId
+        self, shard: Opaque, parcels: Sequence[Sequence[tuple[Any, ...]]], places: Mapping[str, Memory], target: PeerId
     ) -> None:
         """Write pieces of a shard, of which this gets the ref, to the places of their tensors in another process."""
         route = self._caller.connections.route_to(target)
@@ -281,7 +281,7 @@ class Resharding(Actor):
     ) -> None:
         """Have a source write its pieces into place."""
         actor = resharding_of(self._caller, source.peer, source.label)
-        places: dict[str, Place] = {
+        places: dict[str, Memory] = {
             name: (grant, dtype_name(tensors[name].dtype), tuple(tensors[name].shape)) for name, grant in grants.items()
         }
         told = [[tuple(piece) for piece in pieces] for pieces in parcels]

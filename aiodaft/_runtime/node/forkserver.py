@@ -38,6 +38,7 @@ from aiodaft._runtime.node.orders import (
     packed,
     unpacked,
 )
+from aiodaft._runtime.platform.command_address import VISIT
 from aiodaft._runtime.platform.linux import (
     adopt_orphans,
     children,
@@ -51,7 +52,6 @@ from aiodaft._runtime.platform.linux import (
     visible_pid,
 )
 from aiodaft._runtime.platform.machine_gpus import has_initialized_cuda
-from aiodaft._runtime.platform.meeting_place import VISIT
 from aiodaft_transport.folders import remove, sweep
 
 _MAX_MESSAGE: Final = 1 << 20

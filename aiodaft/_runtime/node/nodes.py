@@ -20,14 +20,14 @@ from aiodaft.exceptions import ActorDied, OutcomeUnknown, PeerLost, RuntimeClose
 _PATIENCE: Final = 10.0
 
 # Tells a node something.
-Order: TypeAlias = Callable[[NodeAgent], object]
+Errand: TypeAlias = Callable[[NodeAgent], object]
 
 
 class Absence(NamedTuple):
     """A node that is no member any more: the process that served it, and what that is told if it comes back."""
 
     process: PeerId
-    orders: list[Order]
+    errands: list[Errand]
 
 
 class Nodes:
@@ -59,8 +59,8 @@ class Nodes:
         absence = self._absent.pop(member.name, None)
         if absence is not None and absence.process == member.peer:
             # Before anything else is asked of it.
-            for order in absence.orders:
-                order(self._agent(member))
+            for errand in absence.errands:
+                errand(self._agent(member))
         if before is None or before.epoch != member.epoch:
             self.on_joined(member)
 
@@ -128,13 +128,13 @@ class Nodes:
         """
         return self._agent(self._member(peer))
 
-    def _tell(self, peer: PeerId, order: Order) -> None:
+    def _tell(self, peer: PeerId, errand: Errand) -> None:
         """Tell the node of a process something; one that is no member, if it comes back."""
         name = node_of(peer)
         if name in self._members:
-            order(self._agent(self._members[name]))
+            errand(self._agent(self._members[name]))
         elif name in self._absent:
-            self._absent[name].orders.append(order)
+            self._absent[name].errands.append(errand)
 
     async def vacate(
         self, peer: PeerId, actor: ActorId, reason: str, *, keep: bool = False, answers: bool = True

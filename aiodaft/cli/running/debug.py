@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from aiodaft._runtime.platform.meeting_place import debug_address, may_debug
+from aiodaft._runtime.platform.command_address import debug_address, may_debug
 
 from ..output import Failed
 from .programs import check_can_ask

@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem
 from aiodaft._runtime.diagnostics.attach import END, FAILED, ITEM, Messages, encoded
 from aiodaft._runtime.diagnostics.native_dump import offers_dump
 from aiodaft._runtime.platform.capabilities import can_be_asked, missing
-from aiodaft._runtime.platform.meeting_place import VISIT, address, other_end
+from aiodaft._runtime.platform.command_address import VISIT, address, other_end
 from aiodaft.cli.output import Failed
 
 # Seconds until a program connects: its event loop may be busy.

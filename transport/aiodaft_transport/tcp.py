@@ -20,7 +20,7 @@ from aiodaft_transport.abc import size_of
 from aiodaft_transport.exceptions import GrantError, PeerGone
 from aiodaft_transport.memory.address import check_target, exposed_view
 from aiodaft_transport.memory.block_pool import Unmapped
-from aiodaft_transport.memory.host_pool import DEFAULT_KEEP, Arena, ArenaBlock
+from aiodaft_transport.memory.host_pool import Arena, ArenaBlock
 from aiodaft_transport.memory.registered import Block, Regions
 from aiodaft_transport.mover import Mover
 from aiodaft_transport.peers import PeerTransport, Remote
@@ -72,10 +72,10 @@ class TcpTransport(PeerTransport[Block, _Remote]):
 
     name: ClassVar[str] = "tcp"
 
-    def __init__(self, host: Host, *, keep: int = DEFAULT_KEEP) -> None:
+    def __init__(self, host: Host) -> None:
         super().__init__(host)
-        self.arena = Arena(shared=False, keep=keep)
-        self.landing = Arena(shared=False, keep=keep)
+        self.arena = Arena(shared=False)
+        self.landing = Arena(shared=False)
         # A socket sends from any memory: unregistering undoes nothing.
         self._regions = Regions(self.arena.next_number, lambda number: None)
         self._mover = Mover(host)

@@ -19,8 +19,8 @@ _WORDS: Final = 1024
 class Pool(Arena):
     """An arena that registers each segment once, at its first use."""
 
-    def __init__(self, *, keep: int, on_segment_closed: Callable[[int], object] | None = None) -> None:
-        super().__init__(shared=False, keep=keep, on_segment_closed=self.closed)
+    def __init__(self, on_segment_closed: Callable[[int], object] | None = None) -> None:
+        super().__init__(shared=False, on_segment_closed=self.closed)
         self._on_closed = on_segment_closed
         self._registered: dict[int, tuple[Worker, int]] = {}
         # How many segments were registered so far.

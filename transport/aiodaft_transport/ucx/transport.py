@@ -22,7 +22,7 @@ from aiodaft_transport.abc import size_of
 from aiodaft_transport.exceptions import GrantError, TransportError, Unreachable
 from aiodaft_transport.folders import folder
 from aiodaft_transport.memory.address import check_target, exposed_view
-from aiodaft_transport.memory.host_pool import DEFAULT_KEEP, ArenaBlock, Segment
+from aiodaft_transport.memory.host_pool import ArenaBlock, Segment
 from aiodaft_transport.memory.registered import Block, LentBlock, LoanedBlock, Region, Regions
 from aiodaft_transport.peers import GONE, NOTE, RETURN, SEGMENT, SegmentTransport
 from aiodaft_transport.ucx import INTERFACE_VARIABLE
@@ -101,21 +101,14 @@ class UcxTransport(SegmentTransport[Block, Remote]):
 
     name: ClassVar[str] = "ucx"
 
-    def __init__(
-        self,
-        host: Host,
-        *,
-        interface: str | None = None,
-        keep: int = DEFAULT_KEEP,
-        settings: UcxSettings | None = None,
-    ) -> None:
+    def __init__(self, host: Host, *, interface: str | None = None, settings: UcxSettings | None = None) -> None:
         super().__init__(host)
         self._library = load()
         self._settings = settings or UcxSettings()
         self._options = options_for(interface or os.environ.get(INTERFACE_VARIABLE) or None, self._settings.local)
-        self.arena = Pool(keep=keep, on_segment_closed=self._segment_closed)
-        self.landing = Pool(keep=keep)
-        self._stamps = Pool(keep=keep)
+        self.arena = Pool(self._segment_closed)
+        self.landing = Pool()
+        self._stamps = Pool()
         # Peers know memory of users and the segments by numbers, so both share one sequence.
         self._regions = Regions(self.arena.next_number, self.arena.closed)
         self._driver: Driver | None = None

@@ -96,10 +96,8 @@ class Outgoing:
             short = terms is None and not request.attempt and request.mode in _SHORT
             if short and not request.kwargs and all_plain(args):
                 message = (_SHORT[request.mode], request.number, target.actor, request.spec.name, args)
-                if target.actor < FIRST_USER_ACTOR:
-                    connection.submit_own(request.number, state, message)
-                else:
-                    connection.submit(request.number, state, message, 0, request.had_turn)
+                own = target.actor < FIRST_USER_ACTOR
+                connection.submit(request.number, state, message, 0, request.had_turn, own)
             else:
                 self._submit_encoded(connection, request, short)
         except Overloaded as error:
@@ -239,21 +237,20 @@ class Outgoing:
                     message = (_SHORT[request.mode], number, request.target.actor, request.spec.name, payload)
                 else:
                     message = self._send(request, (payload, None, (), ()))
-                submit = connection.submit_own if request.target.actor < FIRST_USER_ACTOR else connection.submit
-                submit(number, state, message, len(payload), admitted)
+                own = request.target.actor < FIRST_USER_ACTOR
+                connection.submit(number, state, message, len(payload), admitted, own)
                 return
         self._submit_stored(connection, request)
 
     def _submit_stored(self, connection: Connection, request: Request) -> None:
         number, state, stored, store = request.number, request.state, request.stored, self._store
-        submit = connection.submit_own if request.target.actor < FIRST_USER_ACTOR else connection.submit
-        admitted = request.had_turn
+        admitted, own = request.had_turn, request.target.actor < FIRST_USER_ACTOR
         if stored is None:
             try:
                 stored = store.keep(*_value_of(request), resolve=True, small=request.again)
             except TooLong:
                 self._note_streams(request)
-                submit(number, state, None, 0, admitted)
+                connection.submit(number, state, None, 0, admitted, own)
                 coro = self._encode_then_send(connection, request)
                 self._process.tasks.create_task(coro, name=f"encode the arguments of {request.spec.label}")
                 return
@@ -267,9 +264,9 @@ class Outgoing:
             _fail_unpacked(request, stored, error)
             return
         if full is not None:
-            submit(number, state, full, stored.size, admitted)
+            connection.submit(number, state, full, stored.size, admitted, own)
         else:
-            submit(number, state, None, 0, admitted)
+            connection.submit(number, state, None, 0, admitted, own)
             self._process.tasks.create_task(self._pack_then_send(connection, request, stored), name="copy arguments")
 
     def _note_streams(self, request: Request) -> None:

@@ -26,11 +26,9 @@ def submit_with_refs(
     """
     number, actor, name, consumer = state.number, state.target.actor, state.spec.name, connection.remote
     own = actor < FIRST_USER_ACTOR
-    has_room = connection.has_room_for_own if own else connection.has_room
     # With inputs, it was sent before.
-    if not has_room or state.inputs is not None or not are_short(args):
+    if not connection.has_room(own=own) or state.inputs is not None or not are_short(args):
         return False
-    submit = connection.submit_own if own else connection.submit
     process = refs.process
     plain_args: list[Any] = list(args)
     awaited: list[Awaited] = []
@@ -58,7 +56,7 @@ def submit_with_refs(
         awaited.append((index, process.id, called.number, producer, called.origin))
         used.append(called)
     if not used:
-        submit(number, state, (CALL, number, actor, name, tuple(plain_args)), 0, admitted)
+        connection.submit(number, state, (CALL, number, actor, name, tuple(plain_args)), 0, admitted, own)
         return True
     for one in used:
         refs.use(one.number, one)
@@ -66,7 +64,8 @@ def submit_with_refs(
     # It waits for its arguments anyway: it goes together with what follows.
     connection.flush_soon()
     connection.follow()
-    submit(number, state, m.apply(number, actor, name, tuple(plain_args), tuple(awaited)), 0, admitted)
+    message = m.apply(number, actor, name, tuple(plain_args), tuple(awaited))
+    connection.submit(number, state, message, 0, admitted, own)
     for one in used:
         if one.producer != consumer:
             one.forward_to(consumer)

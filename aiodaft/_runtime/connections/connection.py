@@ -140,15 +140,9 @@ class Connection:
         # The last received message is being handled: its answer is written at once.
         self._prompt = False
 
-    @property
-    def has_room(self) -> bool:
-        """Whether the next call is sent at once."""
-        return self.connected and self.session.has_room
-
-    @property
-    def has_room_for_own(self) -> bool:
-        """Whether the next call of the runtime itself is sent at once."""
-        return self.connected and self.session.has_room_for_own
+    def has_room(self, *, own: bool) -> bool:
+        """Whether the next call is sent at once: one of the runtime's own, or any other."""
+        return self.connected and (self.session.has_room_for_own if own else self.session.has_room)
 
     @property
     def is_up(self) -> bool:
@@ -302,9 +296,19 @@ class Connection:
             raise RemoteProtocolError(f"{self.remote} announced descriptors that did not come: {error}") from None
 
     def submit(
-        self, call_id: CallId, call: Any, message: Message | None, cost: int = 0, admitted: bool = False
+        self,
+        call_id: CallId,
+        call: Any,
+        message: Message | None,
+        cost: int = 0,
+        admitted: bool = False,
+        own: bool = False,
     ) -> None:
-        """Send a call within the window; see `Session.submit`."""
+        """Send a call within the window, or one of the runtime's own; see `Session.submit` and `Session.submit_own`."""
+        if own:
+            self.session.submit_own(call_id, call, message)
+            self._sent_one()
+            return
         try:
             sent = self.session.submit(call_id, call, message, cost, admitted)
         except Overloaded:
@@ -314,12 +318,6 @@ class Connection:
         if not sent and not self._watching_stall:
             self._watching_stall = True
             self._loop.call_later(STALL, self._look_for_stall)
-        self._sent_one()
-
-    def submit_own(
-        self, call_id: CallId, call: Any, message: Message | None, _cost: int = 0, _admitted: bool = True
-    ) -> None:
-        self.session.submit_own(call_id, call, message)
         self._sent_one()
 
     def _look_for_stall(self) -> None:

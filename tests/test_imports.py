@@ -51,7 +51,6 @@ LOOK = """
             "import path": list(sys.path),
             "recursion": sys.getrecursionlimit(),
             "working directory": os.getcwd(),
-            "shared memory": [name for name in os.listdir("/dev/shm") if name.startswith("aiodaft")],
             "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
         }
 """

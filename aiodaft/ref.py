@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 from aiodaft._protocol.diagnostics.amount import amount
+from aiodaft._protocol.numbers import is_number
 from aiodaft.causes import message_of
 from aiodaft.exceptions import CallCancelled
 from aiodaft.html import facts, page, table
@@ -54,7 +55,7 @@ class RefBackend(Protocol):
     @property
     def settled(self) -> bool: ...
     def wait(self, ref: Ref[Any]) -> Generator[Any, None, Any]: ...
-    def result(self, ref: Ref[Any]) -> Any: ...
+    def result(self, ref: Ref[Any], timeout: float | None) -> Any: ...
     def wait_settled(self) -> Generator[Any, None, None]: ...
     def wait_released(self) -> Generator[Any, None, None]: ...
     async def copy_into(self, target: Any) -> None: ...
@@ -175,20 +176,31 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
         """
         await _Wait(self._state.wait_released)
 
-    def result(self) -> T_co:
+    def result(self, timeout: float | None = None) -> T_co:
         """Wait for the value in a thread that runs no event loop: in a `def` method, instead of `await`.
 
         The actor's loop goes on meanwhile; its other `def` methods wait. If the call of the ref waits for this one, it
-        raises DeadlockDetected, as an await does.
+        raises DeadlockDetected, as an await does, unless there is a timeout.
+
+        On the loop, it gives what needs no waiting: the value of a ref that was awaited, or of a done ref whose value
+        came with the answer (about 64 KiB); and the error of a call that has failed.
+
+        Args:
+            timeout: Seconds to wait. The call goes on after it; `cancel()` ends it, and a deadline that the actors
+                know is `with aiodaft.deadline(seconds):`.
 
         Raises:
             RuntimeError: This thread runs an event loop, and would block it: use `await`.
+            TimeoutError: The time is over.
+            ValueError: The timeout is negative, or no number.
             Exception: As for awaiting the ref.
 
         Cancellation: if the method's call is cancelled, its deadline passes or its actor is stopped, `result` raises
         asyncio.CancelledError, and counts as a cancelled await.
         """
-        value: T_co = self._state.result(self)
+        if timeout is not None and not is_number(timeout, most=float("inf")):
+            raise ValueError(f"a timeout is None or a number of seconds that is not negative, not {timeout!r}")
+        value: T_co = self._state.result(self, None if timeout == float("inf") else timeout)
         return value
 
     def done(self) -> bool:

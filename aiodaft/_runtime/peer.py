@@ -55,6 +55,7 @@ from aiodaft._runtime.groups.inboxes import Inboxes
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.groups.resharding import Resharding
 from aiodaft._runtime.objects.objects import Objects
+from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import Process, ProcessOptions
@@ -297,8 +298,8 @@ class Peer:
     def unread_remote(self, producer: PeerId, owner: PeerId, number: CallId) -> Awaitable[object]:
         return self.agent_of(producer).unread(owner, number)
 
-    def block_on(self, ref: Ref[Any]) -> Any:
-        return block_on(self.process, ref, f"{ref!r}: result()")
+    def block_on(self, ref: Ref[Any], timeout: float | None) -> Any:
+        return block_on(self.process, ref, f"the ref of {state_of(ref).origin}: result()", timeout)
 
     def _open_transport(self, name: str) -> Transport:
         return open_transport(name, self.process)

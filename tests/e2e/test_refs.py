@@ -43,6 +43,21 @@ async def test_asyncio_takes_refs_as_they_are(rt: aiodaft.Runtime) -> None:
     assert task.result() == 10
 
 
+async def test_the_result_of_a_done_ref_is_had_without_an_await_if_it_is_here(rt: aiodaft.Runtime) -> None:
+    echo, failing = await rt.spawn(Echo), await rt.spawn(Failing)
+    small, large, bad = echo.echo([1]), echo.echo(bytes(1_000_000)), failing.raise_value_error()
+    with pytest.raises(RuntimeError, match="of Echo.echo of .* would block the event loop .*use `await`"):
+        small.result()
+    done, _ = await asyncio.wait([small, large, bad])
+    assert done == {small, large, bad}
+    assert small.result() is small.result() is await small
+    with pytest.raises(ValueError, match="bad value"):
+        bad.result()
+    with pytest.raises(RuntimeError, match=r"value of Echo.echo of Echo-\d+ is not in this process yet: .*use `await`"):
+        large.result()
+    assert await large is large.result()
+
+
 async def test_wait_returns_when_the_first_fails(rt: aiodaft.Runtime) -> None:
     failing = await rt.spawn(Failing)
     slow, bad = failing.wait(), failing.raise_value_error()

@@ -169,6 +169,70 @@ async def test_a_deadline_ends_the_wait_of_a_def_method(module_rt: aiodaft.Runti
     assert await blocking.ask(log, "all") == []
 
 
+@pytest.mark.parametrize("seconds", [0, 0.01])
+async def test_a_wait_with_a_timeout_leaves_the_call_as_it_is(module_rt: aiodaft.Runtime, seconds: float) -> None:
+    log = await module_rt.spawn(Log)
+    ref = log.after_gate("value")
+    with pytest.raises(TimeoutError, match=rf"of Log.after_gate of Log-\d+: .* within {seconds:g} s; the call goes on"):
+        await asyncio.to_thread(ref.result, seconds)
+    await log.open_gate()
+    await ref.ready()
+    assert await asyncio.to_thread(ref.result, seconds) == "value"
+    assert await log.all() == ["value"]
+
+
+async def test_the_error_of_a_call_that_no_thread_waits_for_any_longer_is_unseen() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with aiodaft.Runtime() as rt, rt.spawn(Failing) as failing:
+            ref: aiodaft.Ref[int] | None = failing.raise_later()
+            assert ref is not None
+            with pytest.raises(TimeoutError):
+                await asyncio.to_thread(ref.result, 0)
+            await failing.raise_now()
+            await ref.ready()
+            ref = None
+    assert [type(error) for error in caught.value.exceptions] == [ValueError]
+
+
+async def test_a_thread_that_waits_with_a_timeout_gets_the_timeout_of_the_call(module_rt: aiodaft.Runtime) -> None:
+    failing = await module_rt.spawn(Failing)
+    with pytest.raises(TimeoutError, match="^$"):
+        await asyncio.to_thread(lambda: failing.raise_named("TimeoutError").result(60))
+    with pytest.raises(ValueError, match="a timeout is None or a number of seconds that is not negative, not -1"):
+        failing.count().result(-1)
+
+
+async def test_a_def_method_waits_for_a_while_or_by_a_deadline(module_rt: aiodaft.Runtime) -> None:
+    blocking, log = await module_rt.spawn(Blocking), await module_rt.spawn(Log)
+    with pytest.raises(TimeoutError, match="Log.after_gate of .*the call goes on"):
+        await blocking.ask_within(0.01, log, "after_gate", "waited for a while")
+    with pytest.raises(aiodaft.DeadlineExceeded, match="Log.after_gate of Log"):
+        await blocking.ask_by(0.01, log, "after_gate", "waited by a deadline")
+    await log.open_gate()
+    assert await blocking.ask_within(60, log, "all") == ["waited for a while"]
+    assert await blocking.ask_by(60, log, "after_gate", "last") == "last"
+
+
+async def test_a_thread_of_the_controller_has_deadlines_of_its_own(module_rt: aiodaft.Runtime) -> None:
+    log = await module_rt.spawn(Log)
+    early = log.after_gate("early")
+
+    def wait(ref: aiodaft.Ref[Any] | None, *seconds: float) -> Any:
+        if seconds:
+            with aiodaft.deadline(seconds[0]):
+                return wait(ref, *seconds[1:])
+        return (log.after_gate("late") if ref is None else ref).result()
+
+    for ref, seconds in ((None, (0.01,)), (None, (60, 0.01, 60)), (early, (0.01,))):
+        with pytest.raises(aiodaft.DeadlineExceeded, match="Log.after_gate"):
+            await asyncio.to_thread(wait, ref, *seconds)
+    assert early.cancelled()
+    await log.open_gate()
+    assert await asyncio.to_thread(wait, None, 60) == "late"
+    with pytest.raises(RuntimeError, match="runs an event loop: use `async with aiodaft.deadline\\(1\\)`"):
+        wait(None, 1)
+
+
 async def test_def_methods_that_wait_for_each_other_are_a_deadlock(module_rt: aiodaft.Runtime) -> None:
     a, b = await module_rt.spawn(Blocking), await module_rt.spawn(Blocking)
     with pytest.raises(aiodaft.DeadlockDetected) as caught:

@@ -115,7 +115,7 @@ class Node:
     def credit_local(self, number: CallId, count: int) -> None:
         raise NotImplementedError
 
-    def block_on(self, ref: Ref[Any]) -> Any:
+    def block_on(self, ref: Ref[Any], timeout: float | None) -> Any:
         raise NotImplementedError
 
 

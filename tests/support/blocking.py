@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from aiodaft import Actor, CallCancelled, local, method
+from aiodaft import Actor, CallCancelled, deadline, local, method
 
 T = TypeVar("T")
 
@@ -47,6 +47,15 @@ class Blocking(Actor):
         except BaseException as error:
             self.events.append(type(error).__name__)
             raise
+
+    @method
+    def ask_within(self, seconds: float, other: Any, name: str, *args: Any) -> Any:
+        return getattr(other, name)(*args).result(timeout=seconds)
+
+    @method
+    def ask_by(self, seconds: float, other: Any, name: str, *args: Any) -> Any:
+        with deadline(seconds):
+            return getattr(other, name)(*args).result()
 
     @method
     async def ask_on_the_loop(self, other: Any, value: Any) -> Any:

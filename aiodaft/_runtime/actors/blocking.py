@@ -6,24 +6,29 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
+from aiodaft._runtime.platform.context import current_terms, deadline_of, exceeded
 from aiodaft._runtime.process import Process
+from aiodaft.exceptions import DeadlineExceeded
+from aiodaft.ref import Ref
 
 T = TypeVar("T")
 
 
-def block_on(process: Process, awaited: Awaitable[T], what: str) -> T:
+def block_on(process: Process, awaited: Awaitable[T], what: str, timeout: float | None = None) -> T:
     """Block this thread until the value of a ref, or the result of a coroutine, is here.
 
     Args:
         process: This process.
         awaited: What its loop waits for.
         what: What errors call it.
+        timeout: Seconds to wait for a ref. The call of the ref goes on after it.
 
     Raises:
         RuntimeError: The thread runs an event loop.
+        TimeoutError: The time is over.
         asyncio.CancelledError: The call that the thread runs was cancelled, or its actor is stopped.
         BaseException: What awaiting it raises.
     """
@@ -38,26 +43,77 @@ def block_on(process: Process, awaited: Awaitable[T], what: str) -> T:
     if call is not None and call.hosted.thread.ident != threading.get_ident():
         # A thread that an async method has started: the call's task is the method's own.
         call = None
+    wait = _Wait(awaited, call)
     # How a search for deadlocks knows what the thread waits for.
-    waiting = asyncio.run_coroutine_threadsafe(_wait(awaited, call), process.loop)
+    waiting = asyncio.run_coroutine_threadsafe(wait.run(), process.loop)
     try:
-        return waiting.result()
+        return waiting.result(timeout)
     except concurrent.futures.CancelledError:
         raise asyncio.CancelledError(f"{what} was cancelled") from None
+    except TimeoutError:
+        if timeout is None:
+            raise
+    if waiting.done():
+        # What it waits for has raised this itself, or came at the last moment.
+        return waiting.result()
+    process.call_soon(wait.leave)
+    raise TimeoutError(f"{what} gave nothing within {timeout:g} s; the call goes on, and `ref.cancel()` ends it")
 
 
-async def _wait(awaited: Awaitable[T], call: InboundCall | None) -> T:
-    if call is None:
-        return await awaited
-    if call.given_up:
-        _leave(awaited)
-        raise asyncio.CancelledError
-    # Ending the call cancels this task.
-    call.task = asyncio.current_task()
-    try:
-        return await awaited
-    finally:
-        call.task = None
+class _Wait(Generic[T]):
+    """What the loop does while a thread waits."""
+
+    def __init__(self, awaited: Awaitable[T], call: InboundCall | None) -> None:
+        self._awaited = awaited
+        self._ref: Ref[Any] | None = awaited if isinstance(awaited, Ref) else None
+        self._call = call
+        self._task: asyncio.Task[Any] | None = None
+        self._left = False
+
+    async def run(self) -> T:
+        """Await it, in the context of the thread."""
+        call = self._call
+        if self._left or (call is not None and call.given_up):
+            _leave(self._awaited)
+            raise asyncio.CancelledError
+        self._task = asyncio.current_task()
+        if call is not None:
+            # Ending the call cancels this task.
+            call.task = self._task
+        try:
+            return await self._in_time()
+        finally:
+            if call is not None and call.task is self._task:
+                call.task = None
+            self._task = None
+            if self._ref is not None:
+                self._ref.remove_done_callback(self._keep_on)
+
+    async def _in_time(self) -> T:
+        """Await it no longer than a block of the thread has time. The deadline of its call cancels the task."""
+        when = deadline_of(current_terms.get())
+        whole = None if self._call is None else self._call.deadline
+        if when is None or (whole is not None and when >= whole) or self._ref is None:
+            return await self._awaited
+        scope = asyncio.timeout_at(when)
+        try:
+            async with scope:
+                return await self._awaited
+        except TimeoutError as error:
+            if not scope.expired() or isinstance(error, DeadlineExceeded):
+                raise
+            raise exceeded("the deadline has passed", error) from error
+
+    def leave(self) -> None:
+        """The thread waits no longer. On the loop."""
+        self._left = True
+        if self._task is not None and self._ref is not None:
+            # Without this, the call would be cancelled with its only awaiter.
+            self._ref.add_done_callback(self._keep_on)
+            self._task.cancel()
+
+    def _keep_on(self, _: object) -> None:
+        """Is interested in the call, and in nothing about it."""
 
 
 def _leave(awaited: Awaitable[object]) -> None:

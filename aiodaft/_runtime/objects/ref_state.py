@@ -27,7 +27,7 @@ from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_host import RefHost
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.error_log import log_error
-from aiodaft._runtime.platform.tasks import wait_shielded
+from aiodaft._runtime.platform.tasks import run_through, wait_shielded
 from aiodaft._runtime.platform.wakeup import Wakeup
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.decoder import is_heavy
@@ -342,8 +342,20 @@ class RefState(Value):
         if self.maker is not None:
             self.objects.failed_awaits.note(self.maker, self.number, self.process.next_number())
 
-    def result(self, ref: Ref[Any]) -> Any:
-        return self.objects.owner.block_on(ref)
+    def result(self, ref: Ref[Any], timeout: float | None) -> Any:
+        """Return the value, or raise the error; where it is not here, another thread than that of the loop waits."""
+        near = self.value is not ABSENT or self.error is not None
+        if near or (self.received is not None and not is_heavy(self.received.payload)):
+            if self.process.is_here:
+                return run_through(self.wait(ref))
+            # What is here only has to be decoded.
+            timeout = None
+        elif self.settled and self.process.is_here:
+            raise RuntimeError(
+                f"the value of {self.origin} is not in this process yet: result() would block the event loop of this "
+                "thread: use `await`"
+            )
+        return self.objects.owner.block_on(ref, timeout)
 
     def wait_settled(self) -> Generator[Any, None, None]:
         """Wait until the call is over. Does not raise the error of the call."""

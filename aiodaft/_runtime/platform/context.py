@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from aiodaft._protocol.connections.messages import SentTerms
 from aiodaft._protocol.diagnostics.trace_context import TraceContext
-from aiodaft.exceptions import RemoteProtocolError
+from aiodaft.exceptions import DaftError, DeadlineExceeded, RemoteProtocolError
 
 # Per second.
 _MICROSECONDS: Final = 1e6
@@ -59,6 +59,14 @@ def deadline_of(terms: Terms | None) -> float | None:
 def trace_of(terms: Terms | None) -> TraceContext | None:
     """The trace among these terms."""
     return None if terms is None else terms.trace
+
+
+def exceeded(late: str, error: TimeoutError) -> DeadlineExceeded:
+    """The error of a block whose time is over. The cancellation of an awaited call says how the call ended."""
+    call = None if error.__context__ is None else error.__context__.__cause__
+    if isinstance(call, DaftError):
+        return DeadlineExceeded(f"{late}: {call}", executed=call.executed)
+    return DeadlineExceeded(late)
 
 
 def sent_terms(terms: Terms, clock: Callable[[], float]) -> SentTerms:

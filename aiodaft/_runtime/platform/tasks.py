@@ -133,13 +133,14 @@ async def see_through(future: asyncio.Future[T], hasten: Callable[[], object] = 
     return future.result()
 
 
-def run_through(coro: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that never waits."""
+def run_through(coro: Coroutine[Any, Any, T] | Generator[Any, Any, T]) -> T:
+    """Run a coroutine that never waits. Returns its result."""
     try:
         coro.send(None)
-    except StopIteration:
-        return
-    raise AssertionError("a `def` method cannot wait on the loop")
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("what was not to wait on the loop does")
 
 
 def wait_shielded(future: asyncio.Future[Any]) -> Generator[Any, None, None]:

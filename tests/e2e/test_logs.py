@@ -148,6 +148,11 @@ async def test_an_actor_that_configures_its_logging_has_its_way(
     module_rt: aiodaft.Runtime, terminal: Terminal, ear: Ear, tmp_path: Path
 ) -> None:
     printer = await module_rt.spawn(Printer)
+    # In a process without handlers, this would configure its logging.
+    with listening("root") as root_ear:
+        await printer.log_by_the_module("of the root logger")
+        await root_ear.hears("of the root logger")
+        assert len(root_ear.lines) == 1
     await printer.log_to_a_file_too(str(tmp_path / "actor.log"))
     await printer.log(logging.WARNING)
     await ear.hears("level 30")

@@ -197,7 +197,7 @@ async def test_f87_what_a_member_sends_nevertheless_runs_nothing(
 
 
 @pytest.mark.parametrize("args", [[], [1, 2, 3, 4, 5], ["utf-8", b"x", -(1 << 40), 1 - (1 << 40), "bad"]], ids=str)
-async def test_f87_an_exception_of_parts_that_do_not_suit_it_has_them_and_no_others(
+async def test_an_exception_of_parts_that_do_not_suit_it_has_them_and_no_others(
     plain: aiodaft.Runtime, args: list[Any]
 ) -> None:
     content = [pack_exts(codes.THING, "builtins:UnicodeDecodeError"), args, {}, None, {"start": -9, "args": 1, "no": 1}]

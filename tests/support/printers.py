@@ -106,6 +106,10 @@ class Printer(Actor):
         logging.basicConfig(level=logging.DEBUG, format="as the actor likes it: %(message)s")
 
     @method
+    def log_by_the_module(self, text: str) -> None:
+        logging.warning(text)
+
+    @method
     def log_to_a_file_too(self, path: str) -> None:
         logging.getLogger().addHandler(logging.FileHandler(path))
 

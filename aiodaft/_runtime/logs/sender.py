@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any, Final
 
 from aiodaft._protocol.diagnostics.log_frames import frames_of
@@ -112,10 +113,26 @@ def send_records(levels: Levels, who: Who) -> None:
     program = logging.Logger("the program of this actor")
     program.addHandler(RecordSender(_open_stderr(), who))
     root.parent = program
+    _configure_at_wish_only()
     set_levels(levels)
     logging.captureWarnings(capture=True)
     sys.unraisablehook = _log_unraisable
     threading.excepthook = _log_thread_error
+
+
+def _configure_at_wish_only() -> None:
+    """Have `logging.info` and the like not configure the root logger, as they do where it has no handler.
+
+    They and users call the same function of the module `logging`: they alone from within it.
+    """
+    configure, module = logging.basicConfig, vars(logging)
+
+    @wraps(configure)
+    def configure_if_wished(**options: Any) -> None:
+        if sys._getframe(1).f_globals is not module:
+            configure(**options)
+
+    module["basicConfig"] = configure_if_wished
 
 
 def _open_stderr() -> int:

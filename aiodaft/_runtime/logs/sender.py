@@ -125,14 +125,14 @@ def _configure_at_wish_only() -> None:
 
     They and users call the same function of the module `logging`: they alone from within it.
     """
-    configure, module = logging.basicConfig, vars(logging)
+    configure = logging.basicConfig
 
     @wraps(configure)
     def configure_if_wished(**options: Any) -> None:
-        if sys._getframe(1).f_globals is not module:
+        if sys._getframe(1).f_globals is not vars(logging):
             configure(**options)
 
-    module["basicConfig"] = configure_if_wished
+    logging.basicConfig = configure_if_wished
 
 
 def _open_stderr() -> int:

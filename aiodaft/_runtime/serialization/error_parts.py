@@ -95,12 +95,11 @@ def bare_error(
 ) -> BaseException:
     """An exception with what can be given to it only when it is made."""
     layout = _layout_of(cls)
-    maker: Any = layout.maker
-    if maker is BaseExceptionGroup:
+    if layout.maker is BaseExceptionGroup:
         args = layout.arguments(args, fields)
-    elif _is_builtin(maker):
+    elif _is_builtin(layout.maker):
         args = ()
-    error: BaseException = maker.__new__(cls, *args)
+    error: BaseException = vars(layout.maker)["__new__"](cls, *args)
     return error
 
 

@@ -6,21 +6,26 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
+from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.agent import acting
+from aiodaft._runtime.calls.call import Caller, Target
+from aiodaft._runtime.calls.following import Followers, PinnedTarget
 from aiodaft._runtime.owning import Owner, WorkerOwner
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.process import Process, current_process
 from aiodaft._runtime.scope_errors import ScopeErrors
+from aiodaft.actor import Actor, Handle
 from aiodaft.current_group import CurrentGroup
 from aiodaft.exceptions import OutcomeUnknown
 from aiodaft.owned import Owned
 from aiodaft.runtime import Runtime
 from aiodaft.scope import Scope
+from aiodaft.service import Service
 
-__all__ = ["current_group", "current_runtime"]
+__all__ = ["current_actor", "current_group", "current_runtime"]
 
 
 def current_runtime() -> Runtime:
@@ -36,7 +41,10 @@ def current_runtime() -> Runtime:
     """
     process = current_process()
     if not process.is_here:
-        raise RuntimeError("current_runtime() is for the event loop: this is a thread, as in a `def` method")
+        raise RuntimeError(
+            "current_runtime() is for the event loop, and this is a thread, as in a `def` method or a constructor: use "
+            "it in an `async def` method, or in `async def __aenter__(self)`, which runs before the first call"
+        )
     program = process.find(Runtime)
     if program is not None:
         return program
@@ -48,6 +56,34 @@ def current_runtime() -> Runtime:
         runtimes = ActorRuntimes(process, hosted.id)
         process.provide(ActorRuntimes, runtimes)
     return runtimes.of(hosted)
+
+
+def current_actor() -> Any:
+    """The handle of the actor whose code calls this, to give to others: `me: Parent = aiodaft.current_actor()`.
+
+    It is as the handle that spawning the actor gave: calls go through its mailbox, also its own; it follows restarts if
+    that one does; it does not keep the actor. In an instance of a hosted class it is the `Service`. For methods of any
+    kind, in `def` methods, too.
+
+    Raises:
+        RuntimeError: No code of an actor runs here, or the actor is being made and takes no calls yet.
+    """
+    hosted = acting()
+    if hosted is None or hosted.birth is None:
+        raise RuntimeError("current_actor() is for the code of actors: none runs here")
+    process, (cls, owner, follow) = hosted._process, hosted.birth
+    caller = process.part(Caller)
+    if hosted.id not in caller.actors:
+        raise RuntimeError(f"{hosted.name} is being made, and takes no calls yet: ask for its handle in a method")
+    target: Target
+    if follow is None:
+        target = Target(caller, process.id, hosted.id, hosted.name, None)
+    else:
+        place = Location(process.id, hosted.id)
+        followed = process.part(Followers).get(owner, place, hosted.name)
+        target = followed if follow else PinnedTarget(followed, place)
+    handle = Handle(target, cls)
+    return handle if issubclass(cls, Actor) else Service(handle, cls)
 
 
 def current_group() -> CurrentGroup[Any]:

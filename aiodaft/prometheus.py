@@ -1,6 +1,6 @@
 """Metrics of a runtime for Prometheus, from `rt.overview()`: a call that succeeds does nothing for them.
 
-Needs the package prometheus-client (`pip install "aiodaft[prometheus]"`).
+Needs the package prometheus-client (`pip install ".[prometheus]"`).
 """
 
 from __future__ import annotations

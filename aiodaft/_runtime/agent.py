@@ -7,7 +7,7 @@ import inspect
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from aiodaft._protocol.calls.mailbox import BoundedMailbox
 from aiodaft._protocol.diagnostics.deadlock import CallAt, Waiting
@@ -15,6 +15,7 @@ from aiodaft._protocol.diagnostics.trace import ProcessTrace
 from aiodaft._protocol.graphs.layout import ValueNote
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import AGENT, FIRST_USER_ACTOR, ActorId, CallId, PeerId, incarnation, node_of
+from aiodaft._runtime.actors.birth import Birth
 from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.fence import Fence
 from aiodaft._runtime.actors.host import Host
@@ -31,13 +32,18 @@ from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.logs.levels import set_levels
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.platform.linux import clock_id
-from aiodaft._runtime.serialization.errors import add_note
+from aiodaft._runtime.serialization.errors import add_note, needs_loop
 from aiodaft._runtime.serialization.origin import Origin, check_origin
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, DaftError, WaitingCall
 from aiodaft.methods import PlainMethods, method, specs_of
 from aiodaft.ref import Ref
 from aiodaft.stack import ProcessStack
+
+_NO_LOOP: Final = (
+    "a constructor runs on the actor's thread, without an event loop: make tasks and what else needs the loop in "
+    "`async def __aenter__(self)`, which runs before the first call, and end them in `async def __aexit__`"
+)
 
 # The actor that is made or left here.
 attended: ContextVar[HostedActor | None] = ContextVar("aiodaft_attended", default=None)
@@ -78,6 +84,8 @@ class Agent(Actor):
         self._ways = ways
         self._followers = followers
         self._tracing = tracing
+        # Of supervised actors that are about to be made: whether handles follow their restarts.
+        self._supervised: dict[ActorId, bool] = {}
         self._enlisted = Enlisted()
         host.process.provide(Enlisted, self._enlisted)
 
@@ -97,12 +105,14 @@ class Agent(Actor):
 
         The number of the attempt is the epoch of the incarnation. `origin` is where the program has the class from.
         """
+        follow = self._supervised.pop(ActorId(actor), None)
         if origin is not None:
             check_origin(cls, origin, label, node_of(self._host.process.id))
         epoch = serving().attempt
         specs = specs_of(cls) if issubclass(cls, Actor) else {}
         find_spec = specs.get if issubclass(cls, Actor) else PlainMethods(cls).find
         hosted = HostedActor(self._host, incarnation(ActorId(actor), epoch), label, find_spec)
+        hosted.birth = Birth(cls, serving().caller, follow)
         if max_queue is not None or any(spec.rules.max_queue is not None for spec in specs.values()):
             hosted.mailbox = hosted.bounds = BoundedMailbox(max_queue)
         try:
@@ -117,9 +127,16 @@ class Agent(Actor):
             if hosted.stop_spawned is not None:
                 await hosted.stop_spawned()
             process = self._host.process
+            if needs_loop(error):
+                add_note(error, _NO_LOOP)
             add_note(error, f"raised while {label} was made (pid {process.pid}, {process.options.node})")
             raise
         self._host.add(hosted)
+
+    @method
+    async def supervise(self, actor: int, follow: bool) -> None:
+        """Note of an actor that the next call makes that it is supervised, and whether handles follow its restarts."""
+        self._supervised[ActorId(actor)] = follow
 
     @method
     async def enlist(self, actor: int, roster: Roster[Any], rank: int) -> None:

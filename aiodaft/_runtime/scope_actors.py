@@ -179,6 +179,7 @@ class ScopeActors:
                 self._owned[target.identity] = target
             return Handle(target, cls)
         supervisor, kind = watched
+        spec.follow = supervisor.policy.follow
         location = Location(place.peer, place.actor)
         followed = controller.follow(controller.process.id, location, label, self._scope.errors)
 

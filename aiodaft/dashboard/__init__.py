@@ -1,6 +1,6 @@
 """A page that shows what a runtime does: actors, calls, transfers, memory, failures, logs. It can only look.
 
-pip install "aiodaft[dashboard]"
+pip install ".[dashboard]"
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Probes:
         health: Answers 200 as long as the event loop turns.
         ready: Answers 200 if all actors of the runtime answer, else 503, with the names of the others.
         metrics: Answers with the metrics of the runtime for Prometheus, for every client. It needs prometheus-client
-            (`pip install "aiodaft[prometheus]"`).
+            (`pip install ".[prometheus]"`).
         patience: Seconds that actors get to answer.
     """
 

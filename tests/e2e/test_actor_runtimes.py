@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from inside import resources_of
@@ -33,6 +36,76 @@ async def test_an_actor_spawns_actors_that_any_process_may_call(rt: aiodaft.Runt
     grandchild = await (await parent.bear_parent()).bear(9)
     assert await grandchild.increment() == 10
     assert await parent.sum_in_scope(3) == (6, pytest.approx([await child.pid()] * 3, abs=10_000))
+
+
+@pytest.mark.parametrize(
+    "restart", [None, aiodaft.Restart(), aiodaft.Restart(follow=False)], ids=["none", "follow", "stale"]
+)
+async def test_an_actor_gives_its_own_handle_to_others(rt: aiodaft.Runtime, restart: aiodaft.Restart | None) -> None:
+    actor, other = await rt.on(restart=restart).spawn(Parent), await rt.spawn(Parent)
+    me = await actor.me()
+    assert (me, await me.me(), hash(me)) == (actor, actor, hash(actor))
+    assert await actor.introduce(other) == 42
+    assert await other.pids() == [await actor.pid()]
+    if restart is None:
+        return
+    os.kill(await actor.pid(), signal.SIGKILL)
+    if restart.follow:
+        pid = await unless_dying(actor.pid)
+        assert (await unless_dying(me.pid), await unless_dying(other.pids)) == (pid, [pid])
+        return
+    for call in (me.pid, other.pids):
+        with pytest.raises(aiodaft.StaleHandle):
+            await unless_dying(call)
+
+
+async def unless_dying(call: Callable[[], Any]) -> Any:
+    """The result of a call, made again until the process that is being killed is known to be gone."""
+    while True:
+        with suppress(aiodaft.ActorDied):
+            return await call()
+
+
+async def test_only_an_actor_that_takes_calls_has_a_handle_of_its_own(rt: aiodaft.Runtime) -> None:
+    class Early(aiodaft.Actor):
+        def __init__(self) -> None:
+            aiodaft.current_actor()
+
+    class Hosted:
+        async def me(self) -> object:
+            return aiodaft.current_actor()
+
+        async def size(self) -> int:
+            return 3
+
+    with pytest.raises(
+        RuntimeError, match=r"^Early-\d+ is being made, and takes no calls yet: ask for its handle in a"
+    ):
+        await rt.spawn(Early)
+    with pytest.raises(RuntimeError, match="is for the code of actors: none runs here"):
+        aiodaft.current_actor()
+    me: Any = await (await rt.host(Hosted)).call(Hosted.me)
+    assert await me.call(Hosted.size) == 3
+
+
+@pytest.mark.parametrize("ask", [asyncio.get_running_loop, asyncio.get_event_loop, aiodaft.current_runtime])
+async def test_a_constructor_that_needs_the_loop_is_told_where_there_is_one(
+    rt: aiodaft.Runtime, ask: Callable[[], object]
+) -> None:
+    class Asking(aiodaft.Actor):
+        def __init__(self, early: Callable[[], object] | None = None) -> None:
+            self.got = early and early()
+
+        @aiodaft.method
+        def ask(self, what: Callable[[], object]) -> None:
+            what()
+
+    with pytest.raises(RuntimeError) as told:
+        await rt.spawn(Asking, ask)
+    assert "`async def __aenter__" in f"{told.value}{told.value.__notes__}"
+    with pytest.raises(RuntimeError) as told:
+        await (await rt.spawn(Asking)).ask(ask)
+    assert "`async def`" in f"{told.value}{told.value.__notes__}"
 
 
 async def test_what_an_actor_has_spawned_ends_with_it(rt: aiodaft.Runtime) -> None:
@@ -214,7 +287,7 @@ async def test_a_program_asks_for_its_runtime_too(rt: aiodaft.Runtime) -> None:
 
 async def test_where_there_is_no_runtime_the_error_says_so(rt: aiodaft.Runtime) -> None:
     parent = await rt.spawn(Parent)
-    with pytest.raises(RuntimeError, match="is for the event loop: this is a thread"):
+    with pytest.raises(RuntimeError, match="is for the event loop, and this is a thread"):
         await parent.runtime_in_a_thread()
     with pytest.raises(RuntimeError, match="open as long as the actor lives"):
         await parent.open_its_runtime()

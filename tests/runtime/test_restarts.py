@@ -67,7 +67,9 @@ class House(Bench, CallSink):
             process=self.process, connections=connections, objects=objects, actors={}, sender=self, outgoing=self
         )
         self.caller.next_number = self.process.next_number
-        # The calls that were made and not answered: the method, its arguments, what gets the answer.
+        self.caller.handle = lambda remote, actor, label, cls: Handle(self.target(remote, actor, label), cls)
+        # The calls that were made and not answered: the method, its arguments, what gets the answer. Without what a
+        # process is told before it makes an actor.
         self.calls: list[tuple[str, tuple[Any, ...], PendingCall]] = []
         self.failed: list[BaseException] = []
         self.sender = self
@@ -121,7 +123,8 @@ class House(Bench, CallSink):
         return located
 
     def submit(self, request: Request) -> None:
-        self.calls.append((request.spec.name, request.args, request.state))
+        if request.spec.name != "supervise":
+            self.calls.append((request.spec.name, request.args, request.state))
 
     def child(self, name: str = "Echo-1", actor: ActorId = ACTOR, beside: Target | None = None) -> Child:
         """A supervised actor that is up."""

@@ -88,6 +88,25 @@ class Parent(Actor):
         return os.getpid()
 
     @method
+    def me(self) -> Parent:
+        me: Parent = aiodaft.current_actor()
+        return me
+
+    @method
+    async def introduce(self, other: Parent) -> int:
+        """Give this actor to another one, which calls it."""
+        return await other.adopt(aiodaft.current_actor())
+
+    @method
+    async def adopt(self, child: Parent) -> int:
+        self.children.append(child)
+        return await child.answer()
+
+    @method
+    async def pids(self) -> list[int]:
+        return [await child.pid() for child in self.children]
+
+    @method
     async def bear(self, start: int = 0, **constraints: Any) -> Child:
         child = await aiodaft.current_runtime().on(**constraints).spawn(Child, start)
         self.children.append(child)

@@ -98,6 +98,11 @@ class Model(aiodaft.Actor, gpus=1):
         return await group.members[1 - group.rank].sync(1 - group.rank)
 
     @method
+    async def report_to(self, other: Model) -> str:
+        me: Model = aiodaft.current_actor()
+        return await other.ask(me, 1)
+
+    @method
     async def none(self) -> int:
         return 1
 

@@ -14,6 +14,7 @@ from aiodaft._protocol.calls.mailbox import BoundedMailbox, Mailbox
 from aiodaft._protocol.connections.messages import Awaited
 from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId, group_call_of
+from aiodaft._runtime.actors.birth import Birth
 from aiodaft._runtime.actors.managed import enter, leave
 from aiodaft._runtime.actors.paced import Paced
 from aiodaft._runtime.actors.steps import in_steps
@@ -193,6 +194,8 @@ class HostedActor:
         self.id = actor
         self.name = name
         self.instance: Any = None
+        # None for an actor of the runtime.
+        self.birth: Birth | None = None
         # The context manager that was entered for the instance.
         self._manager: Any = None
         self.stop_spawned: Callable[[], Awaitable[None]] | None = None

@@ -56,7 +56,8 @@ class FollowingTarget(Target):
         caller = followers.caller
         told = owner == caller.process.id
         # An old handle may have an old place: without a connection to that process, the first call asks.
-        place = Location(place.peer if told or place.peer in caller.connections else NOWHERE, place.actor)
+        known = told or place.peer == caller.process.id or place.peer in caller.connections
+        place = Location(place.peer if known else NOWHERE, place.actor)
         super().__init__(caller, place.peer or caller.process.id, place.actor, label, sink)
         self._followers = followers
         self.owner = owner

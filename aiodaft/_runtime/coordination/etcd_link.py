@@ -1,6 +1,6 @@
 """A connection to an etcd cluster: to one member after the other, until one answers; and watches that outlive it.
 
-Needs aetcd: `pip install aiodaft[etcd]`.
+Needs aetcd: `pip install ".[etcd]"`.
 """
 
 from __future__ import annotations

@@ -31,13 +31,16 @@ def find_path(names: Iterable[tuple[str, Any]], attempt: Callable[[Any], object]
     """
     path, reason = "the value", ""
     parts: Iterable[tuple[str, Any]] = names
+    seen: set[int] = set()
     for _ in range(_MAX_DEPTH):
         failing = next(
             ((name, value, why) for name, value in islice(parts, _MAX_CHILDREN) if (why := _why(value, attempt))), None
         )
-        if failing is None:
+        # What refers to itself has no deepest part.
+        if failing is None or id(failing[1]) in seen:
             break
         path, value, reason = failing
+        seen.add(id(value))
         parts = _children(value, path)
     return path, reason
 

@@ -31,6 +31,9 @@ _MAX_TEXT: Final = 16 << 10
 _MAX_BESIDE: Final = 500
 # The message of the TypeError that `await 1` raises.
 _NOT_AWAITABLE: Final = re.compile(r"can't be (used in 'await' expression|awaited)")
+# Those of `asyncio.get_running_loop()` and `asyncio.get_event_loop()`.
+_NO_LOOP: Final = re.compile(r"no (running|current) event loop")
+_ON_THREAD: Final = "a `def` method runs on the actor's thread, without an event loop: make it `async def`"
 _OWN_CALL: Final = (
     "a `def` method that is called on `self` gives its result, not a ref: do not await it; "
     "`aiodaft.local(self.method)(...)` tells type checkers so"
@@ -93,8 +96,15 @@ def as_call_error(error: BaseException, where: str | None, why_cancelled: str = 
     if where is not None:
         if isinstance(error, TypeError) and _NOT_AWAITABLE.search(str(error)):
             add_note(error, _OWN_CALL)
+        elif needs_loop(error):
+            add_note(error, _ON_THREAD)
         add_note(error, raised_by(where))
     return error
+
+
+def needs_loop(error: BaseException) -> bool:
+    """Whether code on a thread has asked for the running event loop."""
+    return isinstance(error, RuntimeError) and _NO_LOOP.search(str(error)) is not None
 
 
 def add_note(error: BaseException, note: str) -> None:

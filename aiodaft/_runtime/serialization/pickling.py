@@ -104,7 +104,10 @@ def _reduce(aside: Aside, value: Any, *, by_value: bool) -> Any:
     if kind.__name__ == "ndarray" and kind.__module__ == "numpy" and not value.dtype.hasobject:
         return _reduce_array(value)
     if isinstance(value, Actor):
-        raise TypeError(f"an instance of {kind.__name__} stays in its process: pass the handle that spawn gave")
+        raise TypeError(
+            f"an instance of {kind.__name__} stays in its process: pass the handle that spawn gave, or in its own "
+            "methods that of `aiodaft.current_actor()`"
+        )
     if kind.__name__ == "UntypedStorage" and kind.__module__ == "torch.storage":
         # torch pickles it, and cannot unpickle the result.
         raise TypeError("a storage cannot travel: pass a tensor that uses it")

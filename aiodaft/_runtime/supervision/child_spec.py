@@ -82,6 +82,8 @@ class ChildSpec:
         self._args = args
         self._kwargs = kwargs
         self._enrolment = enrolment
+        # If it is supervised: whether handles follow its restarts.
+        self.follow = True
         self._origin: Origin | None = None
         self._request: Request | None = None
 
@@ -91,6 +93,8 @@ class ChildSpec:
             self.begin_anew()
             # Before it is made: its constructor may ask for its rank.
             state_of(self.catch_up(caller, remote, actor)).mark_seen()
+        if again:
+            agent_of(caller, remote).supervise.tell(actor, self.follow)
         target, spec = Target(caller, remote, AGENT, f"agent of {remote}", None), host_spec(self.cls)
         number = caller.process.next_number()
         state = CallState(target, spec, number)

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from stepping import Stepper
 
 import aiodaft
 
+T = TypeVar("T")
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def items_of(stream: aiodaft.Stream[T]) -> list[T]:
+    return [item async for item in stream]
+
+
+async def lines_of(rt: aiodaft.Runtime, method: str) -> list[str]:
+    """The lines of the tests' actors in which calls of a method are."""
+    calls = [call for process in (await rt.stack()).processes for call in process.calls if call.method == method]
+    return [frame.code for call in calls for frame in call.frames if frame.file.endswith("stepping.py")]
 
 
 @pytest.fixture
@@ -50,7 +63,7 @@ async def test_it_begins_in_the_order_of_the_calls_and_others_run_between_its_it
 async def test_who_leaves_in_a_step_goes_on_and_the_generator_ends_with_the_step(rt: aiodaft.Runtime) -> None:
     stepper = await rt.spawn(Stepper)
     async for _ in stepper.holds(1 << 20):
-        while (await rt.info(stepper)).running == 0:
+        while (await lines_of(rt, "Stepper.holds")) != ["self.go_on.wait()"]:
             pass
         break
     # The thread is held by the step, the loop is not.
@@ -59,6 +72,39 @@ async def test_who_leaves_in_a_step_goes_on_and_the_generator_ends_with_the_step
     while "lets go" not in (noted := await last):
         last = stepper.noted()
     assert noted == ["holds", "lets go"]
+
+
+async def test_a_left_generator_that_asks_other_actors_ends_and_may_ask_them_in_its_cleanup(
+    rt: aiodaft.Runtime,
+) -> None:
+    stepper, other = await rt.spawn(Stepper), await rt.spawn(Stepper)
+    async for _ in stepper.relays(other):
+        break
+    while "relays ends" not in await stepper.noted():
+        pass
+    assert await other.noted() == ["left"]
+    async for _ in stepper.asks(other):
+        while "Stepper.wait" not in (await rt.info(other)).running:
+            pass
+        break
+    # What the step waits for is cancelled.
+    while "asks ends" not in await stepper.noted():
+        pass
+    await other.let_go_on()
+
+
+async def test_a_step_that_waits_for_its_own_actor_is_a_deadlock(rt: aiodaft.Runtime) -> None:
+    itself, other, third = [await rt.spawn(Stepper) for _ in range(3)]
+    in_a_circle = asyncio.gather(
+        *map(items_of, (itself.asks(itself), other.asks(third, other))), return_exceptions=True
+    )
+    for error, behind in zip(await in_a_circle, ("wait", "count"), strict=True):
+        assert isinstance(error, aiodaft.DeadlockDetected)
+        asks = min(error.cycle, key=lambda one: one.method)
+        assert (asks.method, "stepping.py" in asks.line) == ("Stepper.asks", True)
+        assert f"Stepper.{behind} of " in str(error)
+        assert "is queued behind Stepper.asks" in str(error)
+    assert await other.takes(itself) == [0]
 
 
 async def test_errors_come_after_the_items_before_them(rt: aiodaft.Runtime) -> None:

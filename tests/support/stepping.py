@@ -77,6 +77,29 @@ class Stepper(Actor):
             self.happened.append("lets go")
 
     @method
+    def relays(self, other: Any) -> Iterator[Any]:
+        """What another actor gives, which hears when this ends."""
+        try:
+            while True:
+                yield other.thread().result()
+        finally:
+            other.note("left").result()
+            self.happened.append("relays ends")
+
+    @method
+    def asks(self, other: Any, me: Any = None) -> Iterator[Any]:
+        """What another actor gives, or what it takes from this one."""
+        try:
+            yield 0
+            yield (other.wait() if me is None else other.takes(me)).result()
+        finally:
+            self.happened.append("asks ends")
+
+    @method
+    async def takes(self, other: Any) -> list[Any]:
+        return [item async for item in other.count(1)]
+
+    @method
     def fails(self, after: int, error: BaseException) -> Iterator[int]:
         yield from range(after)
         raise error

@@ -40,8 +40,8 @@ def block_on(process: Process, awaited: Awaitable[T], what: str, timeout: float 
         _leave(awaited)
         raise
     call = current_call.get()
-    if call is not None and call.hosted.thread.ident != threading.get_ident():
-        # A thread that an async method has started: the call's task is the method's own.
+    if call is not None and (call.hosted.thread.ident != threading.get_ident() or call.closes):
+        # A thread that an async method has started, or the cleanup of a generator: neither is cancelled with the call.
         call = None
     wait = _Wait(awaited, call)
     # How a search for deadlocks knows what the thread waits for.
@@ -49,6 +49,8 @@ def block_on(process: Process, awaited: Awaitable[T], what: str, timeout: float 
     try:
         return waiting.result(timeout)
     except concurrent.futures.CancelledError:
+        if call is not None and call.step is not None:
+            call.closes = True
         raise asyncio.CancelledError(f"{what} was cancelled") from None
     except TimeoutError:
         if timeout is None:
@@ -79,12 +81,12 @@ class _Wait(Generic[T]):
         self._task = asyncio.current_task()
         if call is not None:
             # Ending the call cancels this task.
-            call.task = self._task
+            call.wait = self._task
         try:
             return await self._in_time()
         finally:
-            if call is not None and call.task is self._task:
-                call.task = None
+            if call is not None and call.wait is self._task:
+                call.wait = None
             self._task = None
             if self._ref is not None:
                 self._ref.remove_done_callback(self._keep_on)

@@ -86,8 +86,10 @@ class InboundCall(Life, Paced):
     timer: asyncio.TimerHandle | None = None
     # The number of earlier attempts; for the call that makes an actor, the actor's epoch.
     attempt = 0
-    # The task of an async method; of a `def` method, the task that waits for a ref in its place.
+    # The task of an async method or a generator.
     task: asyncio.Task[Any] | None = None
+    # The task that waits for a ref in the place of the actor's thread.
+    wait: asyncio.Task[Any] | None = None
     # The context of its arrival, if it had to wait: another call's end starts it, in another context.
     context: Context | None = None
     # Fetch its arguments.
@@ -339,7 +341,9 @@ class HostedActor:
     async def _give_items(self, call: InboundCall, items: Any) -> None:
         if not isinstance(items, AsyncGenerator):
             encode = partial(self._store.keep_patiently, label=call.label, what="item", via=call.spec.transport)
-            items = in_steps(items, self.thread, self._pace, None if call.responder.is_local else encode)
+            suspect = partial(self._shared.suspect, self)
+            encode_there = None if call.responder.is_local else encode
+            items = in_steps(call, items, self.thread, self._pace, suspect, encode_there)
         await call.give_items(items, call.responder.item)
 
     def _run_on_thread(self, call: InboundCall) -> None:
@@ -445,8 +449,9 @@ class HostedActor:
         """Cancel a call that has begun; withdraw any other, and return False."""
         waits = call.stage in WAITING
         if call.begun or not call.take():
-            if call.task is not None:
-                call.task.cancel()
+            for task in (call.task, call.wait):
+                if task is not None:
+                    task.cancel()
             # A method on the thread cannot be interrupted; its result is dropped.
             call.handle(CANCEL)
             self.abandoned.add(call)

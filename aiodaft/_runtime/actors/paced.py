@@ -12,6 +12,10 @@ class Paced:
 
     # The number of items that the consumer still takes.
     credit = 0
+    # The step of its generator that is on the actor's thread, or waits for it.
+    step: asyncio.Future[Any] | None = None
+    # Its generator was told to end: what the cleanup waits for is not cancelled with the call.
+    closes = False
     _credit_wanted: asyncio.Event | None = None
 
     def add_credit(self, count: int) -> None:

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextvars import copy_context
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from aiodaft._protocol.connections.pace import Pace
+from aiodaft._runtime.actors.paced import Paced
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.tasks import see_through
 from aiodaft._runtime.platform.threads import HelperThread
 
+T = TypeVar("T")
+
 _END: Final = object()
 
 
+def take_step(call: Paced, step: Callable[[], T]) -> T:
+    """Run a step of the generator of a call. By this frame of the thread, others find the call."""
+    return step()
+
+
 async def in_steps(
-    items: Generator[Any, None, object], thread: HelperThread, pace: Pace, encode: Callable[[Any], StoredValue] | None
+    call: Paced,
+    items: Generator[Any, None, object],
+    thread: HelperThread,
+    pace: Pace,
+    suspect: Callable[[], object],
+    encode: Callable[[Any], StoredValue] | None,
 ) -> AsyncGenerator[Any, None]:
-    """Run a generator in a thread, from item to item, in the context of this task, and `encode` its items there.
+    """Run the generator of a call in a thread, from item to item, in the context of this task; `encode` items there.
+
+    `suspect` is called when a step may have to wait for the thread.
 
     Cancellation: the generator is closed at its next item, because a thread cannot be interrupted.
     """
@@ -33,19 +49,29 @@ async def in_steps(
         made.append(item if encode is None else encode(item))
         return True
 
-    async def next_step() -> bool:
+    def close() -> bool:
+        call.closes = True
+        items.close()
+        return False
+
+    def begin_step(function: Callable[[], bool]) -> asyncio.Future[bool]:
         # The loop leaves the processor to the thread.
         pace.threads += 1
-        try:
-            return await thread.run(lambda: context.run(step))
-        finally:
-            pace.threads -= 1
+        call.step = thread.begin(lambda: context.run(take_step, call, function))
+        call.step.add_done_callback(step_ended)
+        if thread.backlog:
+            suspect()
+        return call.step
+
+    def step_ended(_: object) -> None:
+        pace.threads -= 1
 
     try:
-        while await next_step():
+        while await begin_step(step):
+            call.step = None
             yield made.popleft()
     finally:
         # Comes behind a step that is under way.
-        await see_through(thread.begin(lambda: context.run(items.close)))
+        await see_through(begin_step(close))
         if made and encode is not None:
             made.popleft().release()

@@ -26,7 +26,7 @@ def stack_here(waits: WaitGraph) -> ProcessStack:
     """The stack of this process; called on its loop."""
     calls = [call for call in waits.host.calls() if call.hosted.id >= FIRST_USER_ACTOR]
     calls.sort(key=lambda call: not call.begun)
-    of_calls = {call.task for call in calls}
+    of_calls = {task for call in calls for task in (call.task, call.wait)}
     tasks = [task for task in asyncio.all_tasks(waits.process.loop) if task not in of_calls]
     return ProcessStack(
         id=waits.process.id,
@@ -41,7 +41,8 @@ def stack_here(waits: WaitGraph) -> ProcessStack:
 def _call(waits: WaitGraph, call: InboundCall) -> CallStack:
     state = "running" if call.begun else "needs arguments" if call.stage is FETCHING else "queued"
     seconds = waits.process.env.monotonic() - call.since if call.begun else None
-    frames = frames_on_thread(call) if call.task is None or call.rules.on_thread else frames_of(call.task.get_coro())
+    on_thread = call.task is None or call.rules.on_thread or call.step is not None
+    frames = frames_on_thread(call) if on_thread else frames_of(cast("asyncio.Task[Any]", call.task).get_coro())
     waits_for = tuple(waits.name_of(at) for at in waits.wait_of(call).calls)
     return CallStack(call.hosted.name, call.label, call.caller, state, seconds, waits_for, _frames(frames))
 

@@ -12,6 +12,7 @@ from aiodaft._protocol.diagnostics.deadlock import CallAt, Place, Waiting, place
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
 from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
+from aiodaft._runtime.actors.steps import take_step
 from aiodaft._runtime.calls.call import CallState
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.diagnostics.await_chains import (
@@ -27,6 +28,8 @@ from aiodaft._runtime.graphs.strand_call import StrandCall
 
 _RUNNER: Final = asyncio.Runner.run.__code__
 _RUN: Final = HostedActor.run.__code__
+# What runs the code of a call on its actor's thread.
+_ON_THREAD: Final = frozenset({_RUN, take_step.__code__})
 _NOT_KNOWN: Final = Wait(known=False)
 
 
@@ -34,7 +37,7 @@ def on_thread(hosted: HostedActor) -> tuple[InboundCall | None, Frames]:
     """The call that an actor's thread is busy with, and the frames from its first line on."""
     frames = thread_stack(hosted.thread.ident)
     for index, frame in enumerate(frames):
-        if frame.f_code is _RUN:
+        if frame.f_code in _ON_THREAD:
             call: InboundCall = frame.f_locals["call"]
             return call, frames[index + 1 :]
     return None, []
@@ -142,14 +145,18 @@ class WaitGraph:
 
     def _occupant(self, call: InboundCall) -> Wait:
         occupant, _ = on_thread(call.hosted)
-        return _NOT_KNOWN if occupant is None else Wait(calls=[self.place(occupant)])
+        if occupant is None:
+            return _NOT_KNOWN
+        return Wait(calls=[self.place(occupant)], futures=[] if call.step is None else [call.step])
 
 
 def _place_of(call: InboundCall) -> Place | None:
     if call.waits_at is not None:
         return Place.INPUTS
-    on_thread, fetching = call.rules.on_thread, bool(call.fetching)
-    return place_of(call.stage, begun=call.begun, on_thread=on_thread, fetching=fetching)
+    if call.step is not None:
+        return Place.THREAD if on_thread(call.hosted)[0] is call else Place.BACKLOG
+    fetching = bool(call.fetching)
+    return place_of(call.stage, begun=call.begun, on_thread=call.rules.on_thread, fetching=fetching)
 
 
 def _wait_of_task(call: InboundCall) -> Wait:

@@ -37,6 +37,7 @@ async def test_items_come_in_order_and_are_what_they_were_when_they_were_made(rt
     assert [item async for item in stepper.count(0)] == []
     assert [len(item) async for item in stepper.same_list(40, "word")] == list(range(1, 41))
     assert [len(item) async for item in stepper.same_list(4, bytes(1 << 20))] == [1, 2, 3, 4]
+    assert await items_of(stepper.lends()) == await stepper.takes_what_it_lends(stepper) == [[1, 2]]
 
 
 async def test_each_step_runs_on_the_actors_thread_in_the_context_of_the_call(rt: aiodaft.Runtime) -> None:

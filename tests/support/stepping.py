@@ -96,6 +96,14 @@ class Stepper(Actor):
             self.happened.append("asks ends")
 
     @method
+    def lends(self) -> Iterator[list[int]]:
+        yield aiodaft.borrow([1, 2])
+
+    @method
+    async def takes_what_it_lends(self, me: Any) -> list[Any]:
+        return [item async for item in me.lends()]
+
+    @method
     async def takes(self, other: Any) -> list[Any]:
         return [item async for item in other.count(1)]
 

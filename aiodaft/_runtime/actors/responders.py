@@ -209,7 +209,7 @@ class LocalResponder:
     async def item(self, call: InboundCall, value: Any) -> None:
         state = self.states.get(call.number)
         if isinstance(state, StreamState):
-            state.on_item((value,))
+            state.on_item((value.value if isinstance(value, Borrowed) else value,))
 
     def cancel(self, number: CallId) -> bool:
         """The caller cancels a call; False if there is none: it is over, or has not been handed over."""

@@ -91,6 +91,7 @@ class ProcessStack:
         calls: The calls of its actors, running calls first.
         threads: Its threads, without those that run only the runtime's own code.
         tasks: Its other tasks.
+        collectives: Those of groups that meet at one of its actors, with the ranks that have not come.
         dump: The threads of a process that did not answer, from Python's `faulthandler`, which also works while C code
             holds the interpreter. Empty if the process is stopped.
     """
@@ -103,6 +104,7 @@ class ProcessStack:
     threads: tuple[ThreadStack, ...] = ()
     tasks: tuple[TaskStack, ...] = ()
     dump: str = ""
+    collectives: tuple[str, ...] = ()
 
     @property
     def answered(self) -> bool:
@@ -127,6 +129,8 @@ class ProcessStack:
         for task in self.tasks:
             yield f"  task {task.name}"
             yield from _indented((*task.frames, *_named(task.waits_for, titles)))
+        for collective in self.collectives:
+            yield f"  {collective}"
         for thread in self.threads:
             yield f"  thread {thread.name}"
             yield from _indented(thread.frames)

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol, cast
 
@@ -29,6 +30,7 @@ from aiodaft._runtime.diagnostics.process_view import ActorView, ProcessView, Vi
 from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.logs.levels import set_levels
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.platform.linux import clock_id
@@ -264,7 +266,8 @@ class Agent(Actor):
 
     @method(ordered=False)
     async def stack(self) -> ProcessStack:
-        return stack_here(self._deadlocks.waits)
+        keyed = self._host.process.find(Keyed)
+        return replace(stack_here(self._deadlocks.waits), collectives=() if keyed is None else keyed.open_meetings())
 
     @method(ordered=False)
     async def visited(self, fork_server: int) -> None:

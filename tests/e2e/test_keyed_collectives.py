@@ -489,6 +489,7 @@ async def test_a_stack_says_who_waits_for_which_collective(rt: aiodaft.Runtime) 
     waiting = group[0].finish("stuck")
     shown = str(await rt.stack())
     assert f"waits for barrier 'stuck' of {group.id}" in shown
+    assert f"  barrier 'stuck' of {group.id}: rank 1 of 2 has not come" in shown
     await group[1].do("barrier", key="stuck")
     await waiting
 

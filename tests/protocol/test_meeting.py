@@ -116,6 +116,9 @@ def test_the_error_of_a_meeting_that_is_late_names_who_is_missing() -> None:
     group.come(2)
     ((_, why),) = told(group.expire("x", 0, 3, 0.5))
     assert why == "meeting x: rank 3 of 4 did not come in 0.5 s"
+    assert group.table.open() == []
+    group.come(1, "y")
+    assert group.table.open() == ["meeting y: ranks 0, 2, 3 of 4 have not come"]
 
 
 def test_who_withdraws_has_not_come() -> None:

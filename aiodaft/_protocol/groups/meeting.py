@@ -210,11 +210,24 @@ class Meetings(Generic[T]):
         """A member has waited for so many seconds, and waits no longer."""
         for meeting in self._meetings.get(name, ()):
             if meeting.holds(rank, ticket):
-                late = [str(other) for other in range(self._size) if other not in meeting.waiting]
-                ranks = f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
-                error = TimeoutError(f"{meeting.title}: {ranks} of {self._size} did not come in {seconds:g} s")
+                late, _ = self._late(meeting)
+                error = TimeoutError(f"{meeting.title}: {late} of {self._size} did not come in {seconds:g} s")
                 return [self._fail(name, meeting, error)]
         return []
+
+    def open(self) -> list[str]:
+        """The meetings that have not failed, and the ranks that they wait for."""
+        meetings = [meeting for named in self._meetings.values() for meeting in named if meeting.error is None]
+        texts: list[str] = []
+        for meeting in meetings:
+            late, several = self._late(meeting)
+            texts.append(f"{meeting.title}: {late} of {self._size} {'have' if several else 'has'} not come")
+        return texts
+
+    def _late(self, meeting: _Meeting[T]) -> tuple[str, bool]:
+        """The ranks that have not come, and whether there are several."""
+        late = [str(other) for other in range(self._size) if other not in meeting.waiting]
+        return f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}", len(late) > 1
 
     def lose(self, rank: int, error: Exception) -> list[Outcome[T]]:
         """A member is lost: the meetings that are open fail. Those that others open now have to be closed."""

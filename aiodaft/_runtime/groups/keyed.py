@@ -347,6 +347,10 @@ class Keyed(Actor):
         """The number of meetings here that some members have not come to."""
         return len(self._places)
 
+    def open_meetings(self) -> tuple[str, ...]:
+        """These meetings, and the ranks that they wait for."""
+        return tuple(self._places.open())
+
 
 _TAKE_PART: Final = specs_of(Keyed)["take_part"]
 _OUTCOME: Final = specs_of(Keyed)["outcome"]

@@ -63,6 +63,10 @@ class MeetingPlace:
         """The number of meetings that some members have not come to."""
         return len(self._table)
 
+    def open(self) -> list[str]:
+        """These meetings, and the ranks that they wait for."""
+        return self._table.open()
+
     async def come(self, coming: Coming, brought: Any, conclude: Conclude, timeout: float | None) -> Any:
         """Wait until all have come; returns what `conclude` has for this member, of the last one that comes.
 
@@ -184,6 +188,10 @@ class MeetingPlaces:
     def __len__(self) -> int:
         """The number of meetings that some members have not come to."""
         return sum(len(place) for place, _ in self._places.values())
+
+    def open(self) -> list[str]:
+        """These meetings, and the ranks that they wait for."""
+        return [text for place, _ in self._places.values() for text in place.open()]
 
     def place_for(self, joining: Joining) -> MeetingPlace:
         """Where a member joins.

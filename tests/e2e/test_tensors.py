@@ -225,6 +225,8 @@ async def test_released_waits_for_what_an_await_gave_and_not_for_the_ref_itself(
     here = await ref
     waiting = asyncio.get_running_loop().create_task(ref.released())
     await a.address()
+    # Who awaits it now does not make it wait for the ref either.
+    assert (await ref).sum() == MIB
     # Over other transports than `shm`, the reader has a copy of its own.
     assert not (waiting.done() and peer_of(rt).store.transport.name == "shm")
     del here

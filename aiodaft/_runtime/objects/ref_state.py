@@ -67,6 +67,8 @@ class RefState(Value):
     value: Any = ABSENT
     received: ReceivedValue | None = None
     stored: StoredValue | None = None
+    # Later awaits get what an await has brought here; else they bring it again.
+    keeps = True
     # Bytes of a value that its producer stores, and what it is.
     stored_bytes = 0
     stored_kind = ""
@@ -323,6 +325,8 @@ class RefState(Value):
                     yield from wakeup
                 except BaseException as error:
                     self._note_failed_await()
+                    if not self.keeps:
+                        self.value = ABSENT
                     yield from self._stop_waiting(wakeup, error)
                     raise
             else:
@@ -335,7 +339,10 @@ class RefState(Value):
             __tracebackhide__ = True
             # As asyncio's futures do: each waiter adds its frames to the original traceback.
             raise self.error.with_traceback(self._traceback)
-        return self.value
+        value = self.value
+        if not self.keeps:
+            self.value = ABSENT
+        return value
 
     def _note_failed_await(self) -> None:
         """Note that an await raises: the code after it, which may await siblings of this call, does not run."""
@@ -382,8 +389,8 @@ class RefState(Value):
             self._idle = self._idle or asyncio.Event()
             yield from self._idle.wait().__await__()
         if self.status is THERE:
-            # An await has mapped it here. Another await brings it again.
-            self.value = ABSENT
+            # An await may have mapped it here.
+            self.keeps, self.value = False, ABSENT
             yield from self.objects.owner.unread_remote(self.producer, self.owner, self.number).__await__()
         elif self.stored is not None:
             yield from self.stored.wait_unread().__await__()
@@ -437,6 +444,8 @@ class RefState(Value):
 
     def _wake_waiters(self) -> None:
         waiters, self._waiters = self._waiters, None
+        if not (waiters or self.keeps):
+            self.value = ABSENT
         for wakeup in waiters or ():
             wakeup.wake()
 

@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 from actors import Echo
+from host_devices import HostDriver, use_host_devices
 from inside import actors_of
 from leaks import Snapshot
 from terminals import Terminal
@@ -25,7 +26,6 @@ from terminals import Terminal
 import aiodaft
 from aiodaft._runtime.diagnostics.await_chains import frames_of
 from aiodaft.actor import Handle
-from aiodaft.testing.devices import HostDriver, use_host_devices
 
 # Workers load the packages hundreds of times: with this setting they would compile them each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -10,9 +10,9 @@ import torch
 from actors import Box
 from device_actors import DeviceKeeper, Reader
 from here import current_peer
+from host_devices import HostAccelerators, HostDriver, use_host_devices
 
 import aiodaft
-from aiodaft.testing.devices import HostAccelerators, HostDriver, use_host_devices
 from aiodaft_transport import DeviceError, Unreachable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

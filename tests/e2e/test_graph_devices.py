@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from device_actors import DeviceKeeper
 from graph_actors import Node
+from host_devices import HostAccelerators, HostDriver
 
 import aiodaft
 from aiodaft import Ref
-from aiodaft.testing.devices import HostAccelerators, HostDriver
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from aiodaft.testing.scale import Count, main
+from cluster_scale import Count, main
 
 
 @pytest.mark.parametrize("hosts", [3, 6])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from host_devices import use_host_devices
 from torch import Tensor
 
 from aiodaft import method
 from aiodaft.bench.gpu_actors import GpuHolder
-from aiodaft.testing.devices import use_host_devices
 
 
 class HostHolder(GpuHolder):

@@ -9,12 +9,12 @@ from typing import Any
 
 from actors import Box
 from here import current_peer
+from host_devices import Gate, use_host_devices
 from tensor_keepers import TensorKeeper
 from torch import Tensor
 
 import aiodaft
 from aiodaft import method
-from aiodaft.testing.devices import Gate, use_host_devices
 
 
 class DeviceKeeper(TensorKeeper):

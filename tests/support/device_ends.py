@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from conformance import LoopbackControl
 from ends import LocalHost
 from far_end import SocketLink, digest, pattern
+from host_devices import Gate, HostDriver
 
 from aiodaft._runtime.platform.threads import HelperThread
-from aiodaft.testing.devices import Gate, HostDriver
 from aiodaft_transport import Block, Grant, TransportError, Unreachable
 from aiodaft_transport.cuda.device import DeviceBlock, Driver, Landing, Span
 from aiodaft_transport.cuda.transport import CudaTransport

@@ -15,6 +15,7 @@ from aiodaft._runtime.groups.inboxes import Box, Inboxes
 from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.local_node import LocalNode
 from aiodaft._runtime.node.node_agent import NodeAgent
+from aiodaft._runtime.node.node_process import NodeProcess
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Timeouts
@@ -31,6 +32,11 @@ def controller_of(rt: aiodaft.Runtime) -> Controller:
 def agent_of(rt: aiodaft.Runtime) -> NodeAgent:
     """The node agent of the machine."""
     return rt._controller.nodes.of(rt._controller.process.id)
+
+
+def known_nodes_of(node: NodeProcess) -> int:
+    """How many nodes a node knows."""
+    return len(node._nodes.members())
 
 
 def peer_of(rt: aiodaft.Runtime) -> Peer:

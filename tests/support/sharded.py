@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from here import copied_bytes, current_peer
+from host_devices import use_host_devices
 from torch import Tensor
 
 import aiodaft
@@ -20,7 +21,6 @@ from aiodaft import Actor, Group, Layout, Refs, Sharding, method
 from aiodaft._protocol.ids import RESHARDING
 from aiodaft._runtime.groups.resharding import Resharding
 from aiodaft._runtime.objects.store import InPlace
-from aiodaft.testing.devices import use_host_devices
 from aiodaft_transport import Block, Control, Grant
 from aiodaft_transport.shm import ShmTransport
 from aiodaft_transport.tcp import TcpTransport

@@ -216,7 +216,7 @@ class HostDriver:
 
     def tensor(self, size: int, device: int = 0) -> torch.Tensor:
         """A tensor of float32 in new memory of a device."""
-        import torch  # noqa: PLC0415 - optional
+        import torch
 
         return self.bytes(size * 4, device).view(torch.float32)
 
@@ -229,7 +229,7 @@ class HostDriver:
 
     def tensor_at(self, address: int, nbytes: int, owner: object = None) -> torch.Tensor:
         """A tensor of bytes that looks at an address, and keeps the owner of the memory."""
-        import torch  # noqa: PLC0415 - optional
+        import torch
 
         return torch.frombuffer(view_at(address, nbytes, owner), dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""`python -m aiodaft.testing.scale [HOSTS ...]`: what a cluster costs at several sizes, counted in simulations of it.
+"""`python tests/support/cluster_scale.py [HOSTS ...]`: what a cluster costs at several sizes, counted in simulations.
 
 Every host has a node and nothing else; one program attaches, and makes an actor on each host. The calls that are
 counted are those of the runtime itself, to the coordinator and to the agents of nodes. A call is two messages: itself,
@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
 from unittest.mock import patch
+
+from inside import known_nodes_of
 
 from aiodaft._protocol.ids import COORDINATOR, NODE
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
@@ -136,10 +138,10 @@ class Count:
 
     def _known(self) -> list[int]:
         """How many nodes each one knows."""
-        return [len(host.nodes[-1][0]._nodes.members()) for host in self._simulation.hosts.values() if host.is_alive]
+        return [known_nodes_of(host.nodes[-1][0]) for host in self._simulation.hosts.values() if host.is_alive]
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
-        while not is_so():  # noqa: ASYNC110 - its time is virtual
+        while not is_so():
             await asyncio.sleep(0.05)
 
 

@@ -26,10 +26,10 @@ from aiodaft._runtime.platform.error_log import log_error, printable
 from aiodaft._runtime.platform.tasks import current_task, logger
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.building import builder
-from aiodaft._runtime.serialization.errors import unsent
+from aiodaft._runtime.serialization.errors import add_note, copy_error, unsent
 from aiodaft._runtime.serialization.pickling import home
 from aiodaft.actor import ActorFacts, Handle
-from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, OutcomeUnknown
+from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, OutcomeUnknown, PeerLost
 from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref, RefFacts, Stream
 
@@ -422,7 +422,18 @@ class Target:
         except asyncio.CancelledError:
             request.state.on_error(unsent(self.process.closing))
             raise
-        request.state.on_error(unsent(error))
+        request.state.on_error(loss_for(request.state, error, executed=False))
+
+
+def loss_for(state: PendingCall, error: DaftError, executed: bool | None) -> DaftError:
+    """The error of a lost connection for one call. One that names no actor gets a note of the call."""
+    lost = copy_error(error).with_executed(executed)
+    if isinstance(lost, PeerLost) and not lost.actor:
+        lost.last_method = call = state.label
+        if isinstance(state, CallState):
+            lost.actor, call = state.target.label, state.origin
+        add_note(lost, f"{'not sent' if executed is False else 'under way'}: {call}")
+    return lost
 
 
 @builder

@@ -5,14 +5,14 @@ from __future__ import annotations
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import Message, Value
 from aiodaft._protocol.ids import CallId
-from aiodaft._runtime.calls.call import CallState, PendingCall
+from aiodaft._runtime.calls.call import CallState, PendingCall, loss_for
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Delivery
-from aiodaft._runtime.serialization.errors import add_note, copy_error, decode_failure
-from aiodaft.exceptions import CallCancelled, DaftError, PeerLost, RemoteProtocolError
+from aiodaft._runtime.serialization.errors import decode_failure
+from aiodaft.exceptions import CallCancelled, DaftError, RemoteProtocolError
 
 
 class Replies:
@@ -110,21 +110,10 @@ class Replies:
                 connection.session.settle(number)
             executed = False if number in unsent or not connection.connected else None
             try:
-                state.on_lost(_loss_for(state, error, executed))
+                state.on_lost(loss_for(state, error, executed))
             except Exception as problem:  # noqa: BLE001 - a logging filter of the user's, say: the other calls fail, too
                 message = f"an error raised while {state.label} failed, because {connection.remote} was lost"
                 self._objects.process.loop.call_exception_handler({"message": message, "exception": problem})
-
-
-def _loss_for(state: PendingCall, error: DaftError, executed: bool | None) -> DaftError:
-    """The error of a lost connection for one call. One that names no actor gets a note of the call."""
-    lost = copy_error(error).with_executed(executed)
-    if isinstance(lost, PeerLost) and not lost.actor:
-        lost.last_method = under_way = state.label
-        if isinstance(state, CallState):
-            lost.actor, under_way = state.target.label, state.origin
-        add_note(lost, f"under way: {under_way}")
-    return lost
 
 
 def _settled(connection: Connection, number: CallId) -> PendingCall:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -70,35 +69,35 @@ async def test_answers_and_streams_are_those_of_openai_and_engines_take_roles(we
         assert [engine["kv_messages"] for engine in state["engines"]] == [2, 1]
 
 
-async def have_nothing(client: httpx.AsyncClient) -> bool:
+async def steps_so_far(client: httpx.AsyncClient) -> tuple[int, bool]:
+    """How many steps the engines have taken, and whether they have nothing to do."""
     state = (await client.get("/state")).json()
-    return state["under_way"] == 0 and not any(
-        engine["sequences"] or engine["pages_in_use"] for engine in state["engines"]
-    )
+    engines = state["engines"]
+    busy = state["under_way"] or any(engine["sequences"] or engine["pages_in_use"] for engine in engines)
+    return sum(engine["steps"] for engine in engines), not busy
 
 
-async def seconds_to_free_after_leaving(client: httpx.AsyncClient, stream: bool) -> float:
+async def steps_after_leaving(client: httpx.AsyncClient, stream: bool) -> int:
+    """How many steps the engines take for a client that leaves as soon as they have begun."""
+    before, _ = await steps_so_far(client)
     async with asyncio.TaskGroup() as tasks:
-        asked = {"prompt": PROMPT, "max_tokens": 240, "stream": stream}
-        asking = tasks.create_task(client.post(URL, json=asked))
-        while await have_nothing(client):
+        asking = tasks.create_task(client.post(URL, json={"prompt": PROMPT, "max_tokens": 240, "stream": stream}))
+        while (await steps_so_far(client))[1]:
             pass
         asking.cancel()
-        left = time.monotonic()
-        while not await have_nothing(client):
+        while not (now := await steps_so_far(client))[1]:
             pass
-        return time.monotonic() - left
+        return now[0] - before
 
 
-async def test_when_a_client_leaves_its_place_is_free_within_100_ms(weights: Weights) -> None:
+async def test_when_a_client_leaves_its_place_is_free_long_before_its_text_is_written(weights: Weights) -> None:
     async with served(weights) as client:
         for stream in (False, True):
-            # The machine may be busy with other tests: one of many.
-            for _ in range(25):
-                if await seconds_to_free_after_leaving(client, stream) < 0.1:
-                    break
-            else:
-                pytest.fail("no place was free in time")
+            # On a busy machine, the client may hear late that its text is being written: one of some.
+            taken = [await steps_after_leaving(client, stream)]
+            while min(taken) > 120 and len(taken) < 8:
+                taken.append(await steps_after_leaving(client, stream))
+            assert min(taken) <= 120, taken
 
 
 async def test_beyond_the_queue_prompts_are_refused_with_the_time_to_come_back(weights: Weights) -> None:
@@ -109,4 +108,4 @@ async def test_beyond_the_queue_prompts_are_refused_with_the_time_to_come_back(w
         refused = [answer for answer in answers if answer.status_code != 200]
         assert {answer.status_code for answer in refused} == {503}
         assert all(int(answer.headers["retry-after"]) > 0 for answer in refused)
-        assert await have_nothing(client)
+        assert (await steps_so_far(client))[1]

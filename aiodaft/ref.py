@@ -541,6 +541,11 @@ def borrow(value: T, /) -> T:
     return cast(T, Borrowed(value))
 
 
+def unwrap(result: Any) -> tuple[Any, Borrowed[Any] | None]:
+    """The value of a method's result or item, and what lends it, if it is lent."""
+    return (result.value, result) if isinstance(result, Borrowed) else (result, None)
+
+
 def parts_of(ref: Ref[Any]) -> tuple[Ref[Any], ...] | None:
     """The refs of a gathered ref; None for another ref."""
     return ref._state.parts()

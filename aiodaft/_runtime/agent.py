@@ -42,7 +42,7 @@ from aiodaft.methods import PlainMethods, method, specs_of
 from aiodaft.ref import Ref
 from aiodaft.stack import ProcessStack
 
-_NO_LOOP: Final = (
+_IN_CONSTRUCTOR: Final = (
     "a constructor runs on the actor's thread, without an event loop: make tasks and what else needs the loop in "
     "`async def __aenter__(self)`, which runs before the first call, and end them in `async def __aexit__`"
 )
@@ -130,7 +130,7 @@ class Agent(Actor):
                 await hosted.stop_spawned()
             process = self._host.process
             if needs_loop(error):
-                add_note(error, _NO_LOOP)
+                add_note(error, _IN_CONSTRUCTOR)
             add_note(error, f"raised while {label} was made (pid {process.pid}, {process.options.node})")
             raise
         self._host.add(hosted)

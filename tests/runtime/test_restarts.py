@@ -17,13 +17,13 @@ from aiodaft._protocol.supervision.supervision import Backoff, Restart
 from aiodaft._runtime.calls.call import Caller, CallSink, PendingCall, Request, Target
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.connections.connections import Connections
-from aiodaft._runtime.contacts import OwnerContact
+from aiodaft._runtime.contacts import NodeContact, OwnerContact
 from aiodaft._runtime.node.worker import Place
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.supervision.child_spec import ChildSpec
 from aiodaft._runtime.supervision.directory import Directory
 from aiodaft._runtime.supervision.supervisor import Child
-from aiodaft.actor import Actor, Handle
+from aiodaft.actor import Handle
 from aiodaft.exceptions import ActorDied, InsufficientResources, PeerLost, RestartLimitReached, SpawnFailed
 from aiodaft.methods import method
 from aiodaft.ref import Ref
@@ -33,17 +33,11 @@ ACTOR = FIRST_USER_ACTOR
 FAR = PeerId("worker@other")
 
 
-class Node(Actor):
+class Node(NodeContact):
     """What a supervisor asks of the node agent."""
 
     @method
     async def place_again(self, owner: str, label: str, actor: int, beside: str | None) -> Place:
-        raise NotImplementedError
-
-    @method
-    async def vacate(
-        self, owner: str, peer: str, actor: int, reason: str, keep: bool = False, answers: bool = True
-    ) -> None:
         raise NotImplementedError
 
 

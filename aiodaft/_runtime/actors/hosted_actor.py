@@ -33,7 +33,7 @@ from aiodaft._runtime.serialization.errors import add_note, as_call_error
 from aiodaft._runtime.serialization.small import Small, encode_small
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExceeded, LocalProtocolError, Overloaded
 from aiodaft.methods import MethodSpec
-from aiodaft.ref import Borrowed
+from aiodaft.ref import unwrap
 
 logger = logging.getLogger("aiodaft")
 
@@ -340,10 +340,10 @@ class HostedActor:
 
     async def _give_items(self, call: InboundCall, items: Any) -> None:
         if not isinstance(items, AsyncGenerator):
-            encode = partial(self._store.keep_patiently, label=call.label, what="item", via=call.spec.transport)
-            suspect = partial(self._shared.suspect, self)
-            encode_there = None if call.responder.is_local else encode
-            items = in_steps(call, items, self.thread, self._pace, suspect, encode_there)
+            encode = None
+            if not call.responder.is_local:
+                encode = partial(self._store.keep_patiently, label=call.label, what="item", via=call.spec.transport)
+            items = in_steps(call, items, self.thread, self._pace, partial(self._shared.suspect, self), encode)
         await call.give_items(items, call.responder.item)
 
     def _run_on_thread(self, call: InboundCall) -> None:
@@ -393,8 +393,7 @@ class HostedActor:
         If other calls of the actor are under way, only a copy on the loop is safe.
         """
         store = self._store
-        lender = result if isinstance(result, Borrowed) else None
-        value = result if lender is None else lender.value
+        value, lender = unwrap(result)
         stored = await store.keep_anywhere(value, Names(label, ((what, value),)), via=via, lender=lender, small=small)
         if stored.wholly_lent or store.pack_now(stored):
             return stored

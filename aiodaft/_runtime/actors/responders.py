@@ -19,7 +19,7 @@ from aiodaft._runtime.objects.transfer import Place
 from aiodaft._runtime.serialization.errors import encode_error, passed_on
 from aiodaft._runtime.serialization.small import Small
 from aiodaft.exceptions import CallCancelled
-from aiodaft.ref import Borrowed
+from aiodaft.ref import unwrap
 
 # Results that are remembered after their answer, in two generations; and bytes of one of them at most.
 _REMEMBERED: Final = 256
@@ -190,7 +190,7 @@ class LocalResponder:
     def answer(self, call: InboundCall, result: Any) -> None:
         state = self._finish(call)
         if state is not None:
-            state.on_plain(result.value if isinstance(result, Borrowed) else result)
+            state.on_plain(unwrap(result)[0])
 
     def answer_stored(self, call: InboundCall, stored: StoredValue | Small) -> None:
         raise AssertionError("results for callers in this process are not encoded")
@@ -209,7 +209,7 @@ class LocalResponder:
     async def item(self, call: InboundCall, value: Any) -> None:
         state = self.states.get(call.number)
         if isinstance(state, StreamState):
-            state.on_item((value.value if isinstance(value, Borrowed) else value,))
+            state.on_item((unwrap(value)[0],))
 
     def cancel(self, number: CallId) -> bool:
         """The caller cancels a call; False if there is none: it is over, or has not been handed over."""

@@ -24,7 +24,7 @@ from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft._runtime.serialization.small import NAMED, SMALL
 from aiodaft._runtime.serialization.tensors import Places, kind_in, kind_of, loaded_torch, memory_of, nowhere
-from aiodaft.ref import Borrowed
+from aiodaft.ref import Borrowed, unwrap
 from aiodaft_transport import DEVICE_NAME, Block, Grant, Transport, choose_name
 from aiodaft_transport.forks import fork_count
 from aiodaft_transport.memory.address import view_at
@@ -236,8 +236,7 @@ class Store:
 
     def keep_patiently(self, result: Any, label: str, what: str, via: str | None, *, small: bool = True) -> StoredValue:
         """Encode a result or item, and pack what is not lent. May take long: not on the loop."""
-        lender = result if isinstance(result, Borrowed) else None
-        value = result if lender is None else lender.value
+        value, lender = unwrap(result)
         names = Names(label, ((what, value),))
         stored = self.keep(value, names, via=via, lender=lender, patient=True, small=small)
         if not stored.wholly_lent:

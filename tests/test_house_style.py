@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = [ROOT / "aiodaft", ROOT / "aiodaft_pytest", ROOT / "transport" / "aiodaft_transport"]
+PACKAGES = [ROOT / "aiodaft", ROOT / "aiodaft_pytest", ROOT / "benchmarks", ROOT / "transport" / "aiodaft_transport"]
 SOURCES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 EVERYTHING = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "examples").rglob("*.py"))]
 

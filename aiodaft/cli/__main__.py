@@ -27,7 +27,6 @@ _MODULES: Final = {
     "debug": ".running.debug",
     "kill": ".running.kill",
     "doctor": ".doctor",
-    "bench": ".bench",
     "key": ".key",
     "up": ".node",
     "join": ".node",

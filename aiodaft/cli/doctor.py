@@ -19,7 +19,8 @@ from aiodaft._protocol.node.gpu_names import gpu_names
 from aiodaft._runtime.platform.capabilities import missing
 from aiodaft._runtime.platform.interfaces import interfaces
 from aiodaft._runtime.platform.machine_gpus import machine_gpus
-from aiodaft.bench.actors import Echo
+from aiodaft.actor import Actor
+from aiodaft.methods import method
 from aiodaft.program import run
 from aiodaft.runtime import Runtime
 from aiodaft_transport import NAMES, TransportError, default_name
@@ -105,6 +106,12 @@ async def _try(name: str, trip: Callable[[], Awaitable[float]], output: Output, 
     return {"works": False, "why": trouble}
 
 
+class _Echo(Actor):
+    @method
+    async def same(self, value: Any) -> Any:
+        return value
+
+
 class _Wrong(Exception):
     """A value came back changed, or by another route."""
 
@@ -122,10 +129,10 @@ async def _cuda_tensor() -> float:
 
 async def _round_trip(value: Any, same: Callable[[Any, Any], bool], transport: str | None) -> float:
     """Seconds that a value takes to an actor and back; without a transport, from GPU to GPU."""
-    async with asyncio.timeout(_PATIENCE), Runtime(transport=transport, preload=()) as rt, rt.spawn(Echo) as echo:
-        await echo.on_loop(value)
+    async with asyncio.timeout(_PATIENCE), Runtime(transport=transport, preload=()) as rt, rt.spawn(_Echo) as echo:
+        await echo.same(value)
         start = time.perf_counter()
-        if not same(await echo.on_loop(value), value):
+        if not same(await echo.same(value), value):
             raise _Wrong("what came back is not what was sent")
         if transport is None and not rt.traffic().device_received:
             raise _Wrong("the value went through host memory")

@@ -13,17 +13,18 @@ import pytest
 from bench_holder import HostHolder
 from clusters import cluster_of
 
-from aiodaft.bench import collectives, dispatch, gpu, refs, reshard, scale, tracing, web, workflows
-from aiodaft.bench.compare import comparison
-from aiodaft.bench.floors import Copy, open_echo, run_python
-from aiodaft.bench.results import Bench, Result, as_json, in_turns, table
-from aiodaft.bench.stalls import Watch
+from benchmarks import collectives, dispatch, gpu, refs, reshard, scale, tracing, web, workflows
+from benchmarks.compare import comparison
+from benchmarks.floors import Copy, open_echo, run_python
+from benchmarks.results import Bench, Result, as_json, in_turns, table
+from benchmarks.stalls import Watch
 
 pytestmark = pytest.mark.programs
 
 
 def run_bench(*arguments: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run([sys.executable, "-m", "aiodaft.bench", *arguments], capture_output=True, check=False)
+    root = Path(__file__).parents[2]
+    return subprocess.run([sys.executable, "-m", "benchmarks", *arguments], capture_output=True, check=False, cwd=root)
 
 
 @pytest.mark.timeout(60)
@@ -141,7 +142,7 @@ def test_what_hides_dispatch_is_drawn(tmp_path: Path) -> None:
     file = tmp_path / "dispatch.svg"
     curves = {"OpByOp, 1 actor": [(1e-4, 0.4), (4e-3, 0.96)], "Fused, 2 actors": [(1e-4, 0.97)]}
     # In a process of its own, because matplotlib keeps its fonts open.
-    code = f"from aiodaft.bench.dispatch import plot; plot({curves}, {str(file)!r})"
+    code = f"from benchmarks.dispatch import plot; plot({curves}, {str(file)!r})"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "MPLCONFIGDIR": str(tmp_path)}, check=True)
     assert all(text in file.read_text() for text in (*curves, "duration of an operation"))
 
@@ -287,7 +288,7 @@ def test_a_comparison_is_drawn(tmp_path: Path) -> None:
     file = tmp_path / "comparison.svg"
     samples = {"call (us)": {"aiodaft": [10.0], "ray": [20.0]}, "calls (1/s)": {"aiodaft": [9.0]}}
     # In a process of its own, because matplotlib keeps its fonts open.
-    code = f"from aiodaft.bench.compare import plot; plot({samples}, ['ray'], {str(file)!r})"
+    code = f"from benchmarks.compare import plot; plot({samples}, ['ray'], {str(file)!r})"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "MPLCONFIGDIR": str(tmp_path)}, check=True)
     drawing = file.read_text()
     assert all(text in drawing for text in ("call (us)", "calls (1/s)", "ray", "times worse than aiodaft"))

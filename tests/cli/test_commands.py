@@ -44,8 +44,8 @@ def test_every_command_has_a_line_of_help_that_fits() -> None:
 
 
 def test_every_command_that_answers_has_json() -> None:
-    # The first two hand over the terminal, the third prints code for a shell. `bench` reads its arguments itself.
-    without = {"run", "debug", "completion", "bench"}
+    # The first two hand over the terminal, the third prints code for a shell.
+    without = {"run", "debug", "completion"}
     found = {name: getattr(command, "commands", {name: command}).values() for name, command in commands().items()}
     has = {name for name, those in found.items() if all("--json" in one.get_help(click.Context(one)) for one in those)}
     assert has == set(found) - without
@@ -126,15 +126,6 @@ def test_a_key_is_made_with_one_document_on_standard_output(tmp_path: Path) -> N
     document = json.loads(ended.stdout)
     assert (ended.exit_code, document["path"]) == (0, str(tmp_path / "key"))
     assert len(document["cluster"]) == 12
-
-
-def test_bench_is_the_command_of_the_module() -> None:
-    ended = ran("bench", "--help")
-    assert ended.exit_code == 0
-    assert "usage: aiodaft bench" in ended.stdout
-    assert "--compare NAMES" in ended.stdout
-    assert "'nothing' is no suite; choose from processes, " in ran("bench", "nothing").stderr
-    assert ran("bench", "--turns", "0").exit_code == 2
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aiodaft.bench import gpu
-from aiodaft.bench.results import Bench
+from benchmarks import gpu
+from benchmarks.results import Bench
 
 pytestmark = [
     pytest.mark.gpu,

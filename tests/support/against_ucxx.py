@@ -11,8 +11,8 @@ import sys
 import time
 from typing import Final
 
-from aiodaft.bench.far_end import FarEnd, open_far_end
-from aiodaft.bench.results import Result, in_turns, table
+from benchmarks.far_end import FarEnd, open_far_end
+from benchmarks.results import Result, in_turns, table
 
 _SIZE: Final = 64 << 20
 _REPEATS: Final = 5

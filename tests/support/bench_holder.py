@@ -8,7 +8,7 @@ from host_devices import use_host_devices
 from torch import Tensor
 
 from aiodaft import method
-from aiodaft.bench.gpu_actors import GpuHolder
+from benchmarks.gpu_actors import GpuHolder
 
 
 class HostHolder(GpuHolder):

@@ -24,5 +24,5 @@ async def run(bench: Bench) -> None:
             inside = "in a trace context"
             await compare_lines(bench, ours, floor, inside, "in none", around=lambda: trace_context(context))
         if find_spec("opentelemetry") is not None and find_spec("opentelemetry.sdk") is not None:
-            async with Runtime(telemetry="aiodaft.bench.span_sink:set_up") as rt:
+            async with Runtime(telemetry="benchmarks.span_sink:set_up") as rt:
                 await compare_lines(bench, await open_lines(rt), floor, "with spans", "without telemetry")

@@ -1,11 +1,11 @@
-"""`python -m aiodaft.bench [suite ...]`: run benchmarks and print a table."""
+"""`python -m benchmarks [suite ...]`: run benchmarks and print a table."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from aiodaft.program import run
@@ -71,9 +71,9 @@ def _compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
         compare.plot(samples, peers, options.plot)
 
 
-def main(arguments: Sequence[str] | None = None, *, program: str = "python -m aiodaft.bench") -> None:
-    """Entry point; the arguments of the process by default."""
-    parser = argparse.ArgumentParser(prog=program, description="Run benchmarks and print a table.")
+def main() -> None:
+    """Measure as the arguments of the process say."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run benchmarks and print a table.")
     parser.add_argument("suite", nargs="*", metavar="SUITE", help=f"{', '.join(_SUITES)}; all by default")
     parser.add_argument("--turns", type=int, default=11, help="how often ours and the floor take turns (default: 11)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m ai
         "--python", metavar="NAME=PATH", action="append", default=[], help="the interpreter of a framework to compare"
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the comparison, or dispatch (needs matplotlib)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     if options.turns < 1:
         parser.error("--turns is a positive number")
     for suite in options.suite:

@@ -1,6 +1,6 @@
 """Calls and values between two hosts, next to bare TCP connections between the same processes.
 
-Needs a node on the other host: `AIODAFT_ADDRESS=tcp://10.0.0.2:7777 python -m aiodaft.bench hosts`.
+Needs a node on the other host: `AIODAFT_ADDRESS=tcp://10.0.0.2:7777 python -m benchmarks hosts`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from .results import rate, seconds_of_one, timed
 
 _SERVE: Final = """
 import asyncio, sys
-from aiodaft.bench.{module} import serve
+from benchmarks.{module} import serve
 try:
     from uvloop import new_event_loop
 except ImportError:

@@ -1,4 +1,4 @@
-"""`python -m aiodaft.bench.web_app NAME FD`: serve one of the apps that `web` compares on a socket that listens."""
+"""`python -m benchmarks.web_app NAME FD`: serve one of the apps that `web` compares on a socket that listens."""
 
 from __future__ import annotations
 

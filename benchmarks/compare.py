@@ -136,8 +136,10 @@ def _cell(line: str, samples: Mapping[str, Sequence[float]], name: str) -> str:
 def _command(name: str, python: str, opening: str = "open_lines") -> tuple[list[str], dict[str, str]]:
     """How to run a module of `peers`, which needs no aiodaft. Its classes must not belong to `__main__`."""
     start = f"with_{name}.{opening}" + (", aiodaft.run" if name == OURS else "")
-    code = f"import {_MODULES.get(name, name)}; from peers import serving, with_{name}; serving.serve({start})"
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    code = (
+        f"import {_MODULES.get(name, name)}\nfrom benchmarks.peers import serving, with_{name}\nserving.serve({start})"
+    )
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return [python, "-c", code], {**os.environ, "PYTHONPATH": path}
 
 

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 import aiodaft
-from aiodaft.bench.web import serving as server
 
+from .. import web
 from . import serving
 from .serving import Lines, many, one_by_one, runs, tensors
 
@@ -76,5 +76,5 @@ async def open_graphs(count: int) -> AsyncGenerator[Lines]:
 @asynccontextmanager
 async def open_web(count: int) -> AsyncGenerator[Lines]:
     """Start a server with an actor behind it."""
-    async with server("ingress") as url:
+    async with web.serving("ingress") as url:
         yield serving.requests(url)

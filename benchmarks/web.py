@@ -51,7 +51,7 @@ async def serving(name: str) -> AsyncGenerator[str]:
     with socket.create_server(("127.0.0.1", 0), backlog=256) as listening:
         port: int = listening.getsockname()[1]
         descriptor = listening.fileno()
-        command = (sys.executable, "-m", "aiodaft.bench.web_app", name, str(descriptor))
+        command = (sys.executable, "-m", "benchmarks.web_app", name, str(descriptor))
         process = await asyncio.create_subprocess_exec(*command, pass_fds=[descriptor])
     try:
         await _answered(port)

@@ -19,7 +19,7 @@ from .results import Bench, seconds_of_one
 
 _HELLO: Final = """
 import aiodaft
-from aiodaft.bench.actors import Echo
+from benchmarks.actors import Echo
 async def main():
     async with aiodaft.Runtime() as rt, rt.spawn(Echo) as actor:
         await actor.on_loop("hello")

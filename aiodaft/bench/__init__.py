@@ -1,1 +1,0 @@
-"""Micro-benchmarks, each next to the bare floor measured in the same run: `python -m aiodaft.bench`."""

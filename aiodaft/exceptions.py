@@ -73,7 +73,7 @@ class CyclicGraph(DaftError, ValueError):
 
 
 class ResourceExhausted(DaftError):
-    """The operating system refuses the descriptor or the memory that a value needs to travel.
+    """The operating system refuses the descriptor, the memory or the thread that a value needs to travel.
 
     The message names the process, the limit, and what raises it. Only that value fails: its actor and all connections
     go on, and other values travel as soon as the process has room for them.

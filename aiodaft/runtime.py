@@ -198,9 +198,9 @@ class Runtime(Scope):
         controller = self._opened
         with _telling_whose_address(self._address_given):
             await controller.find_cluster()
-        controller.open(self._owned)
-        controller.process.provide(Runtime, self)
         try:
+            controller.open(self._owned)
+            controller.process.provide(Runtime, self)
             await controller.join_cluster()
         except BaseException:
             await controller.aclose()

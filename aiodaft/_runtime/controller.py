@@ -85,6 +85,7 @@ class Controller(Owner):
             "the runtime is not open yet: use `async with aiodaft.Runtime() as rt`, or `rt = await aiodaft.start()`"
         )
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._watch: LoopWatch | None = None
         # Processes that are simulated have the stacks of this one.
         self._is_real = options.env.launcher is None
 
@@ -127,6 +128,7 @@ class Controller(Owner):
             Exception: What the setup of telemetry raises.
             RuntimeClosed: It was opened before.
             ValueError: A runtime with another codec is open.
+            ResourceExhausted: The system refuses a thread; then this has to be closed.
         """
         if self._stage is not Stage.NEW:
             raise RuntimeClosed("a runtime is opened once; make a new one")
@@ -162,11 +164,11 @@ class Controller(Owner):
         peer.objects.on_unheld = root.fail
         peer.on_forked = self._stay_behind
         opened(process, peer.stay_behind)
+        self._stage = Stage.OPEN
+        self._left_open = weakref.finalize(root, _warn_left_open)
         if self._is_real:
             offer_dump()
             self._watch = LoopWatch(process, self._has_calls, LevelWatch(self._spread_levels).look)
-        self._stage = Stage.OPEN
-        self._left_open = weakref.finalize(root, _warn_left_open)
 
     # Closing.
 
@@ -179,7 +181,7 @@ class Controller(Owner):
             self._left_open.detach()
             if self._is_real:
                 withdraw_dump()
-                if stage is Stage.ENDED:
+                if stage is Stage.ENDED and self._watch is not None:
                     # A forked child has no such thread.
                     self._watch.close()
             closed(self.process)

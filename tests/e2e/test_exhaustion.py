@@ -1,4 +1,4 @@
-"""A process that is out of descriptors, or may make no large files: values that need them fail, and nothing else."""
+"""A process that is out of descriptors or threads, or may make no large files: what needs them fails, and no more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from hoarding import Hoarder
 from inside import peer_of
 from leaks import open_files
-from transport_probes import no_more_files
+from transport_probes import no_more_files, no_more_threads
 from transports import needs_ucx
 
 import aiodaft
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 LARGE = 1_000_000
 # Packed by the loop itself.
 MEDIUM = 50_000
+NO_THREAD = r"process \d+ gets no further thread .*`ulimit -u`"
 NO_DESCRIPTORS = r"process \d+ has no file descriptors left, its limit is \d+: .*`ulimit -n`"
 
 
@@ -186,3 +187,41 @@ async def test_an_actor_never_ends_with_code_0_because_its_connection_broke(rt: 
         await actor.release()
     assert caught.value.exit_code == 1
     assert any("the connection to the node agent broke" in line for line in caught.value.last_lines)
+
+
+async def test_a_large_argument_fails_where_its_sender_gets_no_thread() -> None:
+    async with aiodaft.Runtime(preload=()) as rt:
+        actor = await rt.spawn(Hoarder)
+        with no_more_threads():
+            with pytest.raises(aiodaft.ResourceExhausted, match=NO_THREAD) as caught:
+                await actor.size(bytes(4 * LARGE))
+            assert caught.value.executed is False
+            assert await actor.size(b"small") == 5
+        assert await actor.size(bytes(4 * LARGE)) == 4 * LARGE
+
+
+async def test_a_large_result_and_a_further_actor_fail_where_a_process_gets_no_thread(rt: aiodaft.Runtime) -> None:
+    actor = await rt.on(with_=await rt.spawn(Hoarder)).spawn(Hoarder)
+    await actor.hoard_threads()
+    with pytest.raises(aiodaft.ResourceExhausted, match=NO_THREAD) as caught:
+        await actor.zeros(4 * LARGE)
+    assert caught.value.executed is True
+    with pytest.raises(aiodaft.ResourceExhausted, match=NO_THREAD) as caught:
+        await rt.on(with_=actor).spawn(Hoarder)
+    assert caught.value.executed is False
+    assert await actor.release() == "released"
+    assert len(await actor.zeros(4 * LARGE)) == 4 * LARGE
+
+
+async def test_a_spawn_fails_where_no_thread_reads_what_actors_print_and_the_next_one_works() -> None:
+    async with aiodaft.Runtime(preload=()) as rt:
+        with no_more_threads(), pytest.raises(aiodaft.SpawnFailed, match=NO_THREAD) as caught:
+            await rt.spawn(Hoarder)
+        assert caught.value.executed is False
+        assert await (await rt.spawn(Hoarder)).size(b"x") == 1
+
+
+async def test_a_runtime_that_gets_no_thread_does_not_open_and_leaves_nothing() -> None:
+    with no_more_threads(), pytest.raises(aiodaft.ResourceExhausted, match=NO_THREAD):
+        async with aiodaft.Runtime(preload=()):
+            pass

@@ -1,11 +1,11 @@
-"""An actor that takes all file descriptors of its process."""
+"""An actor that takes all file descriptors, or threads, of its process."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 
 import torch
-from transport_probes import no_more_files
+from transport_probes import no_more_files, no_more_threads
 
 from aiodaft import Actor, Channel, method
 
@@ -22,6 +22,11 @@ class Hoarder(Actor):
         self._hoard.enter_context(no_more_files())
 
     @method
+    async def hoard_threads(self) -> None:
+        """From now on this process starts no thread."""
+        self._hoard.enter_context(no_more_threads())
+
+    @method
     async def release(self) -> str:
         """It may again."""
         self._hoard.close()
@@ -34,6 +39,14 @@ class Hoarder(Actor):
     @method
     def ones(self, count: int) -> torch.Tensor:
         return torch.ones(count)
+
+    @method
+    async def zeros(self, count: int) -> bytes:
+        return bytes(count)
+
+    @method
+    async def size(self, data: bytes) -> int:
+        return len(data)
 
     @method
     async def total_of(self, other: Hoarder, count: int) -> float:

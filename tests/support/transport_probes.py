@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,3 +69,18 @@ def no_more_files(left: int = 0) -> Generator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for fd in fillers:
             os.close(fd)
+
+
+@contextmanager
+def no_more_threads() -> Generator[None]:
+    """Refuse each further thread of this process, in the words of Python. The limit of the system is one of a user."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    start = threading.Thread.start
+    threading.Thread.start = refuse  # type: ignore[method-assign]  # the system's refusal
+    try:
+        yield
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]  # as it was

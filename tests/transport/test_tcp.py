@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import threading
 from collections.abc import Awaitable
 from contextlib import suppress
 
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from leaks import open_files
 from tcp_ends import REPLY, REQUEST, impostor, opened, receive, request, reset, send
+from transport_probes import no_more_threads
 
 from aiodaft_transport import GrantError, PeerGone, TransportError
 from aiodaft_transport.tcp import TcpTransport
@@ -78,6 +80,16 @@ async def test_several_pulls_at_once_use_streams_of_their_own_and_keep_four() ->
             _, grant, content = await granted(pair, 100, seed)
             assert await fetched(pair, grant) == content
         assert sockets() - before == 2 * 4
+
+
+async def test_where_no_thread_can_be_started_the_loop_moves_a_block() -> None:
+    async with open_pair("tcp") as pair:
+        with no_more_threads():
+            _, grant, content = await granted(pair, 32 * MIB)
+            assert await fetched(pair, grant) == content
+        assert "aiodaft moves payload" not in {thread.name for thread in threading.enumerate()}
+        _, grant, content = await granted(pair, 2 * MIB)
+        assert await fetched(pair, grant) == content
 
 
 async def test_a_peer_that_asks_for_what_it_was_not_granted_is_told_so_and_stays() -> None:

@@ -6,18 +6,18 @@ read, or sends nothing, holds up no other transfer.
 
 from __future__ import annotations
 
+import asyncio
 import selectors
 import socket
-import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiodaft_transport.exceptions import PeerGone, TransportError
 from aiodaft_transport.memory.pull import BasePull
-from aiodaft_transport.system import Doorbell, usable_cpus
+from aiodaft_transport.system import Doorbell, start_thread, usable_cpus
 
 if TYPE_CHECKING:
     from aiodaft_transport.abc import Host
@@ -73,20 +73,25 @@ class _Move(BasePull[None]):
 
 
 class _Thread:
-    """One thread and its moves."""
+    """One thread and its moves.
+
+    Raises:
+        OSError: The system refuses the thread or its descriptors.
+    """
 
     def __init__(self, call_soon: Callable[[Callable[[], object]], object]) -> None:
         self._call_soon = call_soon
-        self._selector = selectors.DefaultSelector()
-        self._wakeup = Doorbell()
-        self._selector.register(self._wakeup.fd, selectors.EVENT_READ)
         # New and stopped moves.
         self._orders: deque[_Move] = deque()
         self._closing = False
         # How many moves the loop waits for.
         self.load = 0
-        self._thread = threading.Thread(target=self._run, name="aiodaft moves payload", daemon=True)
-        self._thread.start()
+        with ExitStack() as opened:
+            self._selector = opened.enter_context(selectors.DefaultSelector())
+            self._wakeup = opened.enter_context(closing(Doorbell()))
+            self._selector.register(self._wakeup.fd, selectors.EVENT_READ)
+            self._thread = start_thread(self._run, name="aiodaft moves payload")
+            opened.pop_all()
 
     def order(self, move: _Move) -> None:
         """Begin a move, or end one that is stopped."""
@@ -139,7 +144,10 @@ class _Thread:
 
 
 class Mover:
-    """Moves buffers of one process. Its threads start when they are first needed."""
+    """Moves buffers of one process. Its threads start when they are needed and the system has one.
+
+    While it has none, the loop moves what it is asked to.
+    """
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -180,6 +188,9 @@ class Mover:
         if self._closed:
             raise TransportError("the transport is closed")
         thread, move = self._least_loaded(), _Move(connection, memory, event)
+        if thread is None:
+            await _move_here(move)
+            return
         thread.load += 1
         thread.order(move)
         try:
@@ -193,7 +204,25 @@ class Mover:
         finally:
             thread.load -= 1
 
-    def _least_loaded(self) -> _Thread:
+    def _least_loaded(self) -> _Thread | None:
         if len(self._threads) < self._most and all(thread.load for thread in self._threads):
-            self._threads.append(_Thread(self._host.call_soon))
-        return min(self._threads, key=lambda thread: thread.load)
+            with suppress(OSError):
+                self._threads.append(_Thread(self._host.call_soon))
+        return min(self._threads, key=lambda thread: thread.load, default=None)
+
+
+async def _move_here(move: _Move) -> None:
+    """Move all of it on the loop."""
+    loop, descriptor = asyncio.get_running_loop(), move.connection.fileno()
+    add, remove = (
+        (loop.add_writer, loop.remove_writer)
+        if move.event == selectors.EVENT_WRITE
+        else (loop.add_reader, loop.remove_reader)
+    )
+    while not move.step():
+        ready = asyncio.Event()
+        add(descriptor, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            remove(descriptor)

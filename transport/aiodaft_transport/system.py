@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -19,6 +22,20 @@ def shares_memory() -> bool:
 def usable_cpus() -> int:
     """The CPUs that this process may run on, as far as the system says."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def start_thread(target: Callable[..., object], *args: object, name: str) -> threading.Thread:
+    """Start a daemon thread.
+
+    Raises:
+        OSError: The system refuses it: EAGAIN.
+    """
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, str(error)) from error
+    return thread
 
 
 class Doorbell:

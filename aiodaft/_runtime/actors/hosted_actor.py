@@ -283,6 +283,7 @@ class HostedActor:
         self.running[call] = None
         if call.rules.on_thread:
             self._pace.threads += 1
+            # The thread is there: it has made the instance.
             self.thread.submit(lambda: self._run_on_thread(call))
             if len(self.running) > 1:
                 self._shared.suspect(self)

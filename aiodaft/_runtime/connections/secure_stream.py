@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import select
 import socket
-import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Final
 
 from aiodaft._runtime.connections.identity import Identity
 from aiodaft._runtime.connections.secure_socket import RECORD, SecureSocket, secure
 from aiodaft_transport import Key
+from aiodaft_transport.system import start_thread
 
 # Bytes that are under way in one direction.
 _BUFFER: Final = 256 << 10
@@ -34,18 +34,18 @@ async def protect(stream: socket.socket, identity: Identity, session: Key, *, se
     Raises:
         NotAuthenticated: The other end is not the process that has proved the cluster key.
         PeerLost: The connection ended.
+        OSError: There is no descriptor or thread for it.
     """
     if not identity.encrypts_payloads:
         return stream
     secured = await secure(stream, identity, session, server=server)
-    try:
-        ours, theirs = socket.socketpair()
-    except OSError:
-        secured.close()
-        raise
-    ours.setblocking(False)
-    theirs.setblocking(False)
-    threading.Thread(target=_copy, args=(secured, theirs), name="aiodaft encrypts", daemon=True).start()
+    with ExitStack() as opened:
+        opened.enter_context(secured)
+        ours, theirs = map(opened.enter_context, socket.socketpair())
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        start_thread(_copy, secured, theirs, name="aiodaft encrypts")
+        opened.pop_all()
     return ours
 
 

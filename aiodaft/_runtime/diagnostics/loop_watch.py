@@ -10,8 +10,10 @@ from typing import Final
 
 from aiodaft._protocol.node.liveness import Stalls
 from aiodaft._runtime.diagnostics.await_chains import thread_stack, users_line
+from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
+from aiodaft_transport.system import start_thread
 
 _PERIOD: Final = 1.0
 
@@ -23,6 +25,9 @@ class LoopWatch:
         process: The process, in the thread of its loop.
         is_awaited: Whether calls of this process are under way, so that a blocked loop delays something. Any thread.
         on_turn: Called once a second, on the loop.
+
+    Raises:
+        ResourceExhausted: The system refuses the thread.
     """
 
     def __init__(self, process: Process, is_awaited: Callable[[], bool], on_turn: Callable[[], object]) -> None:
@@ -34,8 +39,10 @@ class LoopWatch:
         self._asked: float | None = None
         self._stalls = Stalls()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="aiodaft watch", daemon=True)
-        self._thread.start()
+        try:
+            self._thread = start_thread(self._watch, name="aiodaft watch")
+        except OSError as error:
+            raise exhausted(error, "the event loop of this program cannot be watched") from error
 
     def close(self) -> None:
         """End the thread, and wait for that."""

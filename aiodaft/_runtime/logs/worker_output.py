@@ -21,6 +21,7 @@ from aiodaft._protocol.diagnostics.printing import MAX_LINE, Printed
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.entries import Display, Entry, Life, Line, Source
 from aiodaft._runtime.platform.sockets import Sockets
+from aiodaft_transport.system import start_thread
 
 _READ_SIZE: Final = 64 << 10
 _PIPE_SIZE: Final = 1 << 20
@@ -137,8 +138,10 @@ class OutputReader:
             display: Shows its output. Default: the console.
 
         Raises:
-            OSError: There are no descriptors left.
+            OSError: There are no descriptors left, or there is no thread to read them.
         """
+        if self._thread is None:
+            self._thread = start_thread(self._read_all, name="aiodaft logs")
         reading: dict[int, int] = {}
         ends: list[int] = []
         for stream in (1, 2):
@@ -155,9 +158,6 @@ class OutputReader:
         output = WorkerOutput(reading, source, display or self._console)
         with self._lock:
             self._new += [(fd, (output, stream)) for stream, fd in reading.items()]
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._read_all, name="aiodaft logs", daemon=True)
-            self._thread.start()
         self._wakeup_end.send(b"\0")
         return output, ends[0], ends[1]
 

@@ -28,6 +28,7 @@ from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.platform.exhaustion import refusal
 from aiodaft._runtime.platform.linux import describe_exit, kill_group
 from aiodaft.exceptions import SpawnFailed
+from aiodaft_transport.system import start_thread
 
 # Seconds that workers have to end by themselves when the node closes.
 _LAST_GRACE: Final = 0.3
@@ -71,6 +72,12 @@ class ExecLauncher(Launcher):
             order = Spawn(worker.id, *where, {}, [], environment, settings.packed())
             try:
                 process = start_fresh(order, inherited.environment, theirs, self._pipe()[0])
+                try:
+                    waiter = start_thread(self._wait, worker, process, name="aiodaft waitpid")
+                except OSError:
+                    process.kill()
+                    process.wait()
+                    raise
             except OSError as error:
                 worker.heartbeat.close()
                 ours.close()
@@ -78,9 +85,7 @@ class ExecLauncher(Launcher):
         worker.pid = process.pid
         worker.started.set_result(None)
         self.workers[worker.id] = worker
-        waiter = threading.Thread(target=self._wait, args=(worker, process), name="aiodaft waitpid", daemon=True)
         self._children[worker.id] = _Child(process, waiter)
-        waiter.start()
         return worker, ours
 
     def kill(self, worker: Worker, number: int = signal.SIGKILL) -> None:

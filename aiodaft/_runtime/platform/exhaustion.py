@@ -13,7 +13,7 @@ _LARGEST: Final = {resource.RLIM_INFINITY: "unlimited"}
 
 
 def exhausted(error: OSError, what: str) -> ResourceExhausted:
-    """The error for a value that this process has no descriptor or memory for."""
+    """The error for a value that this process has no descriptor, memory or thread for."""
     return ResourceExhausted(refusal(error, what))
 
 
@@ -34,6 +34,11 @@ def refusal(error: OSError, what: str) -> str:
         )
     elif error.errno == errno.ENFILE:
         reason = "the machine has no file descriptors left: close some, or raise the limit (`sysctl fs.file-max`)"
+    elif error.errno == errno.EAGAIN:
+        reason = (
+            f"{process} gets no further thread ({text}): raise the limit of its user (`ulimit -u`) or of its container "
+            "(pids), or stop other processes"
+        )
     elif error.errno in {errno.ENOMEM, errno.ENOSPC}:
         reason = f"{process} gets no memory for it ({text}): free some, or raise the limit of its container"
     else:

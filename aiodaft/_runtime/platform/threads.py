@@ -10,7 +10,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, TypeVar
 
+from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.platform.tasks import see_through
+from aiodaft_transport.system import start_thread
 
 T = TypeVar("T")
 
@@ -39,10 +41,17 @@ class HelperThread:
         return self._jobs.qsize()
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Run a job after the earlier ones; it must not raise."""
+        """Run a job after the earlier ones; it must not raise.
+
+        Raises:
+            ResourceExhausted: The system refuses the thread. The next job tries again.
+        """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
+            try:
+                self._thread = start_thread(self._work, name=self._name)
+            except OSError as error:
+                refused = exhausted(error, f"the thread {self._name!r} cannot be started")
+                raise refused.with_executed(False) from error
         self._jobs.put(job)
 
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:

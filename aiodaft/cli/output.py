@@ -22,6 +22,19 @@ class Failed(click.ClickException):
         click.echo(f"{click.style('aiodaft:', 'red')} {self.format_message()}", file=file, err=True)
 
 
+def escaped(value: Any) -> Any:
+    """Values of JSON without the characters that a terminal would obey, but the ends of lines."""
+    match value:
+        case str() if not value.isprintable():
+            return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in value)
+        case list():
+            return [*map(escaped, value)]
+        case dict():
+            return {escaped(key): escaped(one) for key, one in value.items()}
+        case _:
+            return value
+
+
 class Output:
     """What a command has to say: lines that are printed as they come, or a document that is printed at the end."""
 

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from leaks import descendants, open_files
 
-from aiodaft._runtime.platform.command_address import VISIT, address
+from aiodaft._runtime.platform.command_address import VISIT, address, asking
 from aiodaft.cli.__main__ import main
 
 PROGRAM = """
@@ -74,6 +74,27 @@ with socket.socket(socket.AF_UNIX) as listener:
     connection, _ = listener.accept()
     with connection:
         print(connection.recv(1000), flush=True)
+"""
+
+# A program of another user that looks like one of aiodaft: it has a fork server, itself, and answers with escape codes.
+FAKE_AS_NOBODY = """'\x1b[31m'
+import json, os, signal, socket, sys
+from aiodaft._runtime.platform.command_address import VISIT, address, open_board
+board = open_board()
+os.setuid(65534)
+# As an exec does: the kernel then shows its files to its user and to root.
+import ctypes; ctypes.CDLL(None).prctl(4, 1)
+def visit(*_):
+    with socket.socket(socket.AF_UNIX) as command:
+        command.connect(address(os.getpid()))
+        command.sendall(json.dumps({"id": "x", "node": "x", "listens": "", "attached": 0}).encode() + b"\\n")
+        command.recv(1000)
+        command.sendall(json.dumps(["failed", "no \\x1b]0;owned\\x07"]).encode() + b"\\n")
+        command.recv(1000)
+signal.signal(VISIT, visit)
+print(os.getpid(), flush=True)
+while True:
+    signal.pause()
 """
 
 pytestmark = pytest.mark.timeout(90)
@@ -356,8 +377,32 @@ def test_another_user_may_not_ask(program: subprocess.Popen[str]) -> None:
 @needs_root
 def test_a_program_does_not_answer_another_user(program: subprocess.Popen[str]) -> None:
     server = fork_server_of(program)
-    with running(address(server)[1:], code=LISTEN_AS_NOBODY) as listener:
+    with running("of a stranger", code=LISTEN_AS_NOBODY) as listener, asking(server, "\0of a stranger"):
         os.kill(server, VISIT)
         assert listener.stdout is not None
         assert listener.stdout.readline() == "b''\n"
     assert json.loads(ran("stack", "--json", "--pid", str(program.pid)).stdout)
+
+
+@needs_root
+def test_another_user_cannot_take_the_place_where_commands_listen(program: subprocess.Popen[str]) -> None:
+    server = fork_server_of(program)
+    assert json.loads(ran("stack", "--json", "--pid", str(program.pid)).stdout)
+    with running(address(server)[1:], code=LISTEN_AS_NOBODY):
+        assert json.loads(ran("stack", "--json", "--pid", str(program.pid)).stdout)
+    # The place is written where that user cannot read it.
+    looking = f"import os; os.setuid(65534); os.listdir('/proc/{server}/fd')"
+    refused = subprocess.run([sys.executable, "-c", looking], capture_output=True, text=True, check=False)
+    assert "PermissionError" in refused.stderr
+
+
+@needs_root
+def test_what_a_program_of_another_user_says_is_shown_to_root_only_if_asked_for_and_escaped() -> None:
+    with running("aiodaft._runtime.node.forkserver", code=FAKE_AS_NOBODY) as fake:
+        pid = str(fake.pid)
+        assert pid not in ran("ps").stdout
+        shown = ran("ps", "--pid", pid).stdout
+        assert f"pid {pid}: " in shown
+        assert "\\x1b[31m" in shown
+        assert "has no answer: no \\x1b]0;owned\\x07" in shown
+        assert "\x1b" not in shown

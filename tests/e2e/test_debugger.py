@@ -11,6 +11,8 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 PROGRAM = Path(__file__).parents[1] / "support" / "breakpoints.py"
 # From Python 3.13 on, a breakpoint stops at its own line, not at the next one.
 TO_NEXT_LINE = ("next",) if sys.version_info >= (3, 13) else ()
@@ -145,6 +147,66 @@ def test_aiodaft_debug_opens_the_debuggers_of_a_program() -> None:
         assert err == f"process {program.pid} has ended\n"
         assert program.stdout is not None
         assert program.stdout.readline() == "they gave 5 6 examined\n"
+
+
+# Waits as another user where `aiodaft debug` does, and gives an order to the actor that comes.
+ORDER_AS_NOBODY = """
+import os, socket, sys
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as listener:
+    listener.bind("\\0aiodaft-debug-" + sys.argv[1])
+    listener.listen(1)
+    print("ready", flush=True)
+    actor, _ = listener.accept()
+    print(actor.recv(1000), flush=True)
+"""
+
+# Comes as another user to `aiodaft debug`, as an actor does.
+COME_AS_NOBODY = """
+import os, socket, sys
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as actor:
+    actor.connect("\\0aiodaft-debug-" + sys.argv[1])
+    try:
+        actor.sendall(b"\\33[2J")
+        print(actor.recv(1000))
+    except ConnectionError:
+        print(b"")
+"""
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of another user")
+
+
+@needs_root
+def test_an_actor_of_root_takes_no_orders_from_another_user() -> None:
+    with without_terminal() as program:
+        listen = [sys.executable, "-c", ORDER_AS_NOBODY, str(program.pid)]
+        with subprocess.Popen(listen, stdout=subprocess.PIPE, text=True) as stranger:
+            assert stranger.stdout is not None
+            assert stranger.stdout.readline() == "ready\n"
+            debug = [sys.executable, "-m", "aiodaft.cli", "debug", "--pid", str(program.pid)]
+            refused = subprocess.run(debug, capture_output=True, text=True, check=False)
+            assert f"process {stranger.pid} of another user waits for breakpoints" in refused.stderr
+            out, err = program.communicate("go\n")
+            stranger.kill()
+            assert stranger.stdout.read() in {"", "b''\n"}
+    assert out == "they gave 2 4 examined\n"
+    assert "is passed over" in err
+
+
+@needs_root
+def test_another_user_shows_nothing_at_the_terminal_of_root() -> None:
+    pid = str(os.getpid())
+    command, pipe = [sys.executable, "-m", "aiodaft.cli", "debug", "--pid", pid], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as debug:
+        assert debug.stderr is not None
+        debug.stderr.readline()
+        stranger = subprocess.run(
+            [sys.executable, "-c", COME_AS_NOBODY, pid], capture_output=True, text=True, check=False
+        )
+        assert (stranger.stdout, stranger.stderr) == ("b''\n", "")
+        debug.kill()
+        assert debug.communicate()[0] == ""
 
 
 def test_aiodaft_debug_of_no_process() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +153,13 @@ def test_the_command_asks_a_running_controller_and_nothing_is_left_after_a_kill(
     environment = {**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{SUPPORT}", "TMPDIR": str(tmp_path)}
     environment["XDG_RUNTIME_DIR"] = str(tmp_path)
 
-    def listening(pids: set[int]) -> list[str]:
-        """Sockets of commands that ask one of these processes, among which is the fork server."""
-        # The kernel shows the zero byte of an abstract name as @.
-        names = {address(pid).replace("\0", "@") for pid in pids}
-        return [line for line in Path("/proc/net/unix").read_text().splitlines() if line.split()[-1] in names]
+    def asked() -> set[str]:
+        """Where the commands listened that have asked one of these processes, among which is the fork server."""
+        found = set()
+        for pid in processes:
+            with suppress(FileNotFoundError):
+                found.add(address(pid))
+        return found
 
     def ask(pid: int) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "aiodaft.cli", "stack", "--pid", str(pid)]
@@ -166,18 +169,18 @@ def test_the_command_asks_a_running_controller_and_nothing_is_left_after_a_kill(
         try:
             assert controller.stdout is not None
             assert controller.stdout.readline() == b"ready\n"
-            # Nothing listens before the question, nor after it.
             processes = descendants(controller.pid)
-            assert processes
-            assert listening(processes) == []
+            assert asked() == {""}
             found = ask(controller.pid)
             assert found.returncode == 0, found.stderr
             assert "waits for Sleeper.sleep of Sleeper-1" in found.stdout
             assert "Sleeper.sleep of Sleeper-1: running for" in found.stdout
             assert is_alive(controller.pid)
+            (place,) = asked()
+            # Nothing listens there any more. The kernel shows the zero byte of an abstract name as @.
+            assert place.replace("\0", "@") not in Path("/proc/net/unix").read_text()
         finally:
             controller.kill()
-    assert listening(processes) == []
     assert list(tmp_path.iterdir()) == []
     found = ask(controller.pid)
     assert found.returncode == 1

@@ -1,9 +1,9 @@
 """How commands in other terminals ask a running program, in which nothing listens.
 
-A command listens on an abstract socket that is named after a fork server, and sends the fork server a signal. The fork
-server tells its node, and that the programs that are attached to it. Each of them connects to the command, says who it
-is, and answers questions until the command ends. Both ends check the other's user (SO_PEERCRED). There is no file, so
-none is left if a process is killed.
+A command listens on an abstract socket, writes its address where only the user of a fork server and root can, and sends
+the fork server a signal. The fork server tells its node, and that the programs that are attached to it. Each of them
+connects to the command, says who it is, and answers questions until the command ends. Both ends check the other's user
+(SO_PEERCRED). There is no file with a name in a folder, so none is left if a process is killed.
 
 Messages are lines of JSON: a `Greeting`; then, for each question `[name, arguments]`, any number of `["item", value]`,
 and `["end", null]` or `["failed", "why"]`.

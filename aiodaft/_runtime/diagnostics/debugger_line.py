@@ -84,7 +84,10 @@ def _to_debug_command(where: str) -> int | None:
     """The descriptor of a connection to an `aiodaft debug` that is there for this process."""
     for address in debug_addresses():
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            # A stranger that listens there, and accepts nothing, is not waited for.
+            connection.setblocking(False)
             connection.connect(address)
+            connection.setblocking(True)
             if may_debug(connection):
                 logger.warning("%s waits for `aiodaft debug`", where)
                 return connection.detach()

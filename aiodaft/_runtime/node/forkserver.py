@@ -38,7 +38,8 @@ from aiodaft._runtime.node.orders import (
     packed,
     unpacked,
 )
-from aiodaft._runtime.platform.command_address import VISIT
+from aiodaft._runtime.platform.capabilities import can_be_asked
+from aiodaft._runtime.platform.command_address import VISIT, open_board
 from aiodaft._runtime.platform.linux import (
     adopt_orphans,
     children,
@@ -80,6 +81,7 @@ class ForkServer:
         self._environment = dict(os.environ)
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_end = socket.socketpair()
+        self._board = open_board() if can_be_asked() else None
 
     def run(self) -> None:
         """Serve until the node is gone."""
@@ -109,6 +111,8 @@ class ForkServer:
         self._selector.close()
         for end in (self._node, self._wakeup, self._wakeup_end):
             end.close()
+        if self._board is not None:
+            os.close(self._board)
 
     def _continued(self) -> None:
         """SIGCONT came: the parent is gone, or closes its runtime, or this process was continued.

@@ -12,12 +12,14 @@ from typing import Final
 
 import click
 
-from aiodaft._runtime.platform.command_address import debug_address, may_debug
+from aiodaft._runtime.platform.command_address import debug_address, other_end
 
 from ..output import Failed
-from .programs import check_can_ask
+from .programs import check_can_ask, check_may_ask
 
 _READ_SIZE: Final = 64 << 10
+# Actors that come to breakpoints while another one is debugged.
+_BACKLOG: Final = 4096
 
 
 @click.command()
@@ -31,22 +33,33 @@ def debug(pid: int | None) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         whose = "all programs of this user" if pid is None else f"process {pid}"
         process = _opened(pid)
-        try:
-            listener.bind(debug_address(pid))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise Failed(f"another `aiodaft debug` waits for breakpoints of {whose}") from None
-        listener.listen()
+        user = os.geteuid() if pid is None else check_may_ask(pid)
+        _bind(listener, debug_address(pid), whose)
+        listener.listen(_BACKLOG)
         click.echo(f"waiting for breakpoints of {whose}; Ctrl-C ends this", err=True)
         watched: list[socket.socket | int] = [listener, *process]
         while listener in select.select(watched, [], [])[0]:
             connection, _ = listener.accept()
             with connection:
-                if may_debug(connection):
+                if other_end(connection).uid == user:
                     _debug(connection)
         click.echo(f"{whose} has ended", err=True)
     return 0
+
+
+def _bind(listener: socket.socket, address: str, whose: str) -> None:
+    try:
+        listener.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        who = "another process"
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as question:
+            question.setblocking(False)
+            question.connect(address)
+            holder = other_end(question)
+            who = "another `aiodaft debug`" if holder.uid == os.geteuid() else f"process {holder.pid} of another user"
+        raise Failed(f"{who} waits for breakpoints of {whose}") from None
 
 
 def _opened(pid: int | None) -> list[int]:

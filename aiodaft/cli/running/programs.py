@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import pwd
 import shlex
@@ -19,8 +18,8 @@ from click.shell_completion import CompletionItem
 from aiodaft._runtime.diagnostics.attach import END, FAILED, ITEM, Messages, encoded
 from aiodaft._runtime.diagnostics.native_dump import offers_dump
 from aiodaft._runtime.platform.capabilities import can_be_asked, missing
-from aiodaft._runtime.platform.command_address import VISIT, address, other_end
-from aiodaft.cli.output import Failed
+from aiodaft._runtime.platform.command_address import VISIT, asking, other_end
+from aiodaft.cli.output import Failed, escaped
 
 # Seconds until a program connects: its event loop may be busy.
 _PATIENCE: Final = 5.0
@@ -51,9 +50,10 @@ class Program:
     def __init__(self, connection: socket.socket, messages: Messages, greeting: dict[str, Any]) -> None:
         self._connection = connection
         self._messages = messages
-        self.pid = other_end(connection).pid
-        self.id: str = greeting["id"]
-        self.listens: str = greeting["listens"]
+        self.pid, uid = other_end(connection)
+        self._of_another_user = uid != os.geteuid()
+        self.id: str = escaped(greeting["id"])
+        self.listens: str = escaped(greeting["listens"])
         self.leads_to: int = 1 + greeting["attached"] if greeting["id"] == greeting["node"] else 0
 
     async def ask(self, question: str, **arguments: Any) -> AsyncGenerator[Any, None]:
@@ -68,6 +68,8 @@ class Program:
             await loop.sock_sendall(self._connection, encoded((question, arguments)))
         while (message := await self._messages.receive()) is not None:
             kind, value = message
+            if self._of_another_user:
+                value = escaped(value)
             if kind == ITEM:
                 yield value
             elif kind == FAILED:
@@ -109,26 +111,24 @@ class Found(NamedTuple):
 
 @asynccontextmanager
 async def programs(wanted: str | None) -> AsyncGenerator[Found, None]:
-    """The programs that this user may ask, for the time of the block.
+    """The programs of this user, for the time of the block.
 
     Args:
-        wanted: The pid of a program, or the id of one of its runtimes; None for all.
+        wanted: The pid of a program, which root may ask whosever it is, or the id of one of its runtimes; None for all.
 
     Raises:
         Failed: The process belongs to another user, or this system has no way to programs.
     """
     check_can_ask()
-    servers = _fork_servers()
-    leading = [server for server in servers if wanted is not None and wanted in map(str, server.parents)]
-    for server in leading:
-        if not server.may_be_asked:
-            users = " or ".join(dict.fromkeys([pwd.getpwuid(server.uid).pw_name, "root"]))
-            raise Failed(f"process {wanted} belongs to another user: only {users} may ask it")
     pid = int(wanted) if wanted is not None and wanted.isdecimal() else 0
+    # Programs of others are asked by root alone, which names them: they may be made to look like one.
+    user = check_may_ask(pid) if pid else os.geteuid()
+    servers = [server for server in _fork_servers() if server.uid == user]
+    leading = [server for server in servers if wanted is not None and wanted in map(str, server.parents)]
     # A program that is attached to a cluster has no fork server: that of its node leads to it. So may any.
     searching = wanted is not None and not leading
     if not leading and (not pid or _status(pid)):
-        leading = [server for server in servers if server.may_be_asked]
+        leading = servers
     silent: list[Silent] = []
     patience = _ATTACHED_PATIENCE if searching else _PATIENCE
     with ExitStack() as opened:
@@ -176,12 +176,14 @@ def command_of(pid: int) -> str:
     """The command line of a process, as far as a line has room for it."""
     with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         words = file.read().decode(errors="replace").rstrip("\0").split("\0")
-        return " ".join(shlex.join(words).split())[:_SHOWN]
+        shown: str = escaped(" ".join(shlex.join(words).split())[:_SHOWN])
+        return shown
     return ""
 
 
 def _complete_pid(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    pids = {server.parents[0] for server in _fork_servers() if server.may_be_asked} if can_be_asked() else set[int]()
+    servers = _fork_servers() if can_be_asked() else []
+    pids = {server.parents[0] for server in servers if server.uid == os.geteuid()}
     return [CompletionItem(str(pid), help=command_of(pid)) for pid in sorted(pids) if str(pid).startswith(incomplete)]
 
 
@@ -200,6 +202,22 @@ def check_can_ask() -> None:
         raise Failed(f"this command needs what this system does not have: {missing()['commands']}")
 
 
+def check_may_ask(pid: int) -> int:
+    """The user of a process, that of this command if it is gone.
+
+    Raises:
+        Failed: This user may not ask it.
+    """
+    uid = _uid_of(_status(pid), os.geteuid())
+    if os.geteuid() not in {uid, _ROOT}:
+        user = "root"
+        with suppress(KeyError):
+            user = pwd.getpwuid(uid).pw_name
+        users = " or ".join(dict.fromkeys([user, "root"]))
+        raise Failed(f"process {pid} belongs to another user: only {users} may ask it")
+    return uid
+
+
 # The way to a program.
 
 
@@ -213,20 +231,17 @@ class _Server(NamedTuple):
     uid: int
     parents: tuple[int, ...]
 
-    @property
-    def may_be_asked(self) -> bool:
-        """Whether this user may ask programs of that one."""
-        return os.geteuid() in {self.uid, _ROOT}
-
 
 async def _visit(server: _Server, opened: ExitStack, patience: float, silent: list[Silent]) -> list[Program]:
     """Have the node behind a fork server, and the programs that are attached to it, connect to this command."""
     found: list[Program] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.setblocking(False)
+        place = f"\0aiodaft-command-{os.urandom(8).hex()}"
+        listener.bind(place)
+        listener.listen(_BACKLOG)
         try:
-            async with asyncio.timeout(patience) as timeout:
-                await _listen(listener, server.pid)
+            async with asyncio.timeout(patience) as timeout, _alone(server.pid, place):
                 os.kill(server.pid, VISIT)
                 expected = 0
                 while not expected or len(found) < expected:
@@ -235,7 +250,7 @@ async def _visit(server: _Server, opened: ExitStack, patience: float, silent: li
                     if program.leads_to:
                         expected = program.leads_to
                         timeout.reschedule(asyncio.get_running_loop().time() + _ATTACHED_PATIENCE)
-        except ProcessLookupError:
+        except (ProcessLookupError, FileNotFoundError):
             pass
         except TimeoutError:
             if not found:
@@ -248,17 +263,17 @@ def _silent(pid: int) -> Silent:
     return Silent(pid, "it is stopped" if is_stopped else "its event loop is blocked")
 
 
-async def _listen(listener: socket.socket, server: int) -> None:
-    while True:
-        try:
-            listener.bind(address(server))
-            break
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-        # Another command is there, which leaves when the program has connected.
-        await asyncio.sleep(_PAUSE)
-    listener.listen(_BACKLOG)
+@asynccontextmanager
+async def _alone(server: int, place: str) -> AsyncGenerator[None]:
+    """Be the only command that asks what a fork server leads to; raises as `asking` does."""
+    with ExitStack() as stack:
+        while True:
+            # Another command leaves when the program has connected.
+            with suppress(BlockingIOError):
+                stack.enter_context(asking(server, place))
+                break
+            await asyncio.sleep(_PAUSE)
+        yield
 
 
 async def _accepted(listener: socket.socket, server: _Server, opened: ExitStack) -> Program:
@@ -286,8 +301,12 @@ def _fork_servers() -> list[_Server]:
             if _FORK_SERVER in command and int(status["SigCgt"], 16) >> (VISIT - 1) & 1:
                 parent = int(status["PPid"])
                 parents = parent, int(_status(parent).get("PPid", 0))
-                found.append(_Server(pid, int(status["Uid"].split()[1]), parents))
+                found.append(_Server(pid, _uid_of(status), parents))
     return found
+
+
+def _uid_of(status: dict[str, str], default: int = -1) -> int:
+    return int(status["Uid"].split()[1]) if "Uid" in status else default
 
 
 def _status(pid: int) -> dict[str, str]:

@@ -21,6 +21,7 @@ from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.node.worker import WorkerProcess
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.linux import clock_id
+from aiodaft._runtime.platform.private_file import private
 from aiodaft._runtime.platform.tasks import logger, shield_from_anyio
 from aiodaft.exceptions import DaftError
 
@@ -222,7 +223,7 @@ def _write(path: str, content: dict[str, Any]) -> None:
         raise FileExistsError(errno.EEXIST, "it is there, and no file: a trace would replace it", path)
     unfinished = f"{path}.part"
     try:
-        with open(unfinished, "w", encoding="utf-8") as file:
+        with open(unfinished, "w", encoding="utf-8", opener=private) as file:
             json.dump(content, file, separators=(",", ":"))
         os.replace(unfinished, path)
     except BaseException:

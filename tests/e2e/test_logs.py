@@ -210,6 +210,9 @@ async def test_each_actor_has_a_file_that_a_restart_goes_on_with(tmp_path: Path)
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
         "Printer-1.log", "Printer-2.0.log", "Printer-2.1.log",
     ]  # fmt: skip
+    # Other users read none of them, whatever the umask.
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "logs").iterdir()} == {0o600}
+    assert (tmp_path / "logs").stat().st_mode & 0o777 == 0o700
     lines = (tmp_path / "logs" / "Printer-1.log").read_text().splitlines()
     pattern = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} pid=(\d+) (.*)")
     found = [match.groups() for line in lines if (match := pattern.fullmatch(line))]

@@ -43,6 +43,7 @@ async def test_a_chain_has_its_calls_its_transfers_its_waits_and_arrows(module_r
     await a.twice(b"after")
     file = TraceFile(path)
     file.check_tracks()
+    assert file.mode == 0o600
     assert file.of("call") == [f"{x}: Stage.twice", f"{y}: Stage.longer", f"{z}: Stage.twice"]
     called = [f"controller: Stage.{name}" for name in (f"twice of {x}", f"longer of {y}", f"twice of {z}")]
     assert file.of("submit") == called

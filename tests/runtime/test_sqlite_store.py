@@ -33,6 +33,8 @@ def put(record: NamedActor | Member) -> Change:
 def write_some(path: Path, names: int = 50) -> None:
     file = RegistryFile(path)
     file.open()
+    # Another user could lock a file that it may read.
+    assert path.stat().st_mode & 0o777 == 0o600
     file.commit([put(named(f"x{number}")) for number in range(names)])
     file.close()
 

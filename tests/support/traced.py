@@ -71,6 +71,7 @@ class TraceFile:
 
     def __init__(self, path: Path) -> None:
         self.content: dict[str, Any] = json.loads(path.read_text())
+        self.mode = path.stat().st_mode & 0o777
         events = self.content["traceEvents"]
         self.slices = [event for event in events if event["ph"] == "X"]
         named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Final, TypeVar
 from aiodaft._protocol.coordination.records import Change, Kind, Record, plain_of, record_of
 from aiodaft._protocol.coordination.registry import Stored
 from aiodaft._runtime.coordination.store import StoreFailed
+from aiodaft._runtime.platform.private_file import private
 from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft.exceptions import CorruptState
 
@@ -54,6 +56,9 @@ class RegistryFile:
             CorruptState: It is damaged, or something else.
         """
         self.close()
+        with suppress(OSError):
+            # A stranger that can read it could lock it.
+            os.close(private(os.fspath(self._path), os.O_CREAT | os.O_EXCL))
         try:
             self._database = database = sqlite3.connect(self._path, timeout=0, isolation_level=None)
             self._lock(database)

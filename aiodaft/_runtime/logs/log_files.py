@@ -11,6 +11,7 @@ from typing import Any, Final, TextIO
 
 from aiodaft._runtime.logs.entries import Line, Source, log_record
 from aiodaft._runtime.logs.json_lines import JsonFormatter, json_line, json_time
+from aiodaft._runtime.platform.private_file import private
 
 # Files that are kept open. Others are opened for a line.
 _MAX_OPEN: Final = 64
@@ -40,7 +41,7 @@ class LogFiles:
 
     def __init__(self, folder: str | os.PathLike[str], *, json: bool) -> None:
         self._folder = os.fspath(folder)
-        os.makedirs(self._folder, exist_ok=True)
+        os.makedirs(self._folder, 0o700, exist_ok=True)
         self._json = json
         # Those that were written to last, at the end.
         self._open: dict[str, TextIO] = {}
@@ -68,7 +69,7 @@ class LogFiles:
             while len(self._open) >= _MAX_OPEN:
                 self._open.pop(next(iter(self._open))).close()
             path = os.path.join(self._folder, file_name(actor))
-            file = open(path, "a", 1, "utf-8", "backslashreplace")  # noqa: SIM115 - it stays open
+            file = open(path, "a", 1, "utf-8", "backslashreplace", opener=private)  # noqa: SIM115 - it stays open
         self._open[actor] = file
         return file
 

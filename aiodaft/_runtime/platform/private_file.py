@@ -1,10 +1,15 @@
-"""Files for those who read nothing but files."""
+"""Files that only this user can read."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
+
+
+def private(path: str, flags: int) -> int:
+    """The `opener` of a file that only this user can read, if it is made; one that is there keeps its mode."""
+    return os.open(path, flags, 0o600)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 from aiodaft.actor import Actor
+from aiodaft.exceptions import ActorDied
 from aiodaft.methods import method
 
 from .rows import Rows, Sampler
@@ -42,11 +43,20 @@ class Storage(Actor):
         """The fields of rows: for each, the values of all rows.
 
         Raises:
-            LookupError: A row was cleared.
+            LookupError: A row was cleared, or lost in a restart of this actor.
         """
-        if missing := [row for row in rows if row not in self._rows]:
-            raise LookupError(f"the rows {missing} of the queue were cleared")
+        if lacking := self._lacking(rows, fields):
+            raise LookupError(f"the rows {lacking} of the queue were cleared, or lost when their storage was restarted")
         return {name: [self._rows[row][name] for row in rows] for name in fields}
+
+    @method
+    async def lacking(self, rows: list[int], fields: list[str]) -> list[int]:
+        """Which of these rows are not here, or have not these fields."""
+        return self._lacking(rows, fields)
+
+    def _lacking(self, rows: list[int], fields: list[str]) -> list[int]:
+        wanted = set(fields)
+        return [row for row in rows if row not in self._rows or not wanted <= self._rows[row].keys()]
 
     @method
     async def clear(self, rows: list[int]) -> None:
@@ -78,7 +88,7 @@ class Metadata(Actor):
     def __init__(
         self, consumers: Mapping[str, tuple[Iterable[str], Sampler]], capacity: int, storages: Sequence[Storage]
     ) -> None:
-        self._rows = Rows(consumers, capacity)
+        self._rows = Rows(consumers, capacity, len(storages))
         self._storages = storages
         self._leases = count(1)
         self._consumers: dict[int, str] = {}
@@ -86,6 +96,14 @@ class Metadata(Actor):
         self._changed = asyncio.Event()
         # Producers that wait for room, in their order.
         self._producers: deque[object] = deque()
+
+    async def _wait_changed(self) -> None:
+        self._check_storages()
+        await self._changed.wait()
+
+    def _check_storages(self) -> None:
+        if not self._rows.storages:
+            raise ActorDied("all storages of the queue have died, and its rows with them")
 
     def _change(self) -> None:
         self._changed.set()
@@ -99,6 +117,7 @@ class Metadata(Actor):
 
         Raises:
             ValueError: There is never room for so many, or the queue is finished.
+            ActorDied: No storage is left.
         """
         if count > self._rows.capacity:
             raise ValueError(f"{count} rows are more than the queue has room for, which is {self._rows.capacity}")
@@ -106,7 +125,8 @@ class Metadata(Actor):
         self._producers.append(turn)
         try:
             while self._producers[0] is not turn or not self._rows.has_room(count):
-                await self._changed.wait()
+                await self._wait_changed()
+            self._check_storages()
             rows = self._rows.add(count)
         finally:
             self._producers.remove(turn)
@@ -118,8 +138,8 @@ class Metadata(Actor):
         finally:
             if lost := self._rows.without_fields(rows):
                 self._rows.clear(lost)
-                for storage in self._storages:
-                    storage.clear.tell(lost)
+                for index in self._rows.storages:
+                    self._storages[index].clear.tell(lost)
                 self._change()
 
     @method
@@ -147,10 +167,23 @@ class Metadata(Actor):
 
     @method
     async def take(self, lease: int, count: int) -> list[int]:
-        """Wait for rows that the sampler chooses; none if there will be none any more."""
+        """Wait for rows that the sampler chooses; none if there will be none any more.
+
+        Raises:
+            ActorDied: No storage is left.
+        """
         while (rows := self._rows.take(self._consumers[lease], lease, count)) is None:
-            await self._changed.wait()
+            await self._wait_changed()
         return rows
+
+    @method
+    async def missed(self, storage: int, rows: list[int], fields: list[str]) -> None:
+        """A storage has died, or has not what it is to have: forget what is lost with it, for all consumers."""
+        try:
+            self._rows.clear(await self._storages[storage].lacking(rows, fields))
+        except ActorDied:
+            self._rows.lose(storage)
+        self._change()
 
     @method
     async def acknowledge(self, lease: int, rows: list[int]) -> None:

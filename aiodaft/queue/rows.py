@@ -7,13 +7,15 @@ For each consumer, a row goes through these states:
     READY    | `take`                        | TAKEN
     TAKEN    | `acknowledge`                 | OVER
     TAKEN    | `give_back`                   | READY
-    any      | `clear`                       | (forgotten)
+    any      | `clear`, `lose`               | (forgotten)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count as numbers
+from itertools import islice
 from typing import TypeAlias
 
 # Rows that are ready, the oldest first, and how many are wanted: which are given now? Without any, `take` waits.
@@ -49,10 +51,16 @@ class Rows:
     Args:
         consumers: For each consumer, the fields that it needs and its sampler.
         capacity: Rows that are not cleared, at most.
+        storages: Row n is in storage n modulo this number.
     """
 
-    def __init__(self, consumers: Mapping[str, tuple[Iterable[str], Sampler]], capacity: int) -> None:
+    def __init__(
+        self, consumers: Mapping[str, tuple[Iterable[str], Sampler]], capacity: int, storages: int = 1
+    ) -> None:
         self.capacity = capacity
+        # Those that are not lost; and how many there were.
+        self.storages = set(range(storages))
+        self._modulus = storages
         self.is_finished = False
         self._views = {name: _View(frozenset(fields), sampler) for name, (fields, sampler) in consumers.items()}
         self._fields: dict[int, set[str]] = {}
@@ -78,15 +86,15 @@ class Rows:
         return len(self._fields) + count <= self.capacity
 
     def add(self, count: int) -> list[int]:
-        """Add rows without fields. Returns their numbers.
+        """Add rows without fields, at least one, to storages that are not lost. Returns their numbers.
 
         Raises:
             ValueError: The queue is finished.
         """
         if self.is_finished:
             raise ValueError("no row can be added: the queue is finished")
-        rows = list(range(self._next, self._next + count))
-        self._next += count
+        rows = list(islice((row for row in numbers(self._next) if self._storage_of(row) in self.storages), count))
+        self._next = rows[-1] + 1
         for row in rows:
             self._fields[row] = set()
             for view in self._views.values():
@@ -141,6 +149,14 @@ class Rows:
         for row in [row for row, other in view.taken.items() if other == lease and row not in kept]:
             del view.taken[row]
             view.ready[row] = None
+
+    def lose(self, storage: int) -> None:
+        """A storage is gone: forget its rows, and add no further ones there. Idempotent."""
+        self.storages.discard(storage)
+        self.clear([row for row in self._fields if self._storage_of(row) == storage])
+
+    def _storage_of(self, row: int) -> int:
+        return row % self._modulus
 
     def clear(self, rows: Iterable[int]) -> None:
         """Forget rows. Idempotent."""

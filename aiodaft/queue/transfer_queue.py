@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from aiodaft.exceptions import RuntimeClosed
+from aiodaft.exceptions import ActorDied, RuntimeClosed
 from aiodaft.scope import Scope
 
 from .actors import Metadata, Storage
 from .rows import Sampler, oldest
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class Batch:
 class TransferQueue:
     """A queue. Pass it to producers and consumers; see `open_queue`.
 
-    Its methods raise `ActorDied` if the metadata actor or a storage that they need has died: its rows are lost.
+    Its methods raise `ActorDied` if the metadata actor or a storage that they need has died. The rows of a storage are
+    lost with it: once a method has raised this, no consumer is given them, and further rows go to the other storages.
 
     Attributes:
         metadata: The actor that knows which row has which field.
@@ -97,9 +100,13 @@ class TransferQueue:
         parts = self._parts(rows)
         await asyncio.gather(
             *(
-                self.storages[index].write(
-                    [rows[place] for place in places],
-                    {name: [values[place] for place in places] for name, values in fields.items()},
+                self._asked(
+                    index,
+                    here := [rows[place] for place in places],
+                    [],
+                    self.storages[index].write(
+                        here, {name: [values[place] for place in places] for name, values in fields.items()}
+                    ),
                 )
                 for index, places in parts.items()
             )
@@ -115,10 +122,15 @@ class TransferQueue:
         await self.metadata.clear(cleared)
         await asyncio.gather(
             *(
-                self.storages[index].clear([cleared[place] for place in places])
+                self._clear(index, [cleared[place] for place in places])
                 for index, places in self._parts(cleared).items()
             )
         )
+
+    async def _clear(self, index: int, rows: list[int]) -> None:
+        # With their storage, the values are gone, too.
+        with suppress(ActorDied):
+            await self.storages[index].clear(rows)
 
     async def finish(self) -> None:
         """No rows will be added: consumers get the rows that are left, and then an empty batch. Idempotent."""
@@ -136,6 +148,14 @@ class TransferQueue:
         async with self.metadata.lease(name) as leases:
             lease, fields = await anext(leases)
             yield Consumer(self, lease, fields)
+
+    async def _asked(self, index: int, rows: list[int], fields: list[str], answer: Awaitable[T]) -> T:
+        """The answer of a storage. If it has died, or lacks fields of rows, the metadata actor hears of it first."""
+        try:
+            return await answer
+        except (ActorDied, LookupError):
+            await self.metadata.missed(index, rows, fields)
+            raise
 
     def _parts(self, rows: Sequence[int]) -> dict[int, list[int]]:
         """For each storage that has some of the rows, their places."""
@@ -164,6 +184,7 @@ class Consumer:
         Raises:
             ValueError: The count is not positive, or the sampler chose rows that are not ready.
             LookupError: A row was cleared meanwhile; the others are given again.
+            ActorDied: A storage with some of the rows has died; the others are given again.
 
         Cancellation: no row is lost. One take at a time.
         """
@@ -176,7 +197,12 @@ class Consumer:
             parts = queue._parts(rows)
             found = await asyncio.gather(
                 *(
-                    queue.storages[index].read([rows[place] for place in places], self._fields)
+                    queue._asked(
+                        index,
+                        here := [rows[place] for place in places],
+                        self._fields,
+                        queue.storages[index].read(here, self._fields),
+                    )
                     for index, places in parts.items()
                 )
             )

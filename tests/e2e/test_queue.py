@@ -12,7 +12,7 @@ import torch
 from queue_actors import Onlooker, Producer, Worker
 
 import aiodaft
-from aiodaft.queue import TransferQueue, Wants, at_once, open_queue
+from aiodaft.queue import Metadata, Storage, TransferQueue, Wants, at_once, open_queue
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -175,3 +175,57 @@ async def test_mistakes_are_named_at_their_line(rt: aiodaft.Runtime) -> None:
         await queue.finish()
         with pytest.raises(ValueError, match="the queue is finished"):
             await queue.put({"x": [1]})
+
+
+async def test_the_rows_of_a_storage_that_dies_are_lost_and_no_others() -> None:
+    async with (
+        aiodaft.Runtime(preload=(), unhandled="log") as rt,
+        open_queue(rt, {"train": ["x"], "eval": ["x", "y"]}, capacity=4, storages=2) as queue,
+        queue.consumer("train") as train,
+    ):
+        assert await queue.put({"x": [0, 1, 2, 3]}) == [0, 1, 2, 3]
+        os.kill((await rt.info(queue.storages[1])).pid, signal.SIGKILL)
+        with pytest.raises(aiodaft.ActorDied):
+            await train.take(4)
+        # Their places are free, also those of rows that another consumer waited for.
+        assert await queue.metadata.count() == 2
+        assert (await train.take(2)).rows == [0, 2]
+        assert await queue.put({"x": [4, 6]}) == [4, 6]
+        assert (await train.take(2)).fields == {"x": [4, 6]}
+        await queue.clear([0, 1, 2])
+        await queue.write([4, 6], {"y": [4, 6]})
+        await queue.finish()
+        async with queue.consumer("eval") as consumer:
+            assert (await consumer.take(9)).rows == [4, 6]
+
+
+async def test_without_a_storage_producers_and_consumers_that_wait_are_told() -> None:
+    async with (
+        aiodaft.Runtime(preload=(), unhandled="log") as rt,
+        open_queue(rt, {"train": ["x"]}) as queue,
+        queue.consumer("train") as consumer,
+    ):
+        taking = asyncio.get_running_loop().create_task(consumer.take(1))
+        os.kill((await rt.info(queue.storages[0])).pid, signal.SIGKILL)
+        with pytest.raises(aiodaft.ActorDied):
+            await queue.put({"x": [1]})
+        for using in (taking, consumer.take(1), queue.put({"x": [1]})):
+            with pytest.raises(aiodaft.ActorDied, match="all storages of the queue have died"):
+                await using
+
+
+async def test_a_storage_that_is_restarted_is_used_on() -> None:
+    async with aiodaft.Runtime(preload=(), unhandled="log") as rt:
+        storages = [await rt.on(restart=aiodaft.Restart()).spawn(Storage, 2) for _ in range(2)]
+        metadata = await rt.spawn(Metadata, {"train": (["x"], at_once)}, 8, storages)
+        queue = TransferQueue(metadata, tuple(storages))
+        async with queue.consumer("train") as consumer:
+            await queue.put({"x": [0, 1, 2, 3]})
+            pid = (await rt.info(storages[1])).pid
+            os.kill(pid, signal.SIGKILL)
+            while (await rt.info(storages[1])).pid == pid:
+                await asyncio.sleep(0)
+            with pytest.raises(LookupError, match=r"rows \[1, 3\] .* restarted"):
+                await consumer.take(4)
+            assert await queue.put({"x": [4, 5]}) == [4, 5]
+            assert (await consumer.take(8)).fields == {"x": [0, 2, 4, 5]}

@@ -35,12 +35,17 @@ uvloop.new_event_loop().close()
 
 # Seconds that a test gets to end by itself after its time limit, or its failure.
 _LAST_GRACE = 60.0
-# Tests of whole programs that run on both loops: of sockets, timers, threads, signals, tasks and their frames.
+# Tests of loops: in the default suite, they run on both.
+_LOOP_IS_THE_SUBJECT = {
+    "test_cancellation_matrix", "test_connection", "test_eager_start", "test_eager_start_cancelled", "test_embedding",
+    "test_first_steps", "test_forks", "test_listener", "test_nested_loops", "test_secure_socket", "test_surroundings",
+    "test_wakeup",
+}  # fmt: skip
+# Tests of what stands on sockets, timers, threads, signals, tasks and their frames: on asyncio's loop, CI runs them.
 _LOOP_MATTERS = {
-    "test_boundaries", "test_calls", "test_cancellation", "test_cancellation_matrix", "test_channels",
-    "test_deadlines", "test_deadlocks", "test_death", "test_embedding", "test_exhaustion", "test_first_steps",
-    "test_forks", "test_graphs", "test_nested_loops", "test_order", "test_overload", "test_processes", "test_refs",
-    "test_stack", "test_streams", "test_surroundings", "test_threads", "test_unhandled",
+    "test_boundaries", "test_calls", "test_cancellation", "test_channels", "test_deadlines", "test_deadlocks",
+    "test_death", "test_exhaustion", "test_graphs", "test_order", "test_overload", "test_processes", "test_refs",
+    "test_stack", "test_streams", "test_threads", "test_unhandled",
 }  # fmt: skip
 # What a test says when its time is over: raised in it, or in a callback.
 _OVER = ("from pytest-timeout", "Event loop stopped before Future completed")
@@ -163,20 +168,16 @@ def pytest_asyncio_loop_factories(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that repeat on asyncio's own loop what uvloop has shown, where the loop makes no difference."""
+    """Mark the tests that repeat on asyncio's own loop what uvloop has shown, where the loop is not the subject."""
     for item in items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         marker = item.get_closest_marker("asyncio")
         chosen = marker is not None and "loop_factories" in marker.kwargs
         on_asyncio = params.get("_asyncio_loop_factory") is _LOOPS["asyncio"]
-        if on_asyncio and not chosen and _is_same_on_both_loops(item.path):
+        if on_asyncio and not chosen and item.path.stem not in _LOOP_IS_THE_SUBJECT:
             item.add_marker("both_loops")
-
-
-def _is_same_on_both_loops(path: Path) -> bool:
-    return path.parent.name in {"bench", "examples", "pipeline", "transport", "web"} or (
-        path.parent.name == "e2e" and path.stem not in _LOOP_MATTERS
-    )
+            if item.path.stem not in _LOOP_MATTERS and item.path.parent.name not in {"hosts", "runtime"}:
+                item.add_marker("soak")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -184,6 +185,19 @@ def what_is_loaded_is_no_garbage() -> None:
     """Each test collects garbage before it is judged: what is there before its module need not be looked at again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runtimes of this process preload what PRELOAD of the test module names, without it nothing.
+
+    By default they would import torch, which some test has loaded, for actors that do not use it: a second each time.
+    """
+    defaults = aiodaft.Runtime.__init__.__kwdefaults__
+    default = defaults["preload"]
+    defaults["preload"] = getattr(request.module, "PRELOAD", default if hasattr(request.module, "torch") else ())
+    yield
+    defaults["preload"] = default
 
 
 @pytest.fixture(autouse=True)
@@ -221,14 +235,10 @@ async def hasty_rt(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_runtime(request: pytest.FixtureRequest) -> AsyncIterator[aiodaft.Runtime]:
-    """A runtime for all tests of a module: an import of torch for each test would take minutes.
-
-    Its processes begin with the modules that the test module names in PRELOAD.
-    """
-    preload = getattr(request.module, "PRELOAD", None if hasattr(request.module, "torch") else ())
+async def shared_runtime(preloaded: None) -> AsyncIterator[aiodaft.Runtime]:
+    """A runtime for all tests of a module: an import of torch for each test would take minutes."""
     # Tests run next to each other, also where there are GPUs.
-    async with aiodaft.Runtime(gpus=4, share_gpus=True, preload=preload) as runtime:
+    async with aiodaft.Runtime(gpus=4, share_gpus=True) as runtime:
         # The first one starts the fork server, which stays.
         await runtime.stop(await runtime.spawn(Echo))
         yield runtime

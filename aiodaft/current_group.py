@@ -186,7 +186,7 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         An inbox has room for 1024 messages and 256 MiB, see `limit_inbox`. A message that does not fit waits with its
         sender, unless the member waits for it, or has no other message of this sender: so two members may send each
         other tensors of any size before they receive. Messages with one tag from one member to another arrive in the
-        order of the sends.
+        order of the sends. What is sent in a call of `group.all`, `each` or `split` is not received in another one.
 
         Args:
             value: Any value that a call could have as an argument.

@@ -360,18 +360,28 @@ async def test_a_restarted_member_sends_and_receives_as_the_next_one(rt: aiodaft
     assert await group[1].recv(0) == "to the second life"
 
 
-async def test_cannon_is_the_product_of_the_matrices(rt: aiodaft.Runtime) -> None:
+async def test_messages_of_a_call_of_a_group_meet_only_those_of_the_same_call(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Member)
+    first = group.each(Member.swap, ["a0", group[1].recv(1, "later")])
+    await until_sent(group[1], 1)
+    # A later call of the group is the first that begins at this member.
+    assert await group.each(Member.swap, ["b0", "b1"]) == ["b1", "b0"]
+    await group[1].send(1, "a1", "later")
+    assert await first == ["a1", "a0"]
+
+
+async def test_cannon_is_the_product_of_the_matrices_also_of_several_at_a_time(rt: aiodaft.Runtime) -> None:
     group = await rt.group(4, Member, axes={"row": 2, "column": 2})
-    a, b = torch.randn(64, 64, dtype=torch.float64), torch.randn(64, 64, dtype=torch.float64)
 
     def blocks(matrix: torch.Tensor) -> list[torch.Tensor]:
         return [block.contiguous() for row in matrix.chunk(2) for block in row.chunk(2, dim=1)]
 
-    products = await asyncio.gather(
-        *(member.multiply(*pair) for member, pair in zip(group, zip(blocks(a), blocks(b), strict=True), strict=True))
-    )
-    product = torch.cat([torch.cat(products[:2], dim=1), torch.cat(products[2:], dim=1)])
-    assert torch.allclose(product, a @ b, rtol=0, atol=1e-12)
+    pairs = [torch.randn(2, 64, 64, dtype=torch.float64).unbind() for _ in range(4)]
+    products = [group.each(Member.multiply, list(zip(blocks(a), blocks(b), strict=True))) for a, b in pairs]
+    for (a, b), product in zip(pairs, products, strict=True):
+        parts = await product
+        whole = torch.cat([torch.cat(parts[:2], dim=1), torch.cat(parts[2:], dim=1)])
+        assert torch.allclose(whole, a @ b, rtol=0, atol=1e-12)
 
 
 async def test_members_that_wait_for_each_other_are_seen_and_end_by_a_timeout(rt: aiodaft.Runtime) -> None:

@@ -16,6 +16,7 @@ from aiodaft.exceptions import LocalProtocolError
 
 A, B, C = ActorId(16), ActorId(17), ActorId(18)
 ANY: Final = Wish(None, None)
+WITHIN: Final = st.sampled_from(["one", "other", None])
 
 
 def arrive(inbox: Inbox, source: ActorId, tag: Tag = 0, nbytes: int = 1) -> Message:
@@ -33,6 +34,29 @@ def test_a_receive_gets_the_first_message_that_it_wants() -> None:
         receive, commands = inbox.ask(wish, {A, B})
         assert commands == [Give(receive, message)]
     assert (len(inbox), inbox.nbytes, inbox.admitted) == (0, 0, 0)
+
+
+def test_a_receive_meets_only_what_is_within_the_same_or_by_itself() -> None:
+    inbox = Inbox(messages=1)
+    # The first message within each is admitted, whatever room the others take.
+    one, other, alone = (inbox.announce(A, 0, 1, within)[0] for within in ("one", "other", None))
+    for message in (one, other, alone):
+        assert inbox.came(message, None) == []
+    late, commands = inbox.ask(Wish(A, 0, "late"), {A})
+    assert commands == [Give(late, alone)]
+    again, commands = inbox.ask(Wish(A, 0, "other"), {A})
+    assert commands == [Give(again, other)]
+    waits, commands = inbox.ask(Wish(None, None, "other"), {A})
+    assert commands == []
+    by_itself, commands = inbox.ask(ANY, {A})
+    assert commands == [Give(by_itself, one)]
+    # A receive by itself that waits gets what is within anything.
+    by_itself, _ = inbox.ask(ANY, {A})
+    one, _ = inbox.announce(A, 0, 1, "one")
+    assert inbox.came(one, None) == [Give(by_itself, one)]
+    assert inbox.waiting == [waits]
+    other, commands = inbox.announce(A, 0, 1, "other")
+    assert inbox.came(other, None) == [Give(waits, other)]
 
 
 def test_a_message_goes_to_the_receive_that_has_waited_longest() -> None:
@@ -215,7 +239,8 @@ class AnyHistory(RuleBasedStateMachine):
 
     @staticmethod
     def wants(wish: Wish, message: Message) -> bool:
-        return wish.source in {None, message.source} and wish.tag in {None, message.tag}
+        meet = None in {wish.within, message.within} or wish.within == message.within
+        return meet and wish.source in {None, message.source} and wish.tag in {None, message.tag}
 
     def heads(self, wish: Wish) -> list[Message]:
         found: dict[ActorId, Message] = {}
@@ -224,9 +249,9 @@ class AnyHistory(RuleBasedStateMachine):
                 found.setdefault(message.source, message)
         return list(found.values())
 
-    @rule(source=st.sampled_from([A, B]), tag=st.sampled_from([0, 1]), nbytes=st.integers(0, 4))
-    def announce(self, source: ActorId, tag: int, nbytes: int) -> None:
-        message, commands = self.inbox.announce(source, tag, nbytes)
+    @rule(source=st.sampled_from([A, B]), tag=st.sampled_from([0, 1]), nbytes=st.integers(0, 4), within=WITHIN)
+    def announce(self, source: ActorId, tag: int, nbytes: int, within: str | None) -> None:
+        message, commands = self.inbox.announce(source, tag, nbytes, within)
         self.messages.append(message)
         self.carry_out(commands)
 
@@ -244,9 +269,9 @@ class AnyHistory(RuleBasedStateMachine):
             self.messages.remove(message)
         self.carry_out(self.inbox.withdraw(message))
 
-    @rule(source=st.sampled_from([A, B, None]), tag=st.sampled_from([0, 1, None]))
-    def ask(self, source: ActorId | None, tag: int | None) -> None:
-        wish = Wish(source, tag)
+    @rule(source=st.sampled_from([A, B, None]), tag=st.sampled_from([0, 1, None]), within=WITHIN)
+    def ask(self, source: ActorId | None, tag: int | None, within: str | None) -> None:
+        wish = Wish(source, tag, within)
         receive, commands = self.inbox.ask(wish, {A, B} if source is None else {source})
         self.waiting.append(receive)
         self.carry_out(commands)
@@ -297,8 +322,8 @@ class AnyHistory(RuleBasedStateMachine):
     @invariant()
     def nothing_waits_for_room_that_is_there(self) -> None:
         announced = sorted((one for one in self.messages if one.stage is Stage.ANNOUNCED), key=lambda one: one.number)
-        sources = {one.source for one in self.messages if one.stage is not Stage.ANNOUNCED}
-        assert all(one.source in sources for one in announced)
+        lines = {(one.source, one.within) for one in self.messages if one.stage is not Stage.ANNOUNCED}
+        assert all((one.source, one.within) in lines for one in announced)
         if announced:
             most, most_bytes = self.bounds
             assert self.inbox.admitted >= most or self.inbox.nbytes + announced[0].nbytes > most_bytes

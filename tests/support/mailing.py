@@ -46,6 +46,12 @@ class Member(Actor):
     async def recv(self, source: int | None = None, tag: int | str | None = None) -> Any:
         return await self.group.recv(source=source, tag=tag)
 
+    @method(ordered=False)
+    async def swap(self, value: Any) -> Any:
+        """Both send first, and receive after."""
+        await self.group.send(value, to=1 - self.group.rank)
+        return await self.group.recv()
+
     @method
     async def recv_or_fail(self, source: int | None) -> Any:
         """Receive from a member; fail if there is none."""
@@ -121,8 +127,9 @@ class Member(Actor):
         return bool((theirs == other).all()), theirs.nbytes
 
     @method
-    async def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    async def multiply(self, blocks: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Cannon: the blocks of a move to the left, those of b up."""
+        a, b = blocks
         row, column = self.group.along("column"), self.group.along("row")
         i, j, size = self.group.coords["row"], self.group.coords["column"], row.size
 

@@ -10,12 +10,15 @@ A message goes through these stages; only its announcement comes at once, its va
 
 Of the messages of one sender that a receive wants, it gets the one that was announced first, also if the value of a
 later one is here earlier: messages do not overtake (MPI 4.0, section 3.5).
+
+A message, and a receive, may be within something that others share, such as one call of a group: then it meets only
+what is within the same, or by itself.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from enum import Enum, auto
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
@@ -29,6 +32,9 @@ Tag: TypeAlias = int | str
 MESSAGES: Final = 1024
 BYTES: Final = 1 << 28
 _NUMBER: Final = attrgetter("number")
+
+# Messages of one sender within the same.
+_Line: TypeAlias = tuple[ActorId, Hashable]
 
 K = TypeVar("K")
 OneT = TypeVar("OneT", "Message", "Receive")
@@ -45,14 +51,15 @@ class Stage(Enum):
 class Message:
     """A message, from its announcement on."""
 
-    __slots__ = ("nbytes", "number", "source", "stage", "tag", "value", "waiter")
+    __slots__ = ("nbytes", "number", "source", "stage", "tag", "value", "waiter", "within")
 
-    def __init__(self, number: int, source: ActorId, tag: Tag, nbytes: int) -> None:
+    def __init__(self, number: int, source: ActorId, tag: Tag, nbytes: int, within: Hashable) -> None:
         # Grows in the order of announcement.
         self.number = number
         self.source = source
         self.tag = tag
         self.nbytes = nbytes
+        self.within = within
         self.stage = Stage.ANNOUNCED
         self.value: Any = None
         # What waits until it is admitted: the runtime's.
@@ -60,10 +67,11 @@ class Message:
 
 
 class Wish(NamedTuple):
-    """What a receive wants; None for any sender, and for any tag."""
+    """What a receive wants; None for any sender, for any tag, and if it is within nothing."""
 
     source: ActorId | None
     tag: Tag | None
+    within: Hashable = None
 
 
 class Receive:
@@ -100,22 +108,25 @@ class Inbox:
     """The messages to one member, and its receives.
 
     Messages fit up to a number and a number of bytes. Others wait in the order of announcement, but for two kinds that
-    are admitted at once: what a receive waits for, and the first message of a sender that has none here. So a receive
-    never waits for room, and two members may send each other one message of any size before they receive.
+    are admitted at once: what a receive waits for, and the first message of a sender that has none here within the
+    same. So a receive never waits for room, and two members may send each other one message of any size before they
+    receive.
     """
 
     def __init__(self, messages: int = MESSAGES, nbytes: int = BYTES) -> None:
         self._most, self._most_bytes = messages, nbytes
         self._count = 0
-        # All messages by sender, and by sender and tag, in order; and those that wait for room, by sender.
+        # All messages by sender, and by sender and tag, in order; and those that wait for room, by line.
         self._sent: dict[ActorId, dict[int, Message]] = {}
         self._tagged: dict[tuple[ActorId, Tag], dict[int, Message]] = {}
-        self._announced: dict[ActorId, dict[int, Message]] = {}
-        # The admitted messages: how many of each sender and of all, and their bytes.
-        self._admitted: Counter[ActorId] = Counter()
+        self._announced: dict[_Line, dict[int, Message]] = {}
+        # The admitted messages: how many of each line and of all, and their bytes.
+        self._admitted: Counter[_Line] = Counter()
         self.admitted = 0
         self.nbytes = 0
         self._waiting: dict[Wish, dict[int, Receive]] = {}
+        # How many receives wait within what.
+        self._withins: Counter[Hashable] = Counter()
 
     def __len__(self) -> int:
         """The number of messages, with those that wait for room."""
@@ -138,13 +149,16 @@ class Inbox:
 
     # Messages.
 
-    def announce(self, source: ActorId, tag: Tag, nbytes: int) -> tuple[Message, list[Command]]:
+    def announce(
+        self, source: ActorId, tag: Tag, nbytes: int, within: Hashable = None
+    ) -> tuple[Message, list[Command]]:
         """A message wants to come."""
-        message = Message(self._next(), source, tag, nbytes)
+        message = Message(self._next(), source, tag, nbytes, within)
         self._insert(message)
-        self._announced.setdefault(source, {})[message.number] = message
+        line = source, within
+        self._announced.setdefault(line, {})[message.number] = message
         wanted = bool(self._waiting) and self._receive_for(message) is not None
-        return message, [self._admit(message)] if wanted else self._admit_more(source)
+        return message, [self._admit(message)] if wanted else self._admit_more(line)
 
     def came(self, message: Message, value: Any) -> list[Command]:
         """The value of an admitted message is here."""
@@ -169,6 +183,7 @@ class Inbox:
             message = min(here, key=_NUMBER)
             return receive, [Give(receive, message), *self._after_removal(message)]
         self._waiting.setdefault(wish, {})[receive.number] = receive
+        self._withins[wish.within] += 1
         return receive, self._let_one_come(wish)
 
     def give_up(self, receive: Receive) -> None:
@@ -202,16 +217,17 @@ class Inbox:
         """The first message of each sender that a receive wants."""
         sources = self._sent if wish.source is None else (wish.source,)
         lines = (self._sent.get(one) if wish.tag is None else self._tagged.get((one, wish.tag)) for one in sources)
-        return [next(iter(line.values())) for line in lines if line]
+        return [head for line in lines if (head := _first(line, wish.within)) is not None]
 
     def _receive_for(self, message: Message) -> Receive | None:
         """The receive that gets a message: the first one that wants it before all others of its sender."""
         source, tag = message.source, message.tag
         wishes: list[Wish] = []
-        if self._is_first(message, self._tagged[source, tag]):
-            wishes += [Wish(source, tag), Wish(None, tag)]
-        if self._is_first(message, self._sent[source]):
-            wishes += [Wish(source, None), Wish(None, None)]
+        for within in self._withins if message.within is None else {message.within, None}:
+            if _first(self._tagged[source, tag], within) is message:
+                wishes += [Wish(source, tag, within), Wish(None, tag, within)]
+            if _first(self._sent[source], within) is message:
+                wishes += [Wish(source, None, within), Wish(None, None, within)]
         found = [next(iter(some.values())) for wish in wishes if (some := self._waiting.get(wish))]
         return min(found, key=_NUMBER, default=None)
 
@@ -221,10 +237,6 @@ class Inbox:
         if not heads or any(message.stage is not Stage.ANNOUNCED for message in heads):
             return []
         return [self._admit(min(heads, key=_NUMBER))]
-
-    @staticmethod
-    def _is_first(message: Message, line: dict[int, Message]) -> bool:
-        return next(iter(line)) == message.number
 
     def _serve(self, message: Message) -> list[Command]:
         """A message may be what a receive waits for."""
@@ -239,31 +251,32 @@ class Inbox:
     def _after_removal(self, message: Message) -> list[Command]:
         """Remove a message: others may come now, or be the first of their sender."""
         source, tag = message.source, message.tag
+        own = source, message.within
         _discard(self._sent, source, message)
         _discard(self._tagged, (source, tag), message)
         if message.stage is not Stage.ANNOUNCED:
             self.nbytes -= message.nbytes
             self.admitted -= 1
-            self._admitted[source] -= 1
-            if not self._admitted[source]:
-                del self._admitted[source]
+            self._admitted[own] -= 1
+            if not self._admitted[own]:
+                del self._admitted[own]
         else:
-            _discard(self._announced, source, message)
+            _discard(self._announced, own, message)
         commands: list[Command] = []
-        if self._waiting:
-            for line in (self._tagged.get((source, tag)), self._sent.get(source)):
-                # Serving one removes it, and may remove more.
-                if line:
-                    commands += self._serve(next(iter(line.values())))
+        for within in list(self._withins):
+            # Serving one removes it, and may remove more.
+            for wish in (Wish(source, tag, within), Wish(source, None, within)):
+                for head in self._heads(wish):
+                    commands += self._serve(head)
             # What a receive from any sender waited for may have been this one: that of another sender may come.
-            for wish in (Wish(None, tag), Wish(None, None)):
+            for wish in (Wish(None, tag, within), Wish(None, None, within)):
                 commands += self._let_one_come(wish)
-        return commands + self._admit_more(source)
+        return commands + self._admit_more(own)
 
     # Room.
 
-    def _admit_more(self, freed: ActorId | None = None) -> list[Command]:
-        """Admit what fits, in order; `freed` is the sender of a message that is gone."""
+    def _admit_more(self, freed: _Line | None = None) -> list[Command]:
+        """Admit what fits, in order; `freed` is the line of a message that is gone."""
         commands: list[Command] = []
         while self._announced:
             waiting = [next(iter(some.values())) for some in self._announced.values()]
@@ -271,16 +284,16 @@ class Inbox:
             if not self._fits(first):
                 break
             commands.append(self._admit(first))
-        # Behind that one: the first of each sender that has none here.
-        sources = self._announced if freed is None else self._announced.keys() & {freed}
-        firsts = [next(iter(self._announced[source].values())) for source in sources if not self._admitted[source]]
+        # Behind that one: the first of each line that has none here.
+        lines = self._announced if freed is None else self._announced.keys() & {freed}
+        firsts = [next(iter(self._announced[line].values())) for line in lines if not self._admitted[line]]
         return [*commands, *map(self._admit, firsts)]
 
     def _fits(self, message: Message) -> bool:
         return self.admitted < self._most and self.nbytes + message.nbytes <= self._most_bytes
 
     def _admit(self, message: Message) -> Admit:
-        _discard(self._announced, message.source, message)
+        _discard(self._announced, (message.source, message.within), message)
         message.stage = Stage.ADMITTED
         self._note_admitted(message)
         return Admit(message)
@@ -288,7 +301,7 @@ class Inbox:
     def _note_admitted(self, message: Message) -> None:
         self.nbytes += message.nbytes
         self.admitted += 1
-        self._admitted[message.source] += 1
+        self._admitted[message.source, message.within] += 1
 
     # Keeping.
 
@@ -302,6 +315,16 @@ class Inbox:
 
     def _stop_waiting(self, receive: Receive) -> None:
         _discard(self._waiting, receive.wish, receive)
+        within = receive.wish.within
+        self._withins[within] -= 1
+        if not self._withins[within]:
+            del self._withins[within]
+
+
+def _first(line: dict[int, Message] | None, within: Hashable) -> Message | None:
+    """The first message of some that a receive within this may get."""
+    meets = {None, within}
+    return next((one for one in (line or {}).values() if within is None or one.within in meets), None)
 
 
 def _enter(table: dict[K, dict[int, Message]], key: K, message: Message) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
 from typing import Final, NamedTuple, cast
 
@@ -86,8 +86,8 @@ class Blocks(Actor):
         self._enlisted = enlisted
         enlisted.on_told.append(self._told)
         enlisted.on_forgotten.append(self._forget_member)
-        # By the actor with rank 0, and the epoch of its group.
-        self._gatherings: dict[tuple[ActorId, int], Gathering] = {}
+        # By the actor with rank 0, the epoch of its group, and the call of the group that the members are in.
+        self._gatherings: dict[tuple[ActorId, int, Hashable], Gathering] = {}
         # The process groups of the last block. A DDP model may hold the last other reference to one, and would free it
         # with the interpreter held, which waits for threads of gloo that may need the interpreter. Their Python objects
         # free them without it: later, when these threads have nothing to do.
@@ -106,8 +106,8 @@ class Blocks(Actor):
     # What other members ask.
 
     @method(ordered=False)
-    async def come(self, actor: int, epoch: int, rank: int, size: int, patience: float) -> Begun:
-        """Come to the gathering at rank 0, which is `actor`; returns when all have come.
+    async def come(self, actor: int, epoch: int, within: Hashable, rank: int, size: int, patience: float) -> Begun:
+        """Come to the gathering at rank 0, which is `actor`, of those within the same; returns when all have come.
 
         Raises:
             TimeoutError: Not all came in time.
@@ -116,7 +116,7 @@ class Blocks(Actor):
         """
         if not self._enlisted.has(ActorId(actor)):
             raise ActorDied("rank 0 of the group was stopped", executed=False)
-        return await self._come(ActorId(actor), epoch, size, rank, patience)
+        return await self._come(ActorId(actor), epoch, within, size, rank, patience)
 
     @method(ordered=False)
     async def left(self, actor: int, block: str) -> Left:
@@ -151,10 +151,12 @@ class Blocks(Actor):
         finally:
             self._is_free.release()
 
-    async def gather(self, actor: ActorId, epoch: int, size: int, address: str, patience: float) -> Begun:
+    async def gather(
+        self, actor: ActorId, epoch: int, within: Hashable, size: int, address: str, patience: float
+    ) -> Begun:
         """Come as rank 0. Raises as `come` does."""
         begun = Begun(f"{self._process.id}/{self._process.next_number()}", address)
-        return await self._come(actor, epoch, size, 0, patience, begun)
+        return await self._come(actor, epoch, within, size, 0, patience, begun)
 
     def leave(self, actor: ActorId, block: str, how: Left) -> None:
         """The member leaves a block."""
@@ -184,12 +186,19 @@ class Blocks(Actor):
             self._gatherings.pop(place).fail(ActorDied("rank 0 of the group was stopped", executed=False))
 
     async def _come(
-        self, actor: ActorId, epoch: int, size: int, rank: int, patience: float, begun: Begun | None = None
+        self,
+        actor: ActorId,
+        epoch: int,
+        within: Hashable,
+        size: int,
+        rank: int,
+        patience: float,
+        begun: Begun | None = None,
     ) -> Begun:
         standing = self._enlisted.find(actor)
         if standing is not None and standing.roster.epoch > epoch:
             raise changed(standing.roster.id, epoch, standing.roster.epoch)
-        where = number_of(actor), epoch
+        where = number_of(actor), epoch, within
         gathering = self._gatherings.setdefault(where, Gathering(size))
         try:
             return await gathering.come(rank, patience, begun)

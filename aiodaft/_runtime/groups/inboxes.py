@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from aiodaft._protocol.groups.inbox import BYTES, Admit, Command, Inbox, Message, Stage, Tag, Wish
 from aiodaft._protocol.ids import INBOXES, ActorId, number_of
@@ -24,7 +24,7 @@ from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.channels import QueuedItem
-from aiodaft._runtime.groups.keyed import Keyed, apart
+from aiodaft._runtime.groups.keyed import Keyed, apart, belongs_to
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.serialization.encoder import is_plain
@@ -34,6 +34,9 @@ from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, PeerLost, RuntimeClosed
 from aiodaft.methods import MethodSpec, method, specs_of
 from aiodaft.ref import Ref
+
+# The sender of a message, its tag, the bytes of its value, and what it is within.
+Head: TypeAlias = tuple[ActorId, Tag, int, Hashable]
 
 # Bytes of a number, as a message counts them.
 _NUMBER: Final = 8
@@ -96,14 +99,14 @@ class Inboxes(Actor):
     # What other members ask.
 
     @method
-    async def put(self, group: str, to: int, source: int, tag: Tag, nbytes: int, value: Any, waits: bool) -> bool:
+    async def put(self, group: str, to: int, head: Head, value: Any, waits: bool) -> bool:
         """Take a message for a member, when there is room if it `waits`; returns whether it is in the inbox.
 
         Raises:
             ActorDied: The member is gone.
         """
         box = self._box(group, ActorId(to))
-        message, commands = box.inbox.announce(ActorId(source), tag, nbytes)
+        message, commands = box.inbox.announce(*head)
         box.run(commands)
         try:
             if message.stage is Stage.ANNOUNCED:
@@ -149,11 +152,11 @@ class Inboxes(Actor):
         raise apart(f"send of {group} to {to.label}", call.apart)
 
     async def _send(self, group: str, to: Target, source: ActorId, tag: Tag, value: Any, *, waits: bool) -> bool:
-        number = number_of(to.actor)
+        number, within = number_of(to.actor), belongs_to()
         if self._enlisted.has(number):
-            return bool(await self.put(group, number, source, tag, 0, value, waits))
+            return bool(await self.put(group, number, (source, tag, 0, within), value, waits))
         nbytes, packed = self._pack(value)
-        return bool(await self._ask(to, _PUT, group, number, source, tag, nbytes, packed, waits))
+        return bool(await self._ask(to, _PUT, group, number, (source, tag, nbytes, within), packed, waits))
 
     async def receive(self, group: str, member: ActorId, wish: Wish, senders: Mapping[ActorId, Target]) -> Message:
         """Wait for a message; `senders` are the other members that may send it.
@@ -331,7 +334,7 @@ class Mail:
         me = self._numbers[self._rank]
         ranks = range(len(self._members)) if source is None else (source,)
         senders = {self._numbers[rank]: self._members[rank] for rank in ranks if rank != self._rank}
-        wish = Wish(None if source is None else self._numbers[source], tag)
+        wish = Wish(None if source is None else self._numbers[source], tag, belongs_to())
         message = await self._inboxes.receive(self._group, me, wish, senders)
         return message, self._ranks.get(message.source)
 

@@ -80,8 +80,7 @@ class Keyed(Actor):
         if call is not None and call.apart is not None:
             raise apart(part.title, call.apart)
         target = Target(self._caller, self._process.id, KEYED, part.roster.id, None)
-        # What a call leaves behind takes part by itself.
-        within = None if call is None or call.answered else call.within
+        within = belongs_to()
         taking = Taking(part, call, within, self._process.next_number())
         line = part.roster.id, part.roster.epoch, part.rank, part.key, within
         taking.before, self._last[line] = self._last.get(line), taking.told
@@ -384,6 +383,15 @@ async def _ready_in_time(part: Part, answer: Ref[Any]) -> None:
         answer.cancel()
         await answer.ready()
         raise
+
+
+def belongs_to() -> Hashable:
+    """The call of a group, or the run of a graph, that this code is part of; None if it is of none.
+
+    Code that a call leaves behind is of none.
+    """
+    call = current_call.get()
+    return None if call is None or call.answered else call.within
 
 
 def _unusable(part: Part, what: str, error: BaseException | None) -> ValueError:

@@ -25,7 +25,7 @@ from aiodaft._runtime.actors.blocking import block_on
 from aiodaft._runtime.actors.hosted_actor import HostedActor, current_call
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.groups.blocks import NO_BLOCK, Begun, Blocks, blocks_of
-from aiodaft._runtime.groups.keyed import Keyed
+from aiodaft._runtime.groups.keyed import Keyed, belongs_to
 from aiodaft._runtime.groups.meeting_place import Whereabouts, whereabouts_of
 from aiodaft._runtime.groups.torch_sockets import TorchSockets
 from aiodaft._runtime.objects.ref_state import state_of
@@ -64,7 +64,8 @@ class Membership:
         self.others = Others(group, [member.label for member in members])
         self.sockets = TorchSockets(self.size)
         self._caller = caller
-        self._place = hosted.id, epoch
+        # The members meet those of the same call of the group.
+        self._place = hosted.id, epoch, belongs_to()
         self.blocks = caller.process.part(Blocks)
         self._thread = threading.get_ident()
         self._places: Sequence[Whereabouts] = ()
@@ -162,12 +163,11 @@ class Membership:
             self._waiting.cancel()
 
     async def _gather(self, address: str, patience: float) -> Begun:
-        actor, epoch = self._place
-        return await self.blocks.gather(actor, epoch, self.size, address, patience)
+        return await self.blocks.gather(*self._place, self.size, address, patience)
 
     async def _come(self, patience: float) -> Begun:
-        (first, actor), (_, epoch) = self._places[0], self._place
-        return await blocks_of(self._caller, first).come(actor, epoch, self.rank, self.size, patience)
+        (first, actor), (_, epoch, within) = self._places[0], self._place
+        return await blocks_of(self._caller, first).come(actor, epoch, within, self.rank, self.size, patience)
 
     def _watch(self) -> None:
         # The questions are sent now, and so before another member can hear that this one has left.

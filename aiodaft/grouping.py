@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar, cast
+from functools import cache, partial
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from aiodaft._protocol.calls.following import NOWHERE
 from aiodaft._protocol.groups.axes import Axes
@@ -30,6 +31,11 @@ from aiodaft.group import Group, Prepare
 from aiodaft.ref import Ref
 
 ActorT = TypeVar("ActorT")
+
+# A member, and the answer to what it was told.
+_Told: TypeAlias = tuple[CallTarget, Ref[Any]]
+# Gives the members of a group, which are encoded once.
+_Encoded: TypeAlias = Callable[[], Ref[tuple[Any, ...]]]
 
 # The changes whose `prepare` the running code belongs to.
 _preparing_here: ContextVar[tuple[Roster[Any] | None, ...]] = ContextVar("aiodaft_preparing", default=())
@@ -97,7 +103,8 @@ class GroupMembers:
             free = [*(rank for rank, seat in enumerate(seats) if seat is None), *free]
         if n == old.size and not free and grid == old.axes:
             return
-        wanted = Roster[Any](old.id, self._next_epoch(), n, grid)
+        epoch = self._next_epoch()
+        wanted = Roster[Any](old.id, epoch, n, grid, since=epoch)
         new = await self._grow(wanted, free)
         joining = iter(new)
         taken = [next(joining) if seat is None else old.members[seat] for seat in seats]
@@ -199,11 +206,15 @@ class GroupMembers:
 
     async def _introduce(self, new: list[Handle], roster: Roster[Any]) -> None:
         """Tell new members who is in the group, before a call can get to them."""
-        told: list[Ref[None]] = []
+        members = cache(partial(self._encoded, roster))
         for target in map(target_of, new):
             self._enrolments[target].roster = roster
-            told += self._tell_one(self._enrolments[target], target)
-        await asyncio.gather(*(ref.ready() for ref in told))
+        await self._arrived(
+            [told for target in map(target_of, new) for told in self._tell_one(target, members)], members
+        )
+
+    def _encoded(self, roster: Roster[Any]) -> Ref[tuple[Any, ...]]:
+        return Ref(self._owner.peer.objects.refs.put(roster.members, f"the members of {roster.id}"))
 
     def _tell(self, roster: Roster[Any]) -> Awaitable[object]:
         """Tell every member that is up; the others are told before they are up again.
@@ -215,26 +226,39 @@ class GroupMembers:
             Await it to know that they know; if that is cancelled, they are told nevertheless. A member that dies
             meanwhile is told when it is made again.
         """
-        told: list[Ref[None]] = []
+        told: list[_Told] = []
+        members = cache(partial(self._encoded, roster))
         for rank, target in enumerate(map(target_of, self.cell.roster.members)):
             enrolment = self._enrolments[target]
             enrolment.roster, enrolment.rank = roster, rank
-            told += self._tell_one(enrolment, target)
-
-        async def wait() -> None:
-            await asyncio.gather(*(ref.ready() for ref in told))
-
+            if enrolment.is_behind or not enrolment.knows_members:
+                told += self._tell_one(target, members)
         # A task that holds the refs: without them, the calls are cancelled.
-        return asyncio.shield(self._owner.start_task(wait(), f"tell the members of {roster.id}"))
+        wait = self._owner.start_task(self._arrived(told, members), f"tell the members of {roster.id}")
+        return asyncio.shield(wait)
 
-    def _tell_one(self, enrolment: Enrolment, target: CallTarget) -> list[Ref[None]]:
-        actor = _actor_of(target)
+    def _tell_one(self, target: CallTarget, members: _Encoded) -> list[_Told]:
+        """Tell a member that is up the epoch of the group, and the members if it knows others."""
+        actor, enrolment = _actor_of(target), self._enrolments[target]
         child = self._owner.directory.find(actor)
         if child is not None and child.state not in REACHABLE:
             return []
-        told = enrolment.tell(self._owner.peer.caller, actor.remote, actor.actor)
+        where = self._owner.peer.caller, actor.remote, actor.actor
+        told = enrolment.tell_epoch(*where) if enrolment.knows_members else enrolment.tell(*where, members())
         state_of(told).mark_seen()
-        return [told]
+        return [(target, told)]
+
+    async def _arrived(self, told: list[_Told], members: _Encoded) -> None:
+        """Wait until members know what they were told."""
+        for target, answer in told:
+            await answer.ready()
+            enrolment = self._enrolments.get(target)
+            if enrolment is None or (answer.exception() is None and answer.result() is not False):
+                continue
+            # Something that it was told earlier, or this, was lost with a connection.
+            enrolment.doubt()
+            if answer.exception() is None:
+                await asyncio.gather(*(again.ready() for _, again in self._tell_one(target, members)))
 
     async def gone(self) -> list[int]:
         """The ranks of the members that are gone for good."""

@@ -141,9 +141,14 @@ class Agent(Actor):
         self._supervised[ActorId(actor)] = follow
 
     @method
-    async def enlist(self, actor: int, roster: Roster[Any], rank: int) -> None:
+    async def enlist(self, actor: int, roster: Roster[Any], rank: int, members: tuple[Any, ...]) -> None:
         """Tell an actor that is here, or that the next call makes, of its group; the owner of the group does."""
-        self._enlisted.enlist(ActorId(actor), roster, rank)
+        self._enlisted.enlist(ActorId(actor), replace(roster, members=members), rank)
+
+    @method
+    async def renew(self, actor: int, epoch: int, since: int) -> bool:
+        """Tell an actor that its group has a new epoch; False: it has to be told of the members as well."""
+        return self._enlisted.renew(ActorId(actor), epoch, since)
 
     @method
     async def discharge(self, actor: int) -> None:

@@ -59,8 +59,11 @@ class OwnerContact(Actor):
         raise NotImplementedError
 
     @method(ordered=False)
-    async def roster_after(self, group: str, epoch: int) -> Roster[Any] | None:
-        """The members of a group, as soon as that has a newer epoch; None if there is no such group any more."""
+    async def roster_after(self, group: str, epoch: int, since: int) -> Roster[Any] | None:
+        """A group, as soon as it has a newer epoch: without its members if it has had them `since` that epoch.
+
+        None if there is no such group any more.
+        """
         raise NotImplementedError
 
     @method

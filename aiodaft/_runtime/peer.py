@@ -142,8 +142,8 @@ class Peer:
         """What a controller answers as the owner of actors."""
         return cast("OwnerContact", self.caller.handle(controller, SUPERVISOR, "supervisor", OwnerContact))
 
-    def _roster_after(self, owner: PeerId, group: str, epoch: int) -> Ref[Roster[Any] | None]:
-        asked: Ref[Roster[Any] | None] = self.owner(owner).roster_after(group, epoch)
+    def _roster_after(self, known: Roster[Any]) -> Ref[Roster[Any] | None]:
+        asked: Ref[Roster[Any] | None] = self.owner(known.owner).roster_after(known.id, known.epoch, known.since)
         return asked
 
     def _have_recorded(self, remote: PeerId, collector: PeerId, number: int, limit: int) -> None:

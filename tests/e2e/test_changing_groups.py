@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 from elastic import Laborer, Loner, Peer, Plain
-from inside import agent_of
+from inside import agent_of, miss_the_members
 
 import aiodaft
 from aiodaft import ActorDied, Group, Restart
+from aiodaft.testing import Faults, in_process
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -308,3 +309,71 @@ async def test_a_group_that_is_resized_under_load_loses_no_call_and_makes_none_t
         over.set()
     assert Counter((tmp_path / "notes").read_text().split()) == made
     assert made.total() > 50
+
+
+class Big(aiodaft.Actor):
+    """Its class is large, and is sent by value."""
+
+    __module__ = "__main__"
+    weight = os.urandom(1 << 14)
+
+    @aiodaft.method
+    async def seen(self) -> tuple[int, int, bool]:
+        group = aiodaft.current_group()
+        return group.rank, group.epoch, len(set(group.members)) == group.size
+
+    @aiodaft.method
+    async def lose(self) -> None:
+        miss_the_members()
+
+
+async def test_members_are_told_what_has_changed_and_the_class_once() -> None:
+    n, size = 12, len(Big.weight)
+    async with in_process(uvloop=True) as rt, rt.on(restart=Restart()).group(n, Big) as group:
+        # With each actor, and with the list of its members.
+        made = rt.traffic()
+        assert made.control_sent + made.payload_sent < 3 * n * size
+        await group.renew()
+        renewed = rt.traffic()
+        assert renewed.messages_sent == made.messages_sent + n
+        assert renewed.control_sent - made.control_sent < 100 * n
+        assert await group.all(Big.seen) == [(rank, 2, True) for rank in range(n)]
+        # The restart of a member: the others are told a number.
+        begun = rt.traffic().control_sent
+        await Faults().kill(group[0])
+        assert await group[0].seen() == (0, 3, True)
+        assert await group.all(Big.seen) == [(rank, 3, True) for rank in range(n)]
+        assert rt.traffic().control_sent - begun < 3 * size + 300 * n
+
+
+class Keeper(aiodaft.Actor):
+    """Has a copy of a group."""
+
+    @aiodaft.method
+    async def keep(self, group: Group[Big]) -> None:
+        self.group = group
+
+    @aiodaft.method
+    async def once_at(self, epoch: int) -> list[tuple[int, int, bool]]:
+        while self.group.epoch < epoch:
+            await asyncio.sleep(0)
+        return list(await self.group.all(Big.seen))
+
+
+async def test_a_copy_of_a_group_is_told_of_a_new_epoch_without_the_members() -> None:
+    async with in_process(uvloop=True) as rt, rt.spawn(Keeper) as keeper, rt.group(3, Big) as group:
+        await keeper.keep(group)
+        begun = rt.traffic().control_sent
+        await group.renew()
+        assert await keeper.once_at(2) == [(rank, 2, True) for rank in range(3)]
+        assert rt.traffic().control_sent - begun < len(Big.weight)
+        # New members travel.
+        await group.resize(4)
+        assert await keeper.once_at(3) == [(rank, 3, True) for rank in range(4)]
+
+
+async def test_a_member_that_lacks_the_members_is_told_of_all() -> None:
+    async with in_process(uvloop=True) as rt, rt.group(3, Big) as group:
+        await group[1].lose()
+        await group.renew()
+        assert await group.all(Big.seen) == [(rank, 2, True) for rank in range(3)]

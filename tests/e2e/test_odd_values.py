@@ -85,6 +85,24 @@ async def test_refs_and_handles_are_copied_as_themselves(rt: aiodaft.Runtime) ->
         Ref.__new__(Ref).name  # noqa: B018 - it must not recurse
 
 
+async def test_handles_beside_each_other_travel_as_themselves(rt: aiodaft.Runtime) -> None:
+    echo, odd = await rt.spawn(Echo), await rt.spawn(Odd)
+    kept = await rt.on(restart=aiodaft.Restart()).group(2, Echo)
+    services = await rt.host_group(2, Listing)
+    for value in (
+        [echo, echo],
+        (odd, echo),
+        {odd, echo},
+        {"kept": [*kept], "one": [echo]},
+        [[kept[1]], list(kept), [1]],
+    ):
+        assert await echo.echo(value) == value
+    back = await echo.echo([services[1], services[0]])
+    assert [service.handle for service in back] == [services[1].handle, services[0].handle]
+    with pytest.raises(AttributeError, match="Echo has no method 'kind'"):
+        (await echo.echo([odd, echo]))[1].kind()
+
+
 async def test_an_actors_own_instance_does_not_travel(rt: aiodaft.Runtime) -> None:
     odd = await rt.spawn(Odd)
     with pytest.raises(aiodaft.SerializationError, match="an instance of Odd stays in its process: pass the handle"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Collection, Mapping, Sized
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import aiodaft
@@ -111,6 +112,12 @@ def members_watched_here() -> int:
 def inboxes_here() -> list[Box]:
     """The inboxes of the members in this process."""
     return list(current_process().part(Inboxes)._boxes.values())
+
+
+def miss_the_members() -> None:
+    """In a method of a member: as if what told it who is in its group had been lost."""
+    standing = aiodaft.current_group()._standing
+    standing.roster = replace(standing.roster, since=-1)
 
 
 def traffic_here() -> aiodaft.Traffic:

@@ -22,6 +22,7 @@ class Roster(Generic[T_co]):
         size: The number of members.
         axes: How the ranks form a grid.
         members: The members by rank; empty while they are being made.
+        since: The epoch at which it got these members. Later epochs with the same `since` have the same members.
     """
 
     id: str
@@ -29,6 +30,7 @@ class Roster(Generic[T_co]):
     size: int
     axes: Axes
     members: tuple[T_co, ...] = ()
+    since: int = 0
 
     @property
     def is_complete(self) -> bool:
@@ -43,7 +45,7 @@ class Roster(Generic[T_co]):
     def part(self, ranks: tuple[int, ...], name: str, axes: Axes) -> Roster[T_co]:
         """Some of the members, in this order; `name` tells the part from the others of the group."""
         members = tuple(self.members[rank] for rank in ranks) if self.members else ()
-        return Roster(f"{self.id}/{name}", self.epoch, len(ranks), axes, members)
+        return Roster(f"{self.id}/{name}", self.epoch, len(ranks), axes, members, self.since)
 
     def along(self, rank: int, names: tuple[str, ...]) -> tuple[Roster[T_co], int]:
         """The members that differ from one only in some of the axes, and the rank of that one among them.

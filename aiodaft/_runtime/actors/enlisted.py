@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from aiodaft._protocol.groups.roster import Roster
@@ -55,6 +56,14 @@ class Enlisted:
             self._standings[actor] = Standing(roster, rank)
         for told in self.on_told:
             told(actor)
+
+    def renew(self, actor: ActorId, epoch: int, since: int) -> bool:
+        """Note a new epoch of a group with the members that it has `since` another; whether the actor knows these."""
+        known = self._standings.get(actor)
+        if known is None or not known.roster.is_complete or known.roster.since != since:
+            return False
+        self.enlist(actor, replace(known.roster, epoch=epoch), known.rank)
+        return True
 
     def discharge(self, actor: ActorId) -> None:
         """An actor has left its group, and finishes the calls that it has."""

@@ -142,8 +142,8 @@ class FollowingTarget(Target):
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
-        place = Location(self.place.peer, self.actor)
-        return _rebuild, (self.caller.process.options.cluster, self.owner, place, self.label, cls, True)
+        cluster = self.caller.process.options.cluster
+        return _rebuild, (cluster, self.owner, self.place.peer, self.actor, self.label, cls, True)
 
     # Waiting for the next incarnation.
 
@@ -432,8 +432,8 @@ class PinnedTarget(Target):
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
-        place = Location(self.remote, self.actor)
-        return _rebuild, (self.caller.process.options.cluster, self.followed.owner, place, self.label, cls, False)
+        cluster = self.caller.process.options.cluster
+        return _rebuild, (cluster, self.followed.owner, self.remote, self.actor, self.label, cls, False)
 
     def missed(self, request: Request, connection: Connection | None) -> None:
         """Refuse a call: the incarnation is gone."""
@@ -490,6 +490,9 @@ def followed(target: Target) -> Target:
 
 
 @builder
-def _rebuild(runtime: PeerId, owner: PeerId, place: Location, label: str, cls: type, follow: bool) -> Any:
+def _rebuild(
+    runtime: PeerId, owner: PeerId, remote: PeerId, actor: ActorId, label: str, cls: type, follow: bool
+) -> Any:
+    place = Location(remote, actor)
     target = home_of(runtime, label).part(Followers).get(owner, place, label)
     return Handle(target if follow else PinnedTarget(target, place), cls)

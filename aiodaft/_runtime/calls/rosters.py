@@ -10,18 +10,19 @@ import asyncio
 import weakref
 from collections.abc import Callable
 from contextvars import Context
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
 from aiodaft._protocol.groups.roster import Roster
-from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError
 from aiodaft.ref import Ref
 
-# Asks the owner of a group for its roster, once that has another epoch than this one; None if the group is gone.
-AskOwner: TypeAlias = Callable[[PeerId, str, int], Ref[Roster[Any] | None]]
+# Asks the owner of a group for its roster, once that has another epoch than this one: without the members if they are
+# the same. None if the group is gone.
+AskOwner: TypeAlias = Callable[[Roster[Any]], Ref[Roster[Any] | None]]
 
 
 class RosterCell:
@@ -91,7 +92,7 @@ class Rosters:
             del known
             found: Roster[Any] | None = None
             try:
-                found = await self._ask(roster.owner, roster.id, roster.epoch)
+                found = await self._ask(roster)
             except DaftError as error:
                 logger.debug("%s is not followed any more: %s", roster.id, error)
             known = cell()
@@ -100,5 +101,7 @@ class Rosters:
             if found is None:
                 known.follows = False
                 return
+            if found.since == roster.since:
+                found = replace(found, members=roster.members)
             if found.epoch > known.roster.epoch:
                 known.change(found)

@@ -152,6 +152,12 @@ class Decoder:
         with decoding_in(self):
             return builder_named(name)(*args)
 
+    def build_alike(self, content: list[Any]) -> list[Any]:
+        name, count, columns = content
+        build = builder_named(name)
+        with decoding_in(self):
+            return [build(*args) for args in zip(*(column * (count // len(column)) for column in columns), strict=True)]
+
     def load_large_array(self, content: list[Any]) -> Any:
         dtype, index, shape, order = content
         if index < 0:
@@ -196,6 +202,7 @@ _EXTENSIONS: Final[Mapping[int, Callable[[Decoder, Any], Any]]] = {
     codes.ARRAY: Decoder.load_array,
     codes.THING: Decoder.thing,
     codes.BUILT: Decoder.build,
+    codes.ALIKE: Decoder.build_alike,
     codes.EXCEPTION: lambda _, content: build_error(*content),
     codes.LARGE_ARRAY: Decoder.load_large_array,
 }

@@ -160,9 +160,27 @@ class Encoder(SmallEncoder):
             return self._chunks("l", list(value))
         if FLAT.issuperset(map(type, value)):
             return value if type(value) is list else list(value)
+        if len(value) > 1 and _is_built(type(next(iter(value)))) and (alike := self._alike(value)) is not None:
+            return alike
         if len(value) > _PICKLED_TOGETHER and self._is_opaque(value):
             return self._pickle(value)
         return [self.walk(item) for item in value]
+
+    def _alike(self, values: Collection[Any]) -> Any:
+        """Handles, or others that one function builds, by columns of its arguments: the same ones travel once."""
+        if len(set(map(type, values))) > 1:
+            return None
+        made = [self._parts_of(value) for value in values]
+        functions, arguments = zip(*((function, args) for function, args, *_ in made), strict=True)
+        name = builder_name(functions[0])
+        if name is None or functions.count(functions[0]) < len(functions):
+            return None
+        self.resolve, outer = False, self.resolve
+        try:
+            columns = [self.walk(_without_repeats(column)) for column in zip(*arguments, strict=True)]
+            return pack_exts(codes.ALIKE, [name, len(values), columns])
+        finally:
+            self.resolve = outer
 
     def mapping(self, value: dict[Any, Any]) -> Any:
         self._spend(len(value))
@@ -236,11 +254,9 @@ class Encoder(SmallEncoder):
             content = value.ravel(order)
             index = self.add_source(content.view("u1")) if content.size else -1
             return pack_exts(codes.LARGE_ARRAY, [value.dtype.str, index, list(value.shape), order])
-        if cls is Handle:
-            self.check_home(cast("Owned", target_of(value)), value, "pass a handle of this one, or a value")
         if not cls.__module__.startswith("aiodaft.") or issubclass(cls, Actor):
             return self._pickle(value)
-        function, args, *_ = value.__reduce_ex__(5)
+        function, args, *_ = self._parts_of(value)
         name = builder_name(function)
         if name is None:
             return self._pickle(value)
@@ -252,6 +268,13 @@ class Encoder(SmallEncoder):
             self.resolve = outer
 
     tensor = array = record = other
+
+    def _parts_of(self, value: Any) -> tuple[Any, ...]:
+        """The function and the arguments of which something of the runtime is built."""
+        if type(value) is Handle:
+            self.check_home(cast("Owned", target_of(value)), value, "pass a handle of this one, or a value")
+        parts: tuple[Any, ...] = value.__reduce_ex__(5)
+        return parts
 
     def _walk_ref(self, ref: Ref[Any]) -> Any:
         if self.resolve and (parts := parts_of(ref)) is not None:
@@ -321,6 +344,18 @@ def encode(
 def _is_value_of_runtime(cls: type) -> bool:
     """Whether a class is the runtime's own. Its exceptions are pickled, for their frames."""
     return cls.__module__.startswith("aiodaft.") and not issubclass(cls, BaseException)
+
+
+def _is_built(cls: type) -> bool:
+    """Whether the runtime says how an instance is built."""
+    return cls.__module__.startswith("aiodaft.") and "__reduce__" in vars(cls) and not issubclass(cls, Ref)
+
+
+def _without_repeats(column: tuple[Any, ...]) -> list[Any]:
+    """One item if all are the same, else all."""
+    first, kind = column[0], type(column[0])
+    same = column.count(first) == len(column) and all(type(item) is kind for item in column)
+    return [first] if same else list(column)
 
 
 def _is_simple(dtype: Any) -> bool:

@@ -38,8 +38,8 @@ _NAMED_HEAD: Final = bytes((NAMED,))
 # Extension codes; 1 is the codec's own for big integers.
 (
     TUPLE, SET, FROZENSET, BYTEARRAY, BUFFER, TENSOR, SLOT, REF, PICKLE, DATACLASS, NAMEDTUPLE, CHUNKS,
-    RECORD, MEMBER, ARRAY, SMALL_TENSOR, THING, BUILT, EXCEPTION, LARGE_ARRAY,
-) = range(2, 22)  # fmt: skip
+    RECORD, MEMBER, ARRAY, SMALL_TENSOR, THING, BUILT, EXCEPTION, LARGE_ARRAY, ALIKE,
+) = range(2, 23)  # fmt: skip
 # Elements of a container; and containers, tensors and arrays of a value.
 _MOST: Final = 64
 # Extensions in each other: the stack of whoever decodes them has 40 KB for each.

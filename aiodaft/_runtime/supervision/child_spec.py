@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 from aiodaft._protocol.connections.messages import WANT_REPLY
@@ -40,17 +41,46 @@ class Enrolment:
         self._renew = renew
         # What the newest incarnation was told.
         self._told: Roster[Any] | None = None
+        # The `since` of the members of which it was told.
+        self._known: int | None = None
 
     @property
     def is_behind(self) -> bool:
         """Whether the group has changed since the actor was told."""
-        return self.roster is not self._told
+        told = self._told
+        return told is None or (told.epoch, told.is_complete) != (self.roster.epoch, self.roster.is_complete)
 
-    def tell(self, caller: Caller, remote: PeerId, actor: ActorId) -> Ref[None]:
-        """Tell the actor, or the process that is about to make it."""
-        self._told = self.roster
-        told: Ref[None] = agent_of(caller, remote).enlist(actor, self.roster, self.rank)
+    @property
+    def knows_members(self) -> bool:
+        """Whether the actor was told of the members that the group has now."""
+        return self.roster.is_complete and self.roster.since == self._known
+
+    def tell(
+        self, caller: Caller, remote: PeerId, actor: ActorId, members: Ref[tuple[Any, ...]] | None = None
+    ) -> Ref[None]:
+        """Tell the actor, or the process that is about to make it.
+
+        Args:
+            caller: Makes the call.
+            remote: Its process.
+            actor: The incarnation.
+            members: The members, if more than one actor is told of them: they are encoded once.
+        """
+        self._told = roster = self.roster
+        self._known = roster.since if roster.is_complete else None
+        given = roster.members if members is None else members
+        told: Ref[None] = agent_of(caller, remote).enlist(actor, replace(roster, members=()), self.rank, given)
         return told
+
+    def tell_epoch(self, caller: Caller, remote: PeerId, actor: ActorId) -> Ref[bool]:
+        """Tell the actor, which knows the members, of the epoch. False: it does not know them."""
+        self._told = self.roster
+        told: Ref[bool] = agent_of(caller, remote).renew(actor, self.roster.epoch, self.roster.since)
+        return told
+
+    def doubt(self) -> None:
+        """The actor may not know the members: something that it was told has not arrived."""
+        self._known = None
 
     def begin_anew(self) -> None:
         """Give the group a new epoch before the next incarnation, if it may have done something together in this one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from aiodaft._protocol.calls.following import NOWHERE, Location
@@ -68,9 +69,12 @@ class Directory(OwnerContact):
         return Location(NOWHERE, child.place.actor, child.target.ended if child.state is ChildState.OVER else None)
 
     @method(ordered=False)
-    async def roster_after(self, group: str, epoch: int) -> Roster[Any] | None:
+    async def roster_after(self, group: str, epoch: int, since: int) -> Roster[Any] | None:
         cell = self._caller.process.part(Rosters).find(group)
-        return None if cell is None else await cell.after(epoch)
+        if cell is None:
+            return None
+        found = await cell.after(epoch)
+        return replace(found, members=()) if found.since == since else found
 
     async def host_of(self, target: Target) -> PeerId:
         """The process of any actor; that of a supervised one once it is up.

@@ -18,8 +18,8 @@ from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.process import Process, current_process
 from aiodaft._runtime.scope_errors import ScopeErrors
 from aiodaft.actor import Actor, Handle
-from aiodaft.current_group import CurrentGroup
 from aiodaft.exceptions import OutcomeUnknown
+from aiodaft.member import CurrentGroup
 from aiodaft.owned import Owned
 from aiodaft.runtime import Runtime
 from aiodaft.scope import Scope

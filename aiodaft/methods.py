@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, P
 
 from aiodaft._protocol.calls.following import check_retries
 from aiodaft._protocol.calls.mailbox import Rules, check_concurrency, check_max_queue
-from aiodaft.read_only import is_read_only
+from aiodaft.reading import is_read_only
 from aiodaft_transport import check_name
 
 if TYPE_CHECKING:

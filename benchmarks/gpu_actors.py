@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from aiodaft.actor import Actor
 from aiodaft.methods import method
-from aiodaft.read_only import read_only
+from aiodaft.reading import read_only
 from aiodaft.ref import borrow
 
 if TYPE_CHECKING:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import aiodaft
 
 SUPPORT = Path(__file__).parent / "support"
 
@@ -81,6 +85,8 @@ def seen() -> dict[str, Any]:
         before = look()
         loaded = set(sys.modules)
         import aiodaft
+        for name in aiodaft.__all__:
+            getattr(aiodaft, name)
         print(json.dumps({"before": before, "after": look(), "loaded": sorted(set(sys.modules) - loaded)}))
     """
     found: dict[str, Any] = run(textwrap.dedent(LOOK) + textwrap.dedent(code))
@@ -116,22 +122,46 @@ def test_every_public_module_can_be_imported_first_and_loads_nothing_heavy() -> 
     assert heavy_of(modules) == set()
 
 
-def test_the_package_offers_what_it_says_and_nothing_else() -> None:
-    code = """
-        import json, types, aiodaft
-        public = [name for name in vars(aiodaft) if not name.startswith("_")]
-        objects = [name for name in public if not isinstance(getattr(aiodaft, name), types.ModuleType)]
-        print(json.dumps([objects, [name for name in aiodaft.__all__ if hasattr(aiodaft, name)]]))
+def test_the_package_offers_what_its_stub_declares_and_nothing_else() -> None:
+    stub = ast.parse(Path(aiodaft.__file__).with_suffix(".pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    declared = {alias.name: node.module for node in imports for alias in node.names}
+    assert sorted(declared) == aiodaft.__all__
+    assert {name for name in dir(aiodaft) if not name.startswith("_")} >= set(aiodaft.__all__) - {"__version__"}
+    for name, module in declared.items():
+        assert getattr(aiodaft, name) is getattr(importlib.import_module(str(module)), name)
+    with pytest.raises(AttributeError, match="has no attribute 'Actors'"):
+        aiodaft.Actors  # noqa: B018
+
+
+def test_a_process_loads_only_the_modules_of_the_package_that_it_uses() -> None:
+    code = f"""
+        import json, sys
+        sys.path.insert(0, {str(SUPPORT)!r})
+        import aiodaft
+
+        def loaded():
+            return sorted(name for name in sys.modules if name.partition(".")[0] in ("aiodaft", "aiodaft_transport"))
+
+        imported = loaded()
+
+        class Looker(aiodaft.Actor):
+            @aiodaft.method
+            async def loaded(self):
+                return loaded()
+
+        async def main():
+            async with aiodaft.Runtime(preload=()) as rt:
+                return await (await rt.spawn(Looker)).loaded()
+
+        print(json.dumps([imported, aiodaft.run(main()), loaded()]))
     """
-    objects, said = run(code)
-    assert set(said) - {"exceptions", "policies", "web", "__version__"} == set(objects)
-    promised = """
-        Actor ActorDied ActorInfo BorrowError CallCancelled Channel ChannelClosed DaftError DeadlineExceeded Graph Group
-        CyclicGraph InsufficientResources NameNotFound NameTaken Overloaded OwnerDied PeerLost Placement Ref Refs
-        RemoteError Runtime RuntimeClosed Scope SerializationError Service SpawnFailed Spawned Stream borrow
-        cancel_on_disconnect compile deadline empty exceptions lazy method run start stop
-    """
-    assert set(promised.split()) <= set(said)
+    imported, worker, controller = run(code)
+    assert len(imported) < 10, imported
+    assert not {"aiodaft.runtime", "aiodaft.graph", "aiodaft.web", "aiodaft._runtime.node.node_agent"} & set(worker)
+    assert not {"aiodaft.web", "aiodaft.resharding"} & set(controller)
+    # Each module costs half a millisecond of each start.
+    assert (len(worker), len(controller)) < (235, 305), (len(worker), len(controller))
 
 
 def test_a_runtime_without_tensors_loads_no_torch_anywhere() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aiodaft import BorrowError, method, read_only
-from aiodaft.read_only import is_read_only
+from aiodaft.reading import is_read_only
 
 
 class Reader:

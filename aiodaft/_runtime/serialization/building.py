@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
+from importlib import import_module
 from typing import Any, Final, TypeVar
 
 from aiodaft._runtime.serialization.containers import rebuild_dataclass
@@ -17,6 +18,8 @@ from aiodaft._runtime.serialization.error_parts import Parts, bare_error, fill_e
 
 BuilderT = TypeVar("BuilderT", bound=Callable[..., Any])
 
+# Public modules with functions that are marked; a process that has not used them loads them when such a value comes.
+_MODULES: Final = ("aiodaft.channel", "aiodaft.group", "aiodaft.service")
 _builders: Final[dict[str, Callable[..., Any]]] = {}
 # What a class that a received value names has to be.
 _ALLOWED: Final[Mapping[str, Callable[[type], bool]]] = {
@@ -41,6 +44,9 @@ def builder_name(function: object) -> str | None:
 
 def builder_named(name: str) -> Callable[..., Any]:
     """The marked function of this name."""
+    module = name.partition(":")[0]
+    if module in _MODULES:
+        import_module(module)
     return _builders[name]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 from aiodaft.channel import Channel
-from aiodaft.deadline import deadline
+from aiodaft.deadlines import deadline
 from aiodaft.exceptions import DaftError
 from aiodaft.graph import compile as compile_graph
 from aiodaft.ref import Ref

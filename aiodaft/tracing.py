@@ -114,7 +114,9 @@ class Trace:
         process = self._owner.process
         thread = process.env.thread("aiodaft trace", process.loop)
         try:
-            return await thread.run(work)
+            result = await thread.run(work)
+            await thread.aclose()
+            return result
         finally:
             thread.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
 from aiodaft._runtime.objects.received import Plain, ReceivedValue
 from aiodaft._runtime.objects.transfer import Delivery
+from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.exceptions import (
     ActorDied,
@@ -284,6 +286,33 @@ async def test_a_stopped_actor_lets_calls_end_within_the_grace_time(home: Home) 
     home.desk.gate.set()
     await stopping
     assert await home.wire.result(runs) == "runs"
+
+
+class Lingering(HelperThread):
+    """A thread that goes on until its end is waited for."""
+
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(name, loop)
+        self._awaited = threading.Event()
+
+    def abandon(self) -> None:
+        self._awaited.set()
+        super().abandon()
+
+    def _work(self) -> None:
+        super()._work()
+        self._awaited.wait()
+
+
+async def test_when_an_actor_has_stopped_its_thread_has_ended(home: Home) -> None:
+    thread = home.hosted.thread = Lingering("Desk-1", asyncio.get_running_loop())
+    assert await home.wire.result(home.call("heavy", "word")) == "word"
+    (began,) = (one for one in threading.enumerate() if one.ident == thread.ident)
+    await home.hosted.stop("a test", 0)
+    try:
+        assert not began.is_alive()
+    finally:
+        thread.abandon()
 
 
 async def test_the_calls_of_a_caller_that_is_gone_are_cancelled_and_not_answered(home: Home) -> None:

@@ -574,7 +574,8 @@ class HostedActor:
                 await leave(manager, self.thread)
         except Exception:
             logger.exception("leaving %s failed", self.name)
-        self.thread.close()
+        runs = any(call.rules.on_thread for call in self.running)
+        await self.thread.close_within(0 if runs else self._process.grace)
         self.instance = None
 
     async def enter_instance(self) -> None:

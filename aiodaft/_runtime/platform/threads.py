@@ -111,6 +111,13 @@ class HelperThread:
             await self.run(lambda: None)
             self.abandon()
 
+    async def close_within(self, seconds: float) -> None:
+        """End the thread after its last job, and wait for this, but no longer than that."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.aclose()
+        self.close()
+
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()

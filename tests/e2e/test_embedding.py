@@ -439,12 +439,12 @@ def test_a_program_whose_telemetry_cannot_be_set_up_has_opened_nothing() -> None
     code = f"""
 import asyncio, gc, sys
 sys.path.insert(0, {str(SUPPORT)!r})
-import aiodaft
+from aiodaft import Runtime
 from span_files import fail
 
 async def main():
     try:
-        async with aiodaft.Runtime(telemetry=fail):
+        async with Runtime(telemetry=fail):
             raise AssertionError("it is open")
     except OSError as error:
         print(error)

@@ -15,15 +15,17 @@ class Exchange:
     """Stands between a server and an app for one request: cancels the app's task when the client leaves.
 
     The app calls `receive` and `send` in place of the server's. A message that comes while the client is watched is
-    kept until the app asks for it.
+    kept until the app asks for it. An app that listens for the disconnect in another task, as Quart and Django do, ends
+    its work by itself, which a cancellation of its first task would leave running: this is cancelled only if it still
+    waits for the same thing a round later.
 
     Attributes:
         started: Whether the app has begun to answer.
     """
 
     __slots__ = (
-        "_cancelled", "_complete", "_disconnect", "_kept", "_news", "_receive", "_receiving", "_requests", "_send",
-        "_task", "_watcher", "started",
+        "_cancelled", "_complete", "_disconnect", "_kept", "_listening", "_news", "_receive", "_receiving", "_requests",
+        "_send", "_task", "_waited_for", "_watcher", "started",
     )  # fmt: skip
     _news: asyncio.Event
 
@@ -34,6 +36,10 @@ class Exchange:
         self.started = self._complete = self._cancelled = False
         # How many of the app's tasks wait for the server.
         self._receiving = 0
+        # How many tasks of the app, other than its first, wait for a message.
+        self._listening = 0
+        # What the app's first task waited for when another one was told that the client has left.
+        self._waited_for: asyncio.Future[Any] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._kept: Any = None
         # Some servers give it only once.
@@ -63,29 +69,36 @@ class Exchange:
 
     async def receive(self) -> Any:
         """As the server's. May be called again after a cancellation."""
-        while self._watcher is not None and self._kept is None:
-            self._news.clear()
-            await self._news.wait()
-        if self._kept is not None:
-            message, self._kept = self._kept, None
-            return message
-        if self._disconnect is not None:
-            return self._disconnect
-        self._receiving += 1
+        listens = asyncio.current_task() is not self._task
+        self._listening += listens
         try:
-            message = await self._receive()
+            while self._watcher is not None and self._kept is None:
+                self._news.clear()
+                await self._news.wait()
+            if self._kept is not None:
+                message, self._kept = self._kept, None
+                return message
+            if self._disconnect is not None:
+                return self._disconnect
+            self._receiving += 1
+            try:
+                message = await self._receive()
+            finally:
+                self._receiving -= 1
+            if message["type"] == DISCONNECT:
+                self._client_left(message)
+                # A cancellation of this task arrives here. For the message, frameworks raise an error, and log it.
+                await asyncio.sleep(0)
+            return message
         finally:
-            self._receiving -= 1
-        if message["type"] == DISCONNECT:
-            self._client_left(message)
-            # A cancellation of this task arrives here. For the message, frameworks raise an error, and log it.
-            await asyncio.sleep(0)
-        return message
+            self._listening -= listens
 
     # While the app does something else.
 
     def watch(self, tasks: TaskOwner) -> bool:
         """Begin to watch the client; False while the app receives messages itself, or is still to take one."""
+        if self._waited_for is not None and self._task._fut_waiter is self._waited_for:  # type: ignore[attr-defined]
+            self._cancel()
         if self._complete or self._disconnect is not None:
             return True
         if self._receiving or self._kept is not None:
@@ -110,6 +123,15 @@ class Exchange:
 
     def _client_left(self, message: Any) -> None:
         self._disconnect = message
+        if self._listening:
+            self._waited_for = self._task._fut_waiter  # type: ignore[attr-defined]
+            # To be looked at after a whole round.
+            self._requests.discard(self)
+            self._requests.add(self)
+        else:
+            self._cancel()
+
+    def _cancel(self) -> None:
         # Servers tell of a disconnect also after the response.
         if not (self._complete or self._cancelled):
             self._cancelled = True

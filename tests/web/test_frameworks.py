@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+import framework_apps
 import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from litestar import Litestar, get
 from litestar.response import ServerSentEvent
+from starlette.applications import Starlette
+from starlette.routing import Route
 from web_server import serving
+from web_servers import web_server
 
 from aiodaft.web import Ingress, cancel_on_disconnect
 
@@ -107,6 +112,16 @@ def of_litestar(work: Work) -> Any:
     return Ingress(Litestar([plain, stream], logging_config=None), limit=10)
 
 
+def of_starlette(work: Work) -> Any:
+    async def plain(request: Request) -> None:
+        await work()
+
+    async def stream(request: Request) -> StreamingResponse:
+        return StreamingResponse(work.stream())
+
+    return Ingress(Starlette(routes=[Route("/plain", plain), Route("/stream", stream)]), limit=10)
+
+
 def bare(work: Work) -> Any:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         assert scope["type"] == "http"
@@ -147,6 +162,8 @@ async def leave(client: httpx.AsyncClient, path: str, work: Work) -> None:
         (twice, "/block"),
         (of_litestar, "/plain"),
         (of_litestar, "/stream"),
+        (of_starlette, "/plain"),
+        (of_starlette, "/stream"),
         (bare, "/plain"),
         (bare, "/stream"),
         (fastapi, "/block"),
@@ -160,3 +177,23 @@ async def test_a_client_that_leaves_cancels_the_work_and_nothing_is_logged(
         await leave(client, path, work)
     # The server has waited for its tasks.
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("framework", framework_apps.MAKERS)
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+async def test_a_server_of_its_own_notices_clients_that_leave_and_stops_at_once(framework: str, tmp_path: Path) -> None:
+    pytest.importorskip(framework)
+    async with web_server("uvicorn", tmp_path, f"framework_apps:{framework}") as server:
+        for path in ("plain", "stream"):
+            # Of one place, so that the second begins when the first one has ended.
+            async with server.client() as client:
+                request = asyncio.get_running_loop().create_task(client.get(path))
+                await server.logs(f"{path} began")
+                request.cancel()
+                await asyncio.wait([request])
+        await server.logs("stream ended")
+    # In this order; and nothing that is left holds the server up, or is logged.
+    work = [line for line in server.lines if line.endswith((" began", " ended"))]
+    assert work == ["plain began", "plain ended", "stream began", "stream ended"]
+    assert not any(sign in line for line in server.lines for sign in ("Traceback", "ERROR", "Exception")), server.lines

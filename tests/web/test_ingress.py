@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 import aiodaft
 from aiodaft.testing.in_process import in_process
 from aiodaft.web import Ingress
+from aiodaft.web.lasting import lasting_requests
 
 GET = {"body": b"", "more_body": False}
 
@@ -104,6 +105,57 @@ async def test_another_task_of_the_app_is_told_of_the_disconnect() -> None:
     await task
     # A server may give it only once.
     assert request.events == ["http.request", "http.disconnect", "http.disconnect"]
+
+
+class Look:
+    """Waits, as a request does, until the clients of all requests before it have been looked at."""
+
+    def __init__(self) -> None:
+        self.done = asyncio.Event()
+        lasting_requests().add(self)
+
+    def watch(self, tasks: object) -> bool:
+        self.done.set()
+        return True
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+async def test_an_app_that_listens_in_another_task_ends_its_work_by_itself(is_watched: bool) -> None:
+    listen, clean_up = asyncio.Event(), asyncio.Event()
+
+    async def handle(request: Request) -> None:
+        async def work() -> None:
+            try:
+                await request.work()
+            finally:
+                await clean_up.wait()
+                request.events.append("cleaned up")
+
+        async def listener() -> None:
+            await listen.wait()
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        # As Quart and Django do. A cancellation here would leave the work running.
+        tasks = [asyncio.get_running_loop().create_task(one()) for one in (listener, work)]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        tasks[1].cancel()
+        await asyncio.wait(tasks)
+
+    request = Request(handle)
+    if not is_watched:
+        listen.set()
+    task = await request.begin()
+    await watched(request)
+    listen.set()
+    await asyncio.sleep(0)
+    request.server.put("http.disconnect")
+    while "cancelled" not in request.events:
+        await asyncio.sleep(0)
+    await Look().done.wait()
+    clean_up.set()
+    await task
+    assert request.events == ["began", "cancelled", "cleaned up"]
 
 
 async def test_a_body_that_comes_while_the_app_does_something_else_is_not_lost() -> None:

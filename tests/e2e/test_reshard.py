@@ -19,7 +19,9 @@ F32 = torch.float32
 KIB = 1 << 10
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["shm", "tcp"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.transports)]
+)
 async def shared_runtime(request: pytest.FixtureRequest) -> AsyncIterator[aiodaft.Runtime]:
     """On each transport; on one of them also without pickle."""
     codec: Literal["pickle", "msgpack"] = "msgpack" if request.param == "tcp" else "pickle"
@@ -41,6 +43,7 @@ def lower_bound(destination: Layout) -> int:
     return sum(destination.nbytes(rank) for rank in range(destination.size))
 
 
+@pytest.mark.parametrize("shared_runtime", ["shm", "tcp"], indirect=True)
 async def test_four_parts_become_three_in_the_fewest_bytes_and_none_comes_here(rt: aiodaft.Runtime) -> None:
     source, destination = tp(4), tp(3)
     plan = reshard(source, destination)

@@ -19,7 +19,7 @@ from inside import peer_of
 from receiving import Receiver
 from supervised import AT_ONCE
 from torch_actors import Keeper, Layer
-from transports import TRANSPORTS
+from transports import REPEATED, on_each_transport
 
 import aiodaft
 
@@ -29,7 +29,7 @@ MIB = 1 << 18  # elements of float32
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=TRANSPORTS)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=REPEATED)
 async def shared_runtime(request: pytest.FixtureRequest) -> AsyncIterator[aiodaft.Runtime]:
     """A runtime on each transport."""
     async with aiodaft.Runtime(transport=request.param) as runtime:
@@ -49,6 +49,7 @@ class Nested:
     value: Any
 
 
+@on_each_transport
 async def test_a_tensor_goes_from_actor_to_actor_and_nothing_comes_here(rt: aiodaft.Runtime) -> None:
     a, b, c = await asyncio.gather(*(rt.spawn(Keeper) for _ in range(3)))
     # Connections are made once.

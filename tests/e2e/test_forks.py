@@ -28,7 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:De
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
     """A program of its own, with everything that Python warns of."""
-    code = textwrap.dedent(program).format(support=str(SUPPORT))
+    # Loaded in the loop, the runtime would be a slow step of it.
+    code = "import aiodaft.runtime\n" + textwrap.dedent(program).format(support=str(SUPPORT))
     # From 3.12 on, Python warns of every fork of a process that has threads.
     fork_warning = "ignore:This process:DeprecationWarning"
     command = [sys.executable, "-X", "dev", "-W", fork_warning, "-c", code]

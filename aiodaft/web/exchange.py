@@ -97,7 +97,7 @@ class Exchange:
 
     def watch(self, tasks: TaskOwner) -> bool:
         """Begin to watch the client; False while the app receives messages itself, or is still to take one."""
-        if self._waited_for is not None and self._task._fut_waiter is self._waited_for:  # type: ignore[attr-defined]
+        if self._waited_for is not None and self._task._fut_waiter is self._waited_for:  # type: ignore[attr-defined]  # of every task
             self._cancel()
         if self._complete or self._disconnect is not None:
             return True
@@ -124,7 +124,7 @@ class Exchange:
     def _client_left(self, message: Any) -> None:
         self._disconnect = message
         if self._listening:
-            self._waited_for = self._task._fut_waiter  # type: ignore[attr-defined]
+            self._waited_for = self._task._fut_waiter  # type: ignore[attr-defined]  # of every task
             # To be looked at after a whole round.
             self._requests.discard(self)
             self._requests.add(self)

@@ -15,7 +15,7 @@ from aiodaft._protocol.coordination.registry import Stored
 from aiodaft._protocol.coordination.watch import View
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.coordination.coordinator import Coordinator
-from aiodaft._runtime.coordination.store import Deposed, StoreFailed
+from aiodaft._runtime.coordination.store import Deposed, NotStored, StoreFailed
 from aiodaft.exceptions import CoordinatorUnavailable, LeaseLost, NameTaken
 from aiodaft.testing import AutojumpLoop
 
@@ -75,6 +75,8 @@ class FakeStore:
 
     async def commit(self, changes: Sequence[Change]) -> None:
         await asyncio.sleep(self.delay)
+        if self.fails == "full" and changes:
+            raise NotStored("the disk is full")
         if self.fails == "before":
             raise StoreFailed("no connection")
         if self.shared.owner is not self:
@@ -323,6 +325,41 @@ async def test_when_the_store_fails_it_is_read_again(fails: str, is_stored: bool
         assert await coordinator.lookup("y") == y
         assert [one.name for one in await coordinator.names("x")] == ["x"] * is_stored
         assert (await coordinator.register(named("x"))).epoch > y.epoch
+
+
+@in_virtual_time
+async def test_while_its_disk_is_full_it_grants_nothing_and_keeps_what_it_has() -> None:
+    store = FakeStore(SharedRecords())
+    async with running(new(store, lease=10.0)) as coordinator:
+        joined = await coordinator.join(node("a"), ())
+        y = await coordinator.register(named("y"))
+        store.fails = "full"
+        for _ in range(6):
+            with pytest.raises(CoordinatorUnavailable, match="cannot store this: the disk is full") as caught:
+                await coordinator.register(named("x"))
+            assert caught.value.executed is False
+            assert await coordinator.keepalive(joined.epoch, FREE) == 10.0
+            assert await coordinator.names("") == (y,)
+            await asyncio.sleep(5)
+        store.fails = ""
+        assert (await coordinator.register(named("x"))).epoch == y.epoch + 1
+
+
+@in_virtual_time
+async def test_all_that_wait_for_a_store_that_does_not_answer_fail_with_its_first_attempt() -> None:
+    store = FakeStore(SharedRecords())
+    coordinator = new(store)
+    store.delay, store.fails = 6.0, "before"
+    for until in (6.0, 12.0):
+        asked = await asyncio.gather(*(coordinator.register(named(name)) for name in "xyz"), return_exceptions=True)
+        assert [getattr(error, "executed", None) for error in asked] == [False] * 3
+        assert now() == pytest.approx(until)
+    asking = start(coordinator.register(named("x")))
+    await asyncio.sleep(0.5)
+    # It does not wait for the store until that has given up.
+    await coordinator.aclose()
+    assert now() == pytest.approx(13.5)
+    assert (asking.done(), store.is_closed) == (True, True)
 
 
 @in_virtual_time

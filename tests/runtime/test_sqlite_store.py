@@ -8,15 +8,17 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transport_probes import no_more_threads
 
 from aiodaft._protocol.coordination.records import Change, Kind, Member, NamedActor
 from aiodaft._protocol.coordination.registry import Stored
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.coordination.sqlite_store import RegistryFile, SqliteStore
-from aiodaft._runtime.coordination.store import StoreFailed
+from aiodaft._runtime.coordination.store import NotStored, StoreFailed
 from aiodaft.exceptions import CoordinatorUnavailable, CorruptState
 
 WRITER = Path(__file__).parent.parent / "support" / "registry_writer.py"
@@ -112,6 +114,37 @@ def test_another_file_is_refused_and_left_as_it_is(path: Path, content: bytes) -
     with pytest.raises(CorruptState, match=r"state\.db does not hold the names of a cluster"):
         RegistryFile(path).open()
     assert path.read_bytes() == content
+
+
+def test_what_does_not_fit_on_a_full_disk_is_not_stored_and_the_file_stays_open(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[sqlite3.Connection] = []
+    connect = sqlite3.connect
+
+    def note(*args: Any, **options: Any) -> sqlite3.Connection:
+        made.append(connect(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", note)
+    file = RegistryFile(path)
+    file.open()
+    file.commit([put(named("x"))])
+    (pages,) = made[0].execute("PRAGMA page_count").fetchone()
+    made[0].execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(NotStored, match="database or disk is full"):
+        file.commit([put(named(f"y{number}")) for number in range(100)])
+    file.commit([put(named("z"))])
+    assert [record.name for record in file.open().records] == ["x", "z"]
+    file.close()
+
+
+async def test_without_a_thread_nothing_is_stored(path: Path) -> None:
+    store = SqliteStore(path)
+    with no_more_threads(), pytest.raises(NotStored, match="gets no further thread"):
+        await store.open()
+    await store.open()
+    await store.aclose()
 
 
 def test_the_database_of_another_program_is_refused(path: Path) -> None:

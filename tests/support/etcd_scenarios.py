@@ -27,6 +27,7 @@ from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.coordination.etcd_link import Address, EtcdEvent, EtcdLink, events
 from aiodaft._runtime.coordination.etcd_store import EtcdStore
 from aiodaft._runtime.coordination.store import Deposed, StoreFailed
+from aiodaft._runtime.serialization.errors import decode_error, encode_error
 from aiodaft.exceptions import CoordinatorUnavailable, CorruptState, NameTaken
 
 
@@ -118,6 +119,8 @@ async def a_coordinator_without_etcd_says_so_and_comes_back_with_it(etcd: EtcdCl
     with pytest.raises(CoordinatorUnavailable, match="no member of etcd at .* answers") as caught:
         await coordinator.register(named("y"))
     assert caught.value.executed is None
+    # Callers in other processes get it as what it is.
+    assert type(decode_error(encode_error(caught.value))) is CoordinatorUnavailable
     with pytest.raises(CoordinatorUnavailable, match="does not answer"):
         await coordinator.lookup("x")
     for member in range(3):

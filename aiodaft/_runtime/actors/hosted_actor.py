@@ -485,9 +485,10 @@ class HostedActor:
             self._fail_late(call, error)
             return
         own = self.id < FIRST_USER_ACTOR
-        # It is not known where a cancelled call stopped. The runtime's own actors may say that nothing was done.
-        nothing = own and getattr(error, "executed", None) is False
-        executed = None if isinstance(error, asyncio.CancelledError) else ran and not nothing
+        # It is not known where a cancelled call stopped. The runtime's own actors know what they have done.
+        executed = None if isinstance(error, asyncio.CancelledError) else ran
+        if ran and own and isinstance(error, DaftError):
+            executed = error.executed
         why = "it awaited something that was cancelled"
         if self.stopping is not None:
             why = f"{self.name} was stopped: {self.stopping}"

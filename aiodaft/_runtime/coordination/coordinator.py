@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -21,7 +22,7 @@ from aiodaft._protocol.coordination.registry import Registry, Stored
 from aiodaft._protocol.coordination.watch import Batch
 from aiodaft._protocol.ids import ActorId, PeerId, is_worker
 from aiodaft._protocol.latest import Latest
-from aiodaft._runtime.coordination.store import Deposed, Store, StoreFailed
+from aiodaft._runtime.coordination.store import Deposed, NotStored, Store, StoreFailed
 from aiodaft._runtime.platform.tasks import TaskOwner, logger
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, CoordinatorUnavailable
@@ -35,6 +36,8 @@ LEASE: Final = 10.0
 _CONFIRMED: Final = 0.125
 # Workers that ended and are remembered.
 _REMEMBERED: Final = 1024
+# Seconds that the store gets for what is being stored when this is closed.
+_LAST_GRACE: Final = 1.0
 # Seconds by which a timer may be early.
 _RESOLUTION: Final = 1e-3
 
@@ -81,6 +84,8 @@ class Coordinator(Actor):
         # None while what is stored is not known.
         self._registry = Registry(stored, lease, clock()) if store is None else None
         self._why_unknown = "it has not opened its store yet"
+        # How often the store has failed.
+        self._failures = 0
         self._deposed = False
         # When it last began to ask whether it is in charge, and was.
         self._confirmed_at = clock()
@@ -112,12 +117,16 @@ class Coordinator(Actor):
                 await self._change(lambda registry, now: registry.expire(now), lambda registry: None)
             except CoordinatorUnavailable as error:
                 logger.warning("%s", error)
+                await asyncio.sleep(self._lease / 4)
 
     async def aclose(self) -> None:
-        """Finish what is being stored, and close the store. Idempotent."""
-        async with self._lock:
-            self._forget("it is closed")
-            self._deposed = True
+        """Finish what is being stored, if the store answers soon, and close it. Idempotent."""
+        # What waits for the store fails now.
+        self._deposed = True
+        self._forget("it is closed")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_GRACE), self._lock:
+                self._forget("it is closed")
         await self._tasks.aclose()
         if self._store is not None:
             await self._store.aclose()
@@ -282,7 +291,11 @@ class Coordinator(Actor):
     async def _store_change(
         self, decide: Callable[[Registry, float], list[Change]], answer: Callable[[Registry], T]
     ) -> T:
+        failures = self._failures
         async with self._lock:
+            if self._registry is None and self._failures != failures:
+                # It has failed while this waited: one attempt is for all that wait.
+                self._here()
             registry, now = await self._opened(), self._clock()
             changes = decide(registry, now)
             if changes or now - self._confirmed_at > _CONFIRMED * self._lease:
@@ -305,6 +318,8 @@ class Coordinator(Actor):
             await self._store.commit(changes)
         except Deposed as error:
             raise self._lost_charge() from error
+        except NotStored as error:
+            raise CoordinatorUnavailable(f"the coordinator cannot store this: {error}") from error
         except StoreFailed as error:
             # What is stored is read again before the next decision.
             self._forget(f"its store has failed: {error}")
@@ -343,4 +358,5 @@ class Coordinator(Actor):
         """Answer nothing any more, because what is stored is not known."""
         self._registry = None
         self._why_unknown = why
+        self._failures += 1
         self._wake()

@@ -61,10 +61,12 @@ class EtcdLink:
             try:
                 return await question(await self.client())
             except aetcd.ClientError as error:
-                await self.next_member()
-                if loop.time() > until:
-                    raise StoreFailed(f"no member of etcd at {self} answers: {error}") from error
-                await asyncio.sleep(_PAUSE)
+                # The error itself cannot travel to the callers of the coordinator.
+                why = str(error)
+            await self.next_member()
+            if loop.time() > until:
+                raise StoreFailed(f"no member of etcd at {self} answers: {why}")
+            await asyncio.sleep(_PAUSE)
 
     async def client(self) -> Any:
         """The client of the current member."""

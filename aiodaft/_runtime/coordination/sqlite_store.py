@@ -18,10 +18,10 @@ from typing import Any, Final, TypeVar
 
 from aiodaft._protocol.coordination.records import Change, Kind, Record, plain_of, record_of
 from aiodaft._protocol.coordination.registry import Stored
-from aiodaft._runtime.coordination.store import StoreFailed
+from aiodaft._runtime.coordination.store import NotStored, StoreFailed
 from aiodaft._runtime.platform.private_file import private
 from aiodaft._runtime.platform.threads import HelperThread
-from aiodaft.exceptions import CorruptState
+from aiodaft.exceptions import CorruptState, ResourceExhausted
 
 T = TypeVar("T")
 
@@ -80,6 +80,7 @@ class RegistryFile:
 
         Raises:
             StoreFailed: They may not be stored.
+            NotStored: They are not, because the disk is full. The file stays open.
         """
         if self._database is None:
             raise StoreFailed(f"{self._path} is closed")
@@ -100,7 +101,8 @@ class RegistryFile:
                     self._database.execute("ROLLBACK")
                 raise
         except sqlite3.Error as error:
-            raise StoreFailed(f"{self._path}: {error}") from error
+            is_full = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL and not self._database.in_transaction
+            raise (NotStored if is_full else StoreFailed)(f"{self._path}: {error}") from error
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -193,4 +195,7 @@ class SqliteStore:
     async def _run(self, function: Callable[[], T]) -> T:
         if self._thread is None:
             self._thread = HelperThread("aiodaft coordinator's file", asyncio.get_running_loop())
-        return await self._thread.run(function)
+        try:
+            return await self._thread.run(function)
+        except ResourceExhausted as error:
+            raise NotStored(str(error)) from error

@@ -13,6 +13,10 @@ class StoreFailed(Exception):
     """The store cannot be reached or written. It is not known whether the last changes are stored."""
 
 
+class NotStored(StoreFailed):
+    """Nothing was stored, and this coordinator still is in charge: the disk is full, or there is no thread."""
+
+
 class Deposed(Exception):
     """Another coordinator has opened the store since, and is in charge: nothing was stored."""
 
@@ -35,6 +39,7 @@ class Store(Protocol):
 
         Raises:
             StoreFailed: It is not known which of them are stored; if not all, then the first ones.
+            NotStored: None of them is, and it can be tried again.
             Deposed: None of them is.
         """
         ...

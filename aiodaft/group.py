@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
 from typing import (
@@ -10,6 +20,7 @@ from typing import (
     Any,
     Concatenate,
     Generic,
+    Literal,
     NamedTuple,
     NoReturn,
     ParamSpec,
@@ -26,8 +37,8 @@ from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.groups.shares import even_shares
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.rosters import RosterCell, Rosters
-from aiodaft._runtime.groups.group_map import GroupMap
-from aiodaft._runtime.groups.member_calls import NO_CALLS, MemberCalls, Unit
+from aiodaft._runtime.groups.group_map import GroupMap, is_asynchronous
+from aiodaft._runtime.groups.member_calls import MemberCalls, Unit
 from aiodaft._runtime.serialization.building import builder
 from aiodaft.actor import ActorFacts, CallTarget, handle_of, target_of
 from aiodaft.html import facts, page, table
@@ -43,8 +54,9 @@ R = TypeVar("R")
 A0 = TypeVar("A0")
 ActorT = TypeVar("ActorT")
 
-# Items of `each` and `map`: values, or the results of an earlier call of a group.
+# Items of `each`: values, or the results of an earlier call of a group; those of `map` may come one after the other.
 Items: TypeAlias = Iterable[A0] | Refs[A0]
+Source: TypeAlias = Items[A0] | AsyncIterable[A0]
 
 # Loads new members with the state of others; see `Group.resize`.
 Prepare: TypeAlias = Callable[[list[ActorT]], Awaitable[object]]
@@ -184,30 +196,45 @@ class Group(Generic[ActorT]):
 
     @overload
     def map(
-        self, m: Sig[Concatenate[A0, P1], R], items: Items[A0], /, *args: P1.args, **kwargs: P1.kwargs
+        self, m: Sig[Concatenate[A0, P1], R], items: Source[A0], /, *args: P1.args, **kwargs: P1.kwargs
     ) -> AsyncGenerator[R, None]: ...
     # A keyword besides a ParamSpec cannot be typed: here only the items are checked.
     @overload
     def map(
-        self, m: Sig[Concatenate[A0, ...], R], items: Items[A0], /, *args: Any, ordered: bool, **kwargs: Any
+        self,
+        m: Sig[Concatenate[A0, ...], R],
+        items: Source[A0],
+        /,
+        *args: Any,
+        ordered: bool = True,
+        return_exceptions: Literal[True],
+        **kwargs: Any,
+    ) -> AsyncGenerator[R | Exception, None]: ...
+    @overload
+    def map(
+        self, m: Sig[Concatenate[A0, ...], R], items: Source[A0], /, *args: Any, ordered: bool, **kwargs: Any
     ) -> AsyncGenerator[R, None]: ...
-    def map(self, m: Any, items: Any, /, *args: Any, ordered: bool = True, **kwargs: Any) -> Any:  # type: ignore[misc]  # a ParamSpec may have that keyword
+    def map(  # type: ignore[misc]  # a ParamSpec may have these keywords
+        self, m: Any, items: Any, /, *args: Any, ordered: bool = True, return_exceptions: bool = False, **kwargs: Any
+    ) -> Any:
         """Call a method with each item, on members as they become free; `async for` gives the results.
 
-        A member has at most two calls of this map under way: it works on one while the arguments of the next travel.
-        Members are left out as by `any`. At most 64 untaken results per member, and 256 MiB of results over 64 KiB,
-        wait for the loop; until it takes some, no call is made.
+        A member has as many calls of this map under way as the `concurrency` of the method, and one more, whose
+        arguments travel meanwhile; two if the method has no `concurrency`. Members are left out as by `any`. At most 64
+        untaken results per member, and 256 MiB of results over 64 KiB, wait for the loop; until it takes some, no call
+        is made.
 
         Args:
             m: The method.
-            items: The first argument of each call; taken as members become free.
+            items: The first argument of each call, also asynchronous, such as a `Stream`; taken as members become free.
             args: The other arguments, the same for each call.
             ordered: Whether results come in the order of the items; False gives each as soon as it exists.
+            return_exceptions: Whether what a call raised is given in the place of its result, and the others go on.
             kwargs: The other arguments, by keyword.
 
         Raises:
-            Exception: What a call or `items` raised, in the place of the result. After an error no items are taken; the
-                results before it are given, and the calls after it are cancelled.
+            Exception: What a call (unless it is given) or `items` raised, in the place of the result. After an error no
+                items are taken; the results before it are given, and the calls after it are cancelled.
             ValueError: The group has no members.
 
         Cancellation: the calls under way are cancelled, as they are when the loop is left. If you leave the loop early
@@ -218,9 +245,9 @@ class Group(Generic[ActorT]):
         def call(unit: Unit, item: Any) -> Ref[Any]:
             return self._calls.call(unit, spec, (item, *args), kwargs)
 
-        return GroupMap(iter(_plain_items(items, spec)), self._choose, call, self.__len__).results(
-            spec.label, ordered=ordered
-        )
+        window = (spec.rules.concurrency or 1) + 1
+        group_map = GroupMap(items, self._choose, call, self.__len__, window, keeps_on=return_exceptions)
+        return group_map.results(spec.label, ordered=ordered)
 
     # Views.
 
@@ -493,8 +520,8 @@ class Group(Generic[ActorT]):
             raise ValueError("the group has no members")
         return units
 
-    def _choose(self, busy: Mapping[CallTarget, int] = NO_CALLS) -> Unit:
-        return self._calls.choose(self._some_seats(), self._view.policy, busy)
+    def _choose(self, full: Collection[CallTarget] = ()) -> Unit:
+        return self._calls.choose(self._some_seats(), self._view.policy, full)
 
     def _call_all(
         self, calls: Sequence[tuple[Unit, tuple[Any, ...]]], spec: MethodSpec, kwargs: dict[str, Any]
@@ -522,6 +549,6 @@ def _view_of(
 
 
 def _plain_items(items: Any, spec: MethodSpec) -> Iterable[Any]:
-    if isinstance(items, AsyncIterable) and not isinstance(items, Iterable | Refs):
+    if is_asynchronous(items):
         raise TypeError(f"{spec.label}: the items are asynchronous: pass `[item async for item in items]`")
     return cast("Iterable[Any]", items)

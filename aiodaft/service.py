@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeAlias, TypeVar, cast, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    NoReturn,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    cast,
+    overload,
+)
 
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._runtime.serialization.building import builder
 from aiodaft.actor import target_of
-from aiodaft.group import Group, Items, MembersOwner
+from aiodaft.group import Group, Items, MembersOwner, Source
 from aiodaft.methods import ATTRIBUTE, Generated, MethodSpec, PlainMethods, Sig, StreamSig, is_private
 from aiodaft.ref import Ref, Refs, Stream
 
@@ -191,18 +203,46 @@ class ServiceGroup(Group[Service[T]]):
 
         @overload  # type: ignore[override]  # see above
         def map(
-            self, m: Async[Concatenate[T, A0, P1], R], items: Items[A0], /, *args: P1.args, **kwargs: P1.kwargs
+            self, m: Async[Concatenate[T, A0, P1], R], items: Source[A0], /, *args: P1.args, **kwargs: P1.kwargs
         ) -> AsyncGenerator[R, None]: ...
         @overload
         def map(
-            self, m: Callable[Concatenate[T, A0, P1], R], items: Items[A0], /, *args: P1.args, **kwargs: P1.kwargs
+            self, m: Callable[Concatenate[T, A0, P1], R], items: Source[A0], /, *args: P1.args, **kwargs: P1.kwargs
         ) -> AsyncGenerator[R, None]: ...
         @overload
         def map(
-            self, m: Async[Concatenate[T, A0, ...], R], items: Items[A0], /, *args: Any, ordered: bool, **kwargs: Any
+            self,
+            m: Async[Concatenate[T, A0, ...], R],
+            items: Source[A0],
+            /,
+            *args: Any,
+            ordered: bool = True,
+            return_exceptions: Literal[True],
+            **kwargs: Any,
+        ) -> AsyncGenerator[R | Exception, None]: ...
+        @overload
+        def map(
+            self,
+            m: Callable[Concatenate[T, A0, ...], R],
+            items: Source[A0],
+            /,
+            *args: Any,
+            ordered: bool = True,
+            return_exceptions: Literal[True],
+            **kwargs: Any,
+        ) -> AsyncGenerator[R | Exception, None]: ...
+        @overload
+        def map(
+            self, m: Async[Concatenate[T, A0, ...], R], items: Source[A0], /, *args: Any, ordered: bool, **kwargs: Any
         ) -> AsyncGenerator[R, None]: ...
         @overload
         def map(
-            self, m: Callable[Concatenate[T, A0, ...], R], items: Items[A0], /, *args: Any, ordered: bool, **kwargs: Any
+            self,
+            m: Callable[Concatenate[T, A0, ...], R],
+            items: Source[A0],
+            /,
+            *args: Any,
+            ordered: bool,
+            **kwargs: Any,
         ) -> AsyncGenerator[R, None]: ...
         def map(self, m: Any, items: Any, /, *args: Any, **kwargs: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]

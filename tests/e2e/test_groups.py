@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from leaks import is_alive
 from probes import FirstIsQuick, Member
 
 import aiodaft
+from aiodaft.testing import in_process
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -145,7 +146,7 @@ def noted(taken: list[int], items: Iterable[int]) -> Iterator[int]:
         yield item
 
 
-async def test_map_keeps_at_most_two_calls_per_member_under_way(rt: aiodaft.Runtime) -> None:
+async def test_map_keeps_two_calls_per_member_under_way_of_a_method_without_concurrency(rt: aiodaft.Runtime) -> None:
     group = await rt.group(2, Member)
     results = group.map(Member.held, range(100))
     first = asyncio.get_running_loop().create_task(_first(results))
@@ -155,6 +156,100 @@ async def test_map_keeps_at_most_two_calls_per_member_under_way(rt: aiodaft.Runt
     await group.all(Member.open)
     assert await first == 0
     assert [value async for value in results] == list(range(1, 100))
+
+
+class Batching(aiodaft.Actor):
+    """Takes several calls at a time."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.opened = asyncio.Event()
+
+    @aiodaft.method(concurrency=4)
+    async def held(self, value: int) -> int:
+        self.running += 1
+        await self.opened.wait()
+        self.running -= 1
+        return value
+
+    @aiodaft.method(ordered=False)
+    async def count(self) -> int:
+        return self.running
+
+    @aiodaft.method(ordered=False)
+    async def open(self) -> None:
+        self.opened.set()
+
+
+async def test_a_map_keeps_as_many_calls_under_way_as_the_method_takes_and_one_more() -> None:
+    taken: list[int] = []
+    async with in_process(uvloop=True) as rt, rt.group(2, Batching) as group:
+        mapping = asyncio.get_running_loop().create_task(_collect(group.map(Batching.held, noted(taken, range(50)))))
+        while await group.all(Batching.count) != [4, 4]:
+            assert not mapping.done()
+        assert len(taken) == 2 * (4 + 1)
+        await group.all(Batching.open)
+        assert await mapping == list(range(50))
+
+
+async def test_a_map_takes_asynchronous_items_and_gives_results_while_it_waits_for_more(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Member, 2)
+    more, closed = asyncio.Event(), asyncio.Event()
+
+    async def items(error: type[Exception] | None = None) -> AsyncGenerator[int]:
+        try:
+            for value in range(3):
+                yield value
+            if error is not None:
+                raise error
+            await more.wait()
+            yield 3
+        finally:
+            closed.set()
+
+    results = group.map(Member.times, items())
+    assert [await anext(results) for _ in range(3)] == [0, 2, 4]
+    more.set()
+    assert [value async for value in results] == [6]
+    # Also those of another actor.
+    await group.all(Member.open)
+    assert [word async for word in group.map(Member.held, group[0].words("to be or not"))] == ["to", "be", "or", "not"]
+    failing = group.map(Member.times, items(LookupError), ordered=False)
+    assert {await anext(failing) for _ in range(3)} == {0, 2, 4}
+    with pytest.raises(LookupError):
+        await anext(failing)
+    # The items are left with the loop.
+    more.clear()
+    closed.clear()
+    left = group.map(Member.times, items())
+    assert [await anext(left) for _ in range(3)] == [0, 2, 4]
+    waiting = asyncio.get_running_loop().create_task(_first(left))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert closed.is_set()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_a_map_gives_the_errors_of_calls_as_results_if_asked_to(rt: aiodaft.Runtime, ordered: bool) -> None:
+    group = await rt.group(2, Member)
+    items: list[Any] = [0, 1, asyncio.get_running_loop(), 3, 4]
+    mapping = group.map(Member.odd_fails, items, ordered=ordered, return_exceptions=True)
+    results = [value async for value in mapping]
+    shown = [type(value).__name__ if isinstance(value, Exception) else value for value in results]
+    expected: list[Any] = [0, "ValueError", "SerializationError", "ValueError", 4]
+    assert (shown if ordered else sorted(shown, key=str)) == (expected if ordered else sorted(expected, key=str))
+
+    def broken() -> Iterator[int]:
+        yield 1
+        raise LookupError
+
+    # That of the items is raised.
+    mapping = group.map(Member.odd_fails, broken(), return_exceptions=True)
+    assert isinstance(await anext(mapping), ValueError)
+    with pytest.raises(LookupError):
+        await anext(mapping)
 
 
 async def test_leaving_a_map_cancels_what_is_under_way(rt: aiodaft.Runtime) -> None:

@@ -363,6 +363,9 @@ async def groups(rt: Runtime) -> None:
         async for text in ws.map(Model.sync, range(3), ordered=False):
             assert_type(text, str)
         assert_type([member async for member in ws.map(Model.execute, everyone, scale=2.0, ordered=True)], list[Tensor])
+        async for maybe in ws.map(Model.sync, range(3), return_exceptions=True):
+            assert_type(maybe, str | Exception)
+        assert_type([text async for text in ws.map(Model.sync, ws[0].bounded(3))], list[str])
 
         async def prepare(new: list[Model]) -> list[str]:
             return await asyncio.gather(*(one.sync(1) for one in new))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice, repeat
 from typing import Any, Final, NamedTuple
@@ -14,9 +14,6 @@ from aiodaft.methods import MethodSpec
 from aiodaft.policies import Load, Policy
 from aiodaft.ref import Ref, Refs, Stream
 
-# Calls per member that a map has under way: the next argument travels while the member works.
-UNDER_WAY: Final = 2
-NO_CALLS: Final[Mapping[CallTarget, int]] = {}
 # The numbers of calls that do not belong together.
 _ALONE: Final[Iterator[CallId | None]] = repeat(None)
 
@@ -52,13 +49,13 @@ class MemberCalls:
         """A member leaves the group; returns the calls of it that are under way."""
         return self._under_way.pop(member, set())
 
-    def choose(self, units: list[Unit], policy: Policy, busy: Mapping[CallTarget, int]) -> Unit:
-        """What to call next: of the healthiest, one with room among its `busy` calls, by the policy."""
+    def choose(self, units: list[Unit], policy: Policy, full: Collection[CallTarget]) -> Unit:
+        """What to call next: of the healthiest, one that is not `full`, by the policy."""
         turn = next(self._turns) % len(units)
         turned = units[turn:] + units[:turn]
         health = [unit.health() for unit in turned]
         free = [unit for unit, seen in zip(turned, health, strict=True) if seen == min(health)]
-        free = [unit for unit in free if busy.get(unit.target, 0) < UNDER_WAY] or free
+        free = [unit for unit in free if unit.target not in full] or free
         under_way = self._under_way
         loads = [Load(unit.rank, len(under_way.get(unit.target, ())), unit.target.distance()) for unit in free]
         return free[policy(loads)]

@@ -1,4 +1,4 @@
-"""Classes that a process cannot import are sent to it once, and freed with their last user."""
+"""What a process cannot import is sent to it once, is one thing there, and is freed with its last user."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import asyncio
 import gc
 import os
 import signal
+import sys
+import threading
 import traceback
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, make_dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 from actors import Echo
@@ -19,6 +22,7 @@ import aiodaft
 
 CALLS = 10_000
 CODE = 1_000
+SCRIPT = str(Path(__file__).parents[1] / "support/script_definitions.py")
 
 
 def define(factor: int = 1) -> type[Any]:
@@ -186,6 +190,44 @@ async def test_a_value_with_a_class_goes_on_to_other_processes(runtime: aiodaft.
     assert [item.size() async for item in a.items(local(1))] == [3, 3]
     async with aiodaft.compile(lambda x: b.size(a.echo(x))) as graph:
         assert [await graph(local(1)), await graph(local(2))] == [3, 6]
+
+
+async def test_what_a_script_defines_travels_and_each_process_has_its_globals_once() -> None:
+    # -bb: comparing bytes with text is an error.
+    run = await asyncio.create_subprocess_exec(
+        sys.executable, "-bb", SCRIPT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    assert ((await run.communicate())[0].decode(), run.returncode) == ("", 0)
+
+
+async def test_an_attribute_of_a_class_that_comes_back_is_left_alone(runtime: aiodaft.Runtime) -> None:
+    class Counting:
+        sizes: ClassVar[list[int]] = []
+
+        def size(self) -> int:
+            self.sizes.append(0)
+            return len(self.sizes)
+
+    taker = await runtime.spawn(Taker)
+    assert [await taker.size(Counting()), await taker.size(Counting())] == [1, 2]
+    assert type(await taker.echo(Counting())) is Counting
+    assert Counting.sizes == []
+    # The actor takes what the program has changed.
+    Counting.sizes.append(7)
+    assert await taker.size(Counting()) == 2
+
+
+async def test_a_global_that_cannot_travel_is_named(runtime: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "GATE", threading.Lock(), raising=False)
+
+    class Guarded(aiodaft.Actor):
+        @aiodaft.method
+        def work(self) -> None:
+            with GATE:  # type: ignore[name-defined]  # noqa: F821 - set above
+                pass
+
+    with pytest.raises(aiodaft.SerializationError, match=r"the global GATE, which .*Guarded\.work uses"):
+        await runtime.spawn(Guarded)
 
 
 async def test_an_actor_gets_its_arguments_again_when_it_is_restarted(runtime: aiodaft.Runtime) -> None:

@@ -294,7 +294,7 @@ def main(fd: int, parent: int, thread: int, fork: int) -> None:
     # Imports what every worker uses; an import has no side effects.
     from aiodaft._runtime.node import worker_main as worker  # noqa: F401, PLC0415 - loaded for the children
 
-    for name in ("uvloop", "cloudpickle", "tblib.pickling_support"):
+    for name in ("uvloop", "aiodaft._runtime.serialization.code_pickler", "tblib.pickling_support"):
         with suppress(ImportError):
             importlib.import_module(name)
     server.run()

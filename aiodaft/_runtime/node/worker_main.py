@@ -39,6 +39,7 @@ from aiodaft._runtime.platform.fork_hooks import leave_signals, when_forked
 from aiodaft._runtime.platform.linux import die_with_parent, kill_group
 from aiodaft._runtime.process import opened
 from aiodaft._runtime.serialization.errors import encode_error
+from aiodaft._runtime.serialization.main_module import take_main
 from aiodaft.exceptions import DaftError, ProtocolError, RuntimeClosed
 from aiodaft_transport import Key
 from aiodaft_transport.handshake import KEY_SIZE
@@ -182,6 +183,7 @@ def _serve(packed: bytes, connection: int, heartbeat: int, leave: Callable[[int]
     send_records(settings.levels, _who)
     debug_at(settings.terminal)
     sys.argv[:] = settings.argv
+    take_main()
     sockets = socket.socket(fileno=connection), socket.socket(fileno=heartbeat)
 
     async def serve() -> int:

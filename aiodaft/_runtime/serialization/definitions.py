@@ -14,7 +14,7 @@ import os
 import pickle
 import sys
 from abc import get_cache_token
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from itertools import repeat
 from types import (
@@ -31,7 +31,8 @@ from weakref import WeakValueDictionary, ref
 
 from aiodaft._protocol.connections.messages import INLINE_LIMIT
 from aiodaft._runtime.process import refuses_pickle
-from aiodaft._runtime.serialization.pickling import importable, pickle_code
+from aiodaft._runtime.serialization.code import codes_in, globals_used
+from aiodaft._runtime.serialization.scripts import importable
 from aiodaft.actor import Actor
 
 Thing: TypeAlias = type | FunctionType
@@ -115,7 +116,10 @@ def _recorded(thing: Thing, earlier: _Record | None) -> _Record | None:
     survey = _surveyed(thing)
     if survey is None or changes > _MOST_CHANGES:
         return None
-    from hashlib import blake2b  # noqa: PLC0415 - slow to import, and few calls need it
+    # Slow to import, and few calls need them.
+    from hashlib import blake2b  # noqa: PLC0415
+
+    from aiodaft._runtime.serialization.code_pickler import pickle_code  # noqa: PLC0415
 
     source = pickle_code(thing)
     if len(source) > INLINE_LIMIT:
@@ -201,7 +205,7 @@ class _Survey:
         # Each with the names of its wrapped attributes, and of its members.
         self._classes: list[tuple[ref[type], list[str], list[str]]] = []
         # Each with the names of the globals that it uses.
-        self._functions: list[tuple[ref[FunctionType], list[str]]] = []
+        self._functions: list[tuple[ref[FunctionType], Sequence[str]]] = []
         # Classes may be registered with an abstract one.
         self._registered: object = None
         # What was not looked at, because it does not change, and may keep a class alive.
@@ -284,23 +288,13 @@ class _Survey:
         if function.__code__ == _REPR:
             function = function.__dict__["__wrapped__"]
         free = function.__code__.co_freevars
-        used: set[str] = set()
-        for step in (step for code in _codes_in(function.__code__) for step in dis.get_instructions(code)):
+        for step in (step for code in codes_in(function.__code__) for step in dis.get_instructions(code)):
             if step.opname in _REBINDS_GLOBAL or (step.opname in _REBINDS_FREE and step.argval in free):
                 raise _Changeable
-            if step.opname == "LOAD_GLOBAL":
-                used.add(step.argval)
         if function.__dict__.keys() - {"__wrapped__"}:
             # It may count its calls there.
             raise _Changeable
-        self._functions.append((ref(function), sorted(used)))
-
-
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _codes_in(inner)
+        self._functions.append((ref(function), globals_used(function.__code__)))
 
 
 def _is_frozen(value: Any) -> bool:

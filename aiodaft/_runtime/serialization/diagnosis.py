@@ -11,6 +11,7 @@ from itertools import islice
 from types import FunctionType
 from typing import Any, Final
 
+from aiodaft._runtime.serialization.code import globals_used
 from aiodaft._runtime.serialization.pickling import TooLong
 
 # The code of pickle and of the runtime.
@@ -97,6 +98,13 @@ def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from (((f"{path}.{fields[i]}" if fields else f"{path}[{i}]"), item) for i, item in enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from ((f"{path}.{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    elif isinstance(value, type):
+        yield from ((f"{path}.{name}", item) for name, item in vars(value).items() if not name.startswith("__"))
+    elif isinstance(value, FunctionType):
+        there, cells = value.__globals__, zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        used = [name for name in globals_used(value.__code__) if name in there]
+        yield from ((f"the global {name}, which {value.__qualname__} uses,", there[name]) for name in used)
+        yield from ((f"the variable {name} of {value.__qualname__}", c.cell_contents) for name, c in cells)
     elif not _has_own_reduce(value):
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):

@@ -7,7 +7,7 @@ import sys
 from functools import lru_cache
 from typing import NamedTuple
 
-from aiodaft._runtime.serialization.pickling import importable
+from aiodaft._runtime.serialization.scripts import importable
 from aiodaft.exceptions import SpawnFailed
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import pickle
 import sys
@@ -10,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import cache, cached_property
-from types import CodeType, FunctionType, ModuleType, TracebackType
+from functools import cache
+from types import FunctionType, TracebackType
 from typing import Any, Final, Protocol, cast
 
 from aiodaft._runtime.process import Process, current_process, refuses_pickle
@@ -24,6 +23,7 @@ from aiodaft._runtime.serialization.error_parts import (
     parts_of_error,
 )
 from aiodaft._runtime.serialization.frames import frames_of, gap, traceback_of
+from aiodaft._runtime.serialization.scripts import CACHED, MAIN, importable, reduced_of
 from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.actor import Actor, Handle, target_of
 from aiodaft.ref import Ref, Refs, parts_of
@@ -113,12 +113,16 @@ def _reduce(aside: Aside, value: Any, *, by_value: bool) -> Any:
         raise TypeError("a storage cannot travel: pass a tensor that uses it")
     if isinstance(value, _FILES):
         raise TypeError(f"the open file {getattr(value, 'name', value)!r} stays in its process: pass its path")
-    if by_value and kind is cached_property:
-        # Part of a class. In Python 3.11 it holds a lock, which cloudpickle refuses.
-        return cached_property, (value.func,), {"attrname": value.attrname}
-    if not by_value and isinstance(value, type | FunctionType) and not importable(value):
+    if not by_value and _needs_code(kind, value):
         raise NeedsCloudpickle
     return NotImplemented
+
+
+def _be_patient(nbytes: int, *, patient: bool) -> None:
+    if nbytes > _IMPATIENT_LIMIT:
+        if not patient:
+            raise TooLong
+        yield_gil()
 
 
 class _Sink(io.RawIOBase):
@@ -132,14 +136,17 @@ class _Sink(io.RawIOBase):
     def write(self, data: Any, /) -> int:
         self._parts.append(bytes(data))
         self._size += len(data)
-        if self._size > _IMPATIENT_LIMIT:
-            if not self._patient:
-                raise TooLong
-            yield_gil()
+        _be_patient(self._size, patient=self._patient)
         return len(data)
 
     def getvalue(self) -> bytes:
         return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+
+
+def _needs_code(kind: type, value: Any) -> bool:
+    if isinstance(value, type | FunctionType) or kind is CACHED:
+        return not importable(value)
+    return kind.__module__ in MAIN or isinstance(reduced_of(value), str)
 
 
 class _Pickler(pickle.Pickler):
@@ -157,51 +164,21 @@ class _Dumper(Protocol):
 
 @cache
 def _cloud_pickler() -> Callable[..., _Dumper]:
-    class CloudPickler(_code_pickler()):  # type: ignore[misc]  # not typed
+    from aiodaft._runtime.serialization.code_pickler import CodePickler  # noqa: PLC0415 - slow to import
+
+    class CloudPickler(CodePickler):
         def __init__(self, sink: _Sink, aside: Aside, buffer_callback: Callable[[pickle.PickleBuffer], Any]) -> None:
-            super().__init__(sink, protocol=5, buffer_callback=buffer_callback)
+            super().__init__(sink, buffer_callback=buffer_callback)
             self._aside = aside
+
+        def looked_at(self, nbytes: int) -> None:
+            _be_patient(nbytes, patient=self._aside.patient)
 
         def reducer_override(self, obj: Any) -> Any:
             reduced = _reduce(self._aside, obj, by_value=True)
             return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
     return CloudPickler
-
-
-@cache
-def _code_pickler() -> type:
-    """cloudpickle, with what it leaves out: the names of the files of code, which tracebacks show, and slots."""
-    import cloudpickle  # noqa: PLC0415 - slow to import, and few calls need it
-
-    class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:
-                # By its name. Of itself, cloudpickle tries this only with a plain module: torch.backends is none.
-                return self.dispatch_table[ModuleType](obj)
-            if not isinstance(obj, CodeType):
-                reduced: Any = super().reducer_override(obj)
-                return _with_slots(obj, reduced) if isinstance(obj, type) and vars(obj).get("__slots__") else reduced
-            reduced = self.dispatch_table[CodeType](obj)
-            make, args = reduced
-            return make, tuple(obj.co_filename if arg == "<dynamic-code>" else arg for arg in args)
-
-    return CodePickler
-
-
-def _with_slots(cls: type, reduced: Any) -> Any:
-    """How cloudpickle makes a class, with its slots: without them, its instances could not go back where it is from."""
-    match reduced:
-        case (make, (meta, name, bases, dict(own), tracker, extra), *state):
-            return make, (meta, name, bases, {**own, "__slots__": vars(cls)["__slots__"]}, tracker, extra), *state
-    return reduced
-
-
-def pickle_code(thing: type | FunctionType) -> bytes:
-    """Pickle a class or function by value."""
-    file = io.BytesIO()
-    _code_pickler()(file, protocol=5).dump(thing)
-    return file.getvalue()
 
 
 def pickle_into(aside: Aside, value: Any) -> bytes:
@@ -241,29 +218,6 @@ def _dump(make: Callable[..., _Dumper], aside: Aside, value: Any) -> bytes:
     sink = _Sink(patient=aside.patient)
     make(sink, aside, keep_in_band).dump(value)
     return sink.getvalue()
-
-
-@cache
-def _module_can_be_found(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError, AttributeError):
-        return False
-
-
-def importable(value: type | FunctionType) -> bool:
-    """Whether another process can import this class or function by its name."""
-    module, name = value.__module__, value.__qualname__
-    if module == "__main__":
-        return False
-    found: Any = sys.modules.get(module)
-    # The usual case is the cheap one.
-    if "." not in name:
-        found = getattr(found, name, None)
-    else:
-        for part in name.split("."):
-            found = getattr(found, part, None)
-    return found is value and _module_can_be_found(module)
 
 
 class Context(Protocol):

@@ -1,0 +1,268 @@
+"""Scripts: modules that other processes cannot import, such as `__main__`, as far as their code has come here.
+
+A process has one set of globals for each script, however its classes and functions come: with a spawn, as arguments, as
+results. A name comes with a number, which grows when the script changes its value. A process takes a name that is new
+to it, or that the script has changed since; else the name keeps the value that the code of this process gave it. The
+process that runs the script takes nothing: its globals are the script.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from functools import cache, singledispatch
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from itertools import count
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
+from typing import Any, Final, cast
+from weakref import ref
+
+from aiodaft._runtime.platform.fork_hooks import when_forked
+from aiodaft._runtime.serialization.tensors import is_dense_tensor
+from aiodaft.ref import Ref
+
+# multiprocessing runs a script again under the second one.
+MAIN: Final = frozenset({"__main__", "__mp_main__"})
+# A module has these in itself.
+_ABOUT_MODULE: Final = ("__package__", "__name__", "__path__", "__file__")
+_ATOMS: Final = frozenset({int, bool, str, bytes, type(None)})
+# Of functions under functools.singledispatch.
+DISPATCHER: Final = cast("FunctionType", singledispatch(len)).__code__
+# Of those under functools.cache and lru_cache.
+CACHED: Final = type(cache(len))
+_THINGS: Final = (type, FunctionType, BuiltinFunctionType, ModuleType, Ref)
+
+
+class Names:
+    """The names of a script, or the attributes of a class, and the number of each."""
+
+    def __init__(self, *, at_home: bool) -> None:
+        self.at_home = at_home
+        # At home with the mark of the value that has the number.
+        self._known: dict[str, tuple[int, object]] = {}
+
+    def number(self, name: str, value: Any, mark: Callable[[Any], object]) -> int:
+        """The number of a name, a new one if its value was changed at home; see `mark_of`."""
+        number, before = self._known.get(name, (0, None))
+        if not self.at_home or (found := mark(value)) == before:
+            return number
+        self._known[name] = next(_changes), found
+        return self._known[name][0]
+
+    def take(self, name: str, number: int) -> bool:
+        """A name came with a number: whether its value is news."""
+        if self.at_home or number <= self._known.get(name, (-1, None))[0]:
+            return False
+        self._known[name] = number, None
+        return True
+
+
+class Script:
+    """The globals of a script in this process, which it is pickled as."""
+
+    def __init__(self, key: bytes, module: ModuleType, *, at_home: bool) -> None:
+        self.module = module
+        self.namespace = vars(module)
+        self._key = key
+        self._names = Names(at_home=at_home)
+        # The things that came under a name, with its number.
+        self._made: dict[str, tuple[int, Any]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        about = {name: self.namespace[name] for name in _ABOUT_MODULE if name in self.namespace}
+        return _namespace, (self._key, about)
+
+    def number(self, name: str, mark: Callable[[Any], object]) -> int:
+        return self._names.number(name, self.namespace[name], mark)
+
+    def find(self, name: str, number: int) -> Any:
+        """The function or object that has a name with this number here; None if it did not come yet."""
+        if self._names.at_home:
+            return self.namespace[name] if name in self.namespace and self.number(name, mark_of) == number else None
+        known, thing = self._made.get(name, (-1, None))
+        return thing if known == number else None
+
+    def take(self, name: str, number: int, value: Any) -> None:
+        """A name came, with the value that it had in another process."""
+        if self._names.take(name, number) or (not self._names.at_home and name not in self.namespace):
+            self.namespace[name] = value
+
+    def made(self, name: str, number: int, thing: Any) -> None:
+        """A function or object came under a name."""
+        if not self._names.at_home:
+            self._made[name] = number, thing
+            self.take(name, number, thing)
+
+
+class _Scripts:
+    """Those of this process."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[bytes, Script] = {}
+        self.by_namespace: dict[int, Script] = {}
+        # Of the `__main__` of this process, until it comes.
+        self.main: ModuleSpec | None = None
+
+    def forget(self) -> None:
+        self.by_key.clear()
+        self.by_namespace.clear()
+
+    def add(self, key: bytes, module: ModuleType, *, at_home: bool) -> Script:
+        script = self.by_key.setdefault(key, Script(key, module, at_home=at_home))
+        self.by_namespace[id(script.namespace)] = script
+        if self.main is not None and module.__name__ in MAIN:
+            script.module.__spec__, self.main = self.main, None
+            sys.modules["__main__"] = sys.modules[module.__name__] = script.module
+        return script
+
+
+_scripts: Final = _Scripts()
+_changes: Final = count(1)
+_tokens: Final[dict[int, tuple[ref[Any], int]]] = {}
+
+
+def await_main(spec: ModuleSpec) -> None:
+    """Let the first script that comes be the `__main__` of this process, with this spec."""
+    _scripts.main = spec
+
+
+def script_of(namespace: dict[str, Any]) -> Script | None:
+    """The script that has these globals; None for those of a module that other processes can import."""
+    script = _scripts.by_namespace.get(id(namespace))
+    if script is not None and script.namespace is namespace:
+        return script
+    name = namespace.get("__name__")
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    if not isinstance(module, ModuleType) or vars(module) is not namespace or can_be_found(module.__name__):
+        return None
+    # A forked child is a process of its own.
+    when_forked(_scripts.forget)
+    return _scripts.add(os.urandom(8), module, at_home=True)
+
+
+def script_named(module: str | None) -> Script | None:
+    """The script that a class or an object says it is from."""
+    found = sys.modules.get(module) if isinstance(module, str) else None
+    return script_of(vars(found)) if isinstance(found, ModuleType) else None
+
+
+def _namespace(key: bytes, about: dict[str, Any]) -> dict[str, Any]:
+    script = _scripts.by_key.get(key)
+    if script is None:
+        module = ModuleType(about["__name__"])
+        vars(module).update(about, __builtins__=builtins)
+        script = _scripts.add(key, module, at_home=False)
+    return script.namespace
+
+
+@cache
+def can_be_found(module: str) -> bool:
+    """Whether other processes can import a module, as far as this one can tell."""
+    try:
+        return module not in MAIN and find_spec(module) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def importable(value: Any) -> bool:
+    """Whether another process can import this class or function by its name."""
+    module, name = value.__module__, value.__qualname__
+    if module in MAIN:
+        return False
+    found: Any = sys.modules.get(module)
+    # The usual case is the cheap one.
+    if "." not in name:
+        found = getattr(found, name, None)
+    else:
+        for part in name.split("."):
+            found = getattr(found, part, None)
+    return found is value and can_be_found(module)
+
+
+def mark_of(value: Any, progress: Callable[[int], object] = bool) -> object:
+    """What differs from before when a value was changed; `progress` hears of the bytes that it looked at."""
+    if isinstance(value, _THINGS) and _parts_of(value) is None:
+        return _told(value)
+    if type(value) in _ATOMS:
+        return type(value), value
+    digest = _Digest(progress)
+    try:
+        _Marker(digest, protocol=5).dump(value)
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, RecursionError):
+        # It cannot be told.
+        return object()
+    return digest.hash.digest()
+
+
+def token_of(thing: Any) -> int:
+    """The number of an object, which no other one gets."""
+    known = _tokens.get(id(thing))
+    if known is None or known[0]() is not thing:
+        key = id(thing)
+        known = _tokens[key] = ref(thing, lambda _: _tokens.pop(key, None)), next(_changes)
+    return known[1]
+
+
+class _Digest:
+    def __init__(self, progress: Callable[[int], object]) -> None:
+        from hashlib import blake2b  # noqa: PLC0415 - slow to import, and few calls need it
+
+        self.hash = blake2b(digest_size=16)
+        self._size = 0
+        self._progress = progress
+
+    def write(self, data: bytes, /) -> None:
+        self.hash.update(data)
+        self._size += len(data)
+        self._progress(self._size)
+
+
+class _Marker(pickle.Pickler):
+    """Writes what is never read: how a value differs from others."""
+
+    def reducer_override(self, obj: Any, /) -> Any:
+        if is_dense_tensor(obj):
+            return str, (f"{token_of(obj)} {obj._version}",)
+        if isinstance(obj, type | FunctionType) and importable(obj):
+            return NotImplemented
+        if isinstance(obj, _THINGS) or goes_by_name(obj):
+            return str, (_told(obj),), _parts_of(obj)
+        return (str, ("cell",), _content(obj)) if isinstance(obj, CellType) else NotImplemented
+
+
+def _told(thing: Any) -> str:
+    return f"{token_of(thing)} {token_of(thing.__code__)}" if isinstance(thing, FunctionType) else f"{token_of(thing)}"
+
+
+def _parts_of(thing: Any) -> Any:
+    """The values that a function has of its own, which may change; None if there are none."""
+    if not isinstance(thing, FunctionType):
+        return None
+    if thing.__code__ is DISPATCHER:
+        return dict(vars(thing)["registry"])
+    parts = thing.__defaults__, thing.__kwdefaults__, thing.__closure__
+    return parts if any(parts) else None
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def goes_by_name(value: Any) -> bool:
+    """Whether pickle would tell no more than the name of an object, in a script."""
+    return isinstance(value, CACHED) or isinstance(reduced_of(value), str)
+
+
+def reduced_of(value: Any) -> Any:
+    """How an object from a script has itself pickled, if it says so: maybe by its name."""
+    kind: Any = type(value)
+    if kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__:
+        return NotImplemented
+    return value.__reduce_ex__(5) if getattr(value, "__module__", None) in MAIN else NotImplemented

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
-from aiodaft._runtime.groups.arithmetic import reduced
+from aiodaft._runtime.groups.arithmetic import no_gradients, reduced
+from aiodaft._runtime.serialization.tensors import is_dense_tensor, loaded_torch
 
 # Elements: one that torch computes in one thread anyway, one that is not a multiple of a piece, and a large one.
 SIZES = (1, (1 << 16) + 5, 3 << 20)
@@ -45,3 +50,17 @@ def test_infinite_results_are_no_warnings() -> None:
     large = torch.full((1 << 16,), 3e38)
     total = reduced([large, large, -torch.inf * large], range(3), "sum", "test", allocate)
     assert total.isnan().all()
+
+
+def test_other_values_are_reduced_and_told_apart_while_a_thread_imports_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = ModuleType("torch")
+    begun.__spec__ = ModuleSpec("torch", None)
+    monkeypatch.setattr(begun.__spec__, "_initializing", True, raising=False)
+    # It has some of its names, and not others.
+    begun.nn = ModuleType("torch.nn")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", begun)
+    assert loaded_torch() is None
+    assert not is_dense_tensor(2.0)
+    with no_gradients():
+        total = reduced([np.ones(2), np.ones(2)], range(2), "sum", "test", allocate)
+    assert total.tolist() == [2, 2]

@@ -31,14 +31,15 @@ _SPAN_SLACK: Final = 2
 
 
 def loaded_torch() -> ModuleType | None:
-    """The torch module, if this process has imported it."""
-    return sys.modules.get("torch")
+    """The torch module, if this process has imported it; not while a thread imports it, which can have no tensor."""
+    torch = sys.modules.get("torch")
+    return None if torch is None or getattr(torch.__spec__, "_initializing", False) else torch
 
 
 def is_dense_tensor(value: Any) -> bool:
     """Whether this module encodes a value: strided tensors and parameters, no sparse tensors or other subclasses."""
     torch = loaded_torch()
-    if torch is None or not hasattr(torch, "nn"):
+    if torch is None:
         return False
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
 

@@ -8,11 +8,12 @@ from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Final, Protocol, TypeAlias, TypeVar, cast
 
 from aiodaft._protocol.calls.following import NOWHERE
 from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.groups.roster import Roster, seats_after
+from aiodaft._protocol.ids import node_of
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.placement.request import Request
 from aiodaft._protocol.supervision.child import REACHABLE, ChildState
@@ -26,11 +27,15 @@ from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.scope_actors import ScopeActors
 from aiodaft._runtime.supervision.child_spec import Enrolment
 from aiodaft.actor import CallTarget, Handle, target_of
-from aiodaft.exceptions import OutcomeUnknown
+from aiodaft.exceptions import OutcomeUnknown, PeerLost
 from aiodaft.group import Group, Prepare
 from aiodaft.ref import Ref
 
 ActorT = TypeVar("ActorT")
+
+# Seconds until a member is told again that could not be reached.
+_PAUSE: Final = 0.05
+_LONGEST_PAUSE: Final = 1.0
 
 # A member, and the answer to what it was told.
 _Told: TypeAlias = tuple[CallTarget, Ref[Any]]
@@ -210,7 +215,9 @@ class GroupMembers:
         for target in map(target_of, new):
             self._enrolments[target].roster = roster
         await self._arrived(
-            [told for target in map(target_of, new) for told in self._tell_one(target, members)], members
+            [told for target in map(target_of, new) for told in self._tell_one(target, members)],
+            roster,
+            members,
         )
 
     def _encoded(self, roster: Roster[Any]) -> Ref[tuple[Any, ...]]:
@@ -234,7 +241,7 @@ class GroupMembers:
             if enrolment.is_behind or not enrolment.knows_members:
                 told += self._tell_one(target, members)
         # A task that holds the refs: without them, the calls are cancelled.
-        wait = self._owner.start_task(self._arrived(told, members), f"tell the members of {roster.id}")
+        wait = self._owner.start_task(self._arrived(told, roster, members), f"tell the members of {roster.id}")
         return asyncio.shield(wait)
 
     def _tell_one(self, target: CallTarget, members: _Encoded) -> list[_Told]:
@@ -248,17 +255,34 @@ class GroupMembers:
         state_of(told).mark_seen()
         return [(target, told)]
 
-    async def _arrived(self, told: list[_Told], members: _Encoded) -> None:
-        """Wait until members know what they were told."""
-        for target, answer in told:
-            await answer.ready()
-            enrolment = self._enrolments.get(target)
-            if enrolment is None or (answer.exception() is None and answer.result() is not False):
-                continue
-            # Something that it was told earlier, or this, was lost with a connection.
-            enrolment.doubt()
-            if answer.exception() is None:
-                await asyncio.gather(*(again.ready() for _, again in self._tell_one(target, members)))
+    async def _arrived(self, told: list[_Told], roster: Roster[Any], members: _Encoded) -> None:
+        """Wait until members know what they were told, or are gone."""
+        pause = _PAUSE
+        while told:
+            doubtful: list[CallTarget] = []
+            reached = True
+            for target, answer in told:
+                await answer.ready()
+                enrolment, error = self._enrolments.get(target), answer.exception()
+                if enrolment is None or (error is None and answer.result() is not False):
+                    continue
+                # Something that it was told earlier, or this, was lost with a connection.
+                enrolment.doubt()
+                if error is None or self._may_live(_actor_of(target), error):
+                    doubtful.append(target)
+                    reached = reached and error is None
+            if not reached:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            # A later change is told by itself.
+            latest = [one for one in doubtful if one in self._enrolments and self._enrolments[one].roster is roster]
+            told = [one for target in latest for one in self._tell_one(target, members)]
+
+    def _may_live(self, actor: Target, error: BaseException) -> bool:
+        """Whether a member that could not be told may live: only the connection broke, and its node is a member."""
+        connection = self._owner.peer.connections.get(actor.remote)
+        may_come_back = connection is None or connection.renewable or connection.lost is None
+        return type(error) is PeerLost and may_come_back and self._owner.nodes.is_member(node_of(actor.remote))
 
     async def gone(self) -> list[int]:
         """The ranks of the members that are gone for good."""

@@ -19,9 +19,11 @@ import pytest
 from click.shell_completion import BashComplete
 from clusters import Cluster, RunningNode, attached, cluster_of, two_nodes
 from etcd_cluster import BINARY, EtcdCluster
+from inside import break_connection
 from leaks import ended
 from log_ear import listening
 from printers import Printer
+from seated import Seated
 from terminals import Terminal
 from traced import TraceFile
 from travellers import Traveller
@@ -140,6 +142,14 @@ async def test_graphs_streams_channels_and_groups_reach_over_nodes(rt: aiodaft.R
     group = await rt.on(spread=True).group(2, Traveller)
     assert {(await rt.info(member)).node for member in group} == {"n1", "n2"}
     assert await group.all(Traveller.increment, 1) == [2, 2]
+
+
+async def test_a_member_is_told_of_a_change_again_if_its_connection_breaks_meanwhile(rt: aiodaft.Runtime) -> None:
+    group = await rt.on(node="n2").group(1, Seated)
+    # Both ends live, and the process of the member hears nothing of the change at first.
+    break_connection(rt, (await rt.info(group[0])).process)
+    await group.renew()
+    assert (await group[0].look()).epoch == group.epoch == 2
 
 
 async def test_large_values_go_between_nodes_and_to_and_from_the_controller(rt: aiodaft.Runtime) -> None:

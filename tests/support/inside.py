@@ -146,3 +146,8 @@ def end_blocks_that_stand_still(looks: int) -> None:
 def connect_to_stores_within(seconds: float) -> None:
     """In an actor: the seconds of the first attempt to connect to the store of a block."""
     process_group._CONNECT_WITHIN = seconds
+
+
+def break_connection(rt: aiodaft.Runtime, remote: str) -> None:
+    """Reset the connection of the process that has opened the runtime and another one."""
+    rt._controller.peer.connections[PeerId(remote)].close(ConnectionResetError("reset by a test"))

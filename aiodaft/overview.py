@@ -53,6 +53,8 @@ class ProcessInfo:
         blocks: The number of blocks of its pools of memory that are in use.
         pooled_bytes: Bytes of its pools that are kept for values to come.
         traffic: What it sent and received.
+        deaths: Of a node or controller, how many processes of actors have ended by accident there, with the class of
+            their first actor.
     """
 
     id: str
@@ -74,6 +76,7 @@ class ProcessInfo:
     blocks: int = 0
     pooled_bytes: int = 0
     traffic: Traffic = field(default_factory=Traffic)
+    deaths: tuple[tuple[str, int], ...] = ()
 
     @property
     def title(self) -> str:

@@ -111,11 +111,12 @@ class Metrics(Collector):
             if self._last is seen:
                 self._last = await self._rt.overview(patience=self._patience)
 
-    async def scrape(self, accept: str | None = None) -> tuple[bytes, str]:
+    async def scrape(self, accept: str | None = None, *others: Collector) -> tuple[bytes, str]:
         """The metrics as they are now, in no more than about `patience` seconds.
 
         Args:
             accept: The header Accept of the request.
+            others: More metrics for the same answer, such as a registry of the program.
 
         Returns:
             The body of the answer, and its Content-Type: OpenMetrics if that is accepted, else text of Prometheus.
@@ -128,7 +129,8 @@ class Metrics(Collector):
         await self.refresh()
         encode, content_type = choose_encoder(accept or "")
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Seen(self._seen()))
+        for collector in (_Seen(self._seen()), *others):
+            registry.register(collector)
         return encode(registry), content_type
 
     def collect(self) -> Iterator[Metric]:
@@ -180,6 +182,9 @@ def _metrics(seen: Overview, *, flows: bool) -> Iterator[Metric]:
     for family in _OF_PROCESSES:
         processes = [one for one in seen.processes if family.always or one.answered]
         yield _metric(family, process_labels, [(_labels_of_process(one), family.value(one)) for one in processes])
+    deaths = _counter("deaths", "Processes of actors that ended by accident.", float)
+    dead = [((name, one.node), count) for one in seen.processes for name, count in one.deaths]
+    yield _metric(deaths, ("class", "node"), dead)
     yield from _traffic([one for one in seen.processes if one.answered], process_labels)
     yield from _nodes(seen.nodes)
     for family in _OF_FLOWS if flows else ():

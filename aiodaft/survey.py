@@ -171,6 +171,7 @@ def _process_info(seen: Seen, node: str) -> ProcessInfo:
         blocks=view.blocks,
         pooled_bytes=view.pooled_bytes,
         traffic=view.traffic,
+        deaths=view.deaths,
     )
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
+from aiodaft._runtime.platform.error_log import printable
 from aiodaft._runtime.platform.tasks import logger
-from aiodaft.exceptions import Overloaded
+from aiodaft.exceptions import DaftError, DeadlineExceeded, OutcomeUnknown, Overloaded
 from aiodaft.runtime import Runtime
 from aiodaft.web.admission import Admission, admission_of
 from aiodaft.web.asgi import App, Receive, Send, answer
+from aiodaft.web.counts import Counts, Outcome
 from aiodaft.web.exchange import Exchange
 from aiodaft.web.heap import Heap
 from aiodaft.web.lifespan import Lifespan
@@ -32,7 +35,8 @@ class Ingress:
     It opens a runtime around the lifespan of the app. When a client leaves before its response is complete, it cancels
     the task of the request, and with it the remote calls that are awaited there, also in a stream; that takes up to
     50 ms, and costs nearly nothing for requests of less than 20 ms. It answers 503 with Retry-After if too many
-    requests wait, or if the app raises `Overloaded` before it has begun to answer. WebSockets pass through.
+    requests wait, or if the app raises `Overloaded`, or an `OutcomeUnknown` such as `ActorDied`, before it has begun to
+    answer; 504 if it raises `DeadlineExceeded`. WebSockets pass through.
 
     While the app is up, Python's garbage collector leaves alone what was there when it came up (`gc.freeze`), and looks
     at 10,000 new objects together: under load, a fifth of a server's time would go into it.
@@ -77,6 +81,7 @@ class Ingress:
             self._wrong = error
         self._probes = probes
         self._heap = Heap()
+        self._counts = Counts()
         # None: the actors are not up.
         self._state: Mapping[str, object] | None = None
         self._paths: Mapping[str, Answer] = {}
@@ -108,7 +113,11 @@ class Ingress:
     async def _open(self, actors: Actors, scope: Any) -> AsyncGenerator[None, None]:
         if self._wrong is not None:
             raise self._wrong
-        async with self._open_runtime() as rt, actors(rt) as state, RunningProbes(self._probes, rt) as paths:
+        async with (
+            self._open_runtime() as rt,
+            actors(rt) as state,
+            RunningProbes(self._probes, rt, self._counts) as paths,
+        ):
             self._state, self._paths = state, paths
             scope.setdefault("state", {}).update(state)
             try:
@@ -120,33 +129,62 @@ class Ingress:
     async def _serve(self, scope: Any, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
-        exchange = Exchange(receive, send, task)
+        exchange, counts, clock = Exchange(receive, send, task), self._counts, asyncio.get_running_loop().time
         ended_for_client = False
+        outcome: Outcome = "failed"
+        began = clock()
+        counts.begun += 1
         try:
             try:
                 await self._admit(scope, exchange)
+                outcome = "answered"
             finally:
                 ended_for_client = exchange.end()
         except asyncio.CancelledError:
             if not ended_for_client:
                 raise
-            logger.debug("the client of %s left", scope["path"])
+            outcome = "left"
+            logger.debug("the client of %r left", scope["path"])
             if not exchange.started:
                 # nginx's status. It reaches nobody, but apps are to answer.
                 await answer(send, 499, "the client left")
-        except Overloaded as error:
+        except (Overloaded, DeadlineExceeded, OutcomeUnknown) as error:
             if exchange.started:
                 raise
-            wait = 1 if self._admission is None else self._admission.retry_after
-            # The error names actors, processes and hosts, which are no business of clients.
-            logger.debug("%s is answered by 503: %s", scope["path"], error)
-            await answer(send, 503, f"overloaded: come back in {wait} s", (b"retry-after", str(wait).encode()))
+            outcome = await self._answer_failed(error, scope, send)
+        finally:
+            counts.end(outcome, clock() - began)
+
+    async def _answer_failed(self, error: DaftError, scope: Any, send: Send) -> Outcome:
+        """Answer for a call that failed, for no fault of the app, and log a line.
+
+        The error names actors, processes and hosts, which are no business of clients.
+        """
+        outcome: Outcome = "lost"
+        level, status, wait, text = logging.WARNING, 503, 1, "unavailable"
+        match error:
+            case Overloaded():
+                wait = 1 if self._admission is None else self._admission.retry_after
+                outcome, level, text = "refused", logging.DEBUG, "overloaded"
+            case DeadlineExceeded():
+                outcome, status, wait, text = "late", 504, 0, "too late"
+        said = printable(f"{type(error).__name__}: {error}").partition("\n")[0]
+        logger.log(level, "%r is answered by %d: %.500s", scope["path"], status, said)
+        if wait:
+            await answer(send, status, f"{text}: come back in {wait} s", (b"retry-after", str(wait).encode()))
+        else:
+            await answer(send, status, text)
+        return outcome
 
     async def _admit(self, scope: Any, exchange: Exchange) -> None:
         if self._admission is None:
             await self._app(scope, exchange.receive, exchange.send)
             return
-        entered = await self._admission.enter()
+        self._counts.waiting += 1
+        try:
+            entered = await self._admission.enter()
+        finally:
+            self._counts.waiting -= 1
         try:
             await self._app(scope, exchange.receive, exchange.send)
         finally:

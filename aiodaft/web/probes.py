@@ -13,9 +13,11 @@ from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.info import ANSWERING
 from aiodaft.runtime import Runtime
 from aiodaft.web.asgi import Send, answer, answer_with
+from aiodaft.web.counts import Counts
 
 if TYPE_CHECKING:
     from aiodaft.prometheus import Metrics
+    from aiodaft.web.metrics import IngressMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,8 @@ class Probes:
     Attributes:
         health: Answers 200 as long as the event loop turns.
         ready: Answers 200 if all actors of the runtime answer, else 503, with the names of the others.
-        metrics: Answers with the metrics of the runtime for Prometheus, for every client. It needs prometheus-client
-            (`pip install ".[prometheus]"`).
+        metrics: Answers with the metrics of the runtime and the ingress for Prometheus, for every client. It needs
+            prometheus-client (`pip install ".[prometheus]"`).
         patience: Seconds that actors get to answer.
     """
 
@@ -42,8 +44,9 @@ Answer = Callable[[Any, Send], Awaitable[None]]
 class RunningProbes(AbstractAsyncContextManager[Mapping[str, Answer]]):
     """The probes of one runtime: a block with what answers which path."""
 
-    def __init__(self, probes: Probes, rt: Runtime) -> None:
+    def __init__(self, probes: Probes, rt: Runtime, counts: Counts) -> None:
         self._rt = rt
+        self._counts = counts
         self._probes = probes
         self._tasks = TaskOwner("aiodaft web")
         # Requests that come at the same time share a look.
@@ -54,8 +57,10 @@ class RunningProbes(AbstractAsyncContextManager[Mapping[str, Answer]]):
         answers = {probes.health: self._answer_health, probes.ready: self._answer_ready}
         if probes.metrics is not None:
             from aiodaft.prometheus import Metrics  # noqa: PLC0415 - optional package
+            from aiodaft.web.metrics import IngressMetrics  # noqa: PLC0415 - optional package
 
-            answers[probes.metrics] = partial(_answer_metrics, Metrics(self._rt, patience=probes.patience))
+            metrics = Metrics(self._rt, patience=probes.patience)
+            answers[probes.metrics] = partial(_answer_metrics, metrics, IngressMetrics(self._counts))
         return {path: answering for path, answering in answers.items() if path is not None}
 
     async def __aexit__(self, *_: object) -> None:
@@ -78,7 +83,7 @@ class RunningProbes(AbstractAsyncContextManager[Mapping[str, Answer]]):
         return [f"{actor.name} is {actor.state}" for actor in actors if actor.state not in ANSWERING]
 
 
-async def _answer_metrics(metrics: Metrics, scope: Any, send: Send) -> None:
+async def _answer_metrics(metrics: Metrics, own: IngressMetrics, scope: Any, send: Send) -> None:
     accept = dict(scope["headers"]).get(b"accept", b"").decode("latin-1")
-    body, kind = await metrics.scrape(accept or None)
+    body, kind = await metrics.scrape(accept or None, own)
     await answer_with(send, 200, body, kind.encode())

@@ -104,6 +104,19 @@ async def test_a_process_that_is_stopped_delays_no_scrape_and_its_counters_do_no
     assert value(await scrape(metrics), "aiodaft_actor_calls_total", actor=info.name) == 1
 
 
+async def test_deaths_are_counted_by_class_and_node(module_rt: aiodaft.Runtime) -> None:
+    metrics, dying = Metrics(module_rt), await module_rt.spawn(Sleeper)
+    info = await module_rt.info(dying)
+    sleeping = dying.block(20)
+    os.kill(info.pid, signal.SIGKILL)
+    with pytest.raises(aiodaft.ActorDied):
+        await sleeping
+    assert value(await scrape(metrics), "aiodaft_deaths_total", **{"class": "Sleeper", "node": info.node}) == 1
+    # Of one that was stopped, nothing died.
+    await module_rt.stop(await module_rt.spawn(Sleeper))
+    assert value(await scrape(metrics), "aiodaft_deaths_total", **{"class": "Sleeper", "node": info.node}) == 1
+
+
 @pytest.fixture
 def registry() -> Iterator[tuple[CollectorRegistry, str]]:
     """A registry, and where a server has its metrics."""

@@ -15,7 +15,9 @@ from starlette.applications import Starlette
 import aiodaft
 from aiodaft.testing.in_process import in_process
 from aiodaft.web import Ingress
+from aiodaft.web.counts import OUTCOMES, Counts, Outcome
 from aiodaft.web.lasting import lasting_requests
+from aiodaft.web.metrics import IngressMetrics
 
 GET = {"body": b"", "more_body": False}
 
@@ -314,6 +316,54 @@ async def test_overload_after_the_response_has_begun_is_an_error_of_the_app() ->
 
     with pytest.raises(aiodaft.Overloaded):
         await (await Request(handle).begin())
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (aiodaft.DeadlineExceeded("Model.step of Model-1: late\nforged: line"), 504, b"too late"),
+        (aiodaft.ActorDied("Model-1 (pid 7) died"), 503, b"unavailable: come back in 1 s"),
+        (aiodaft.PeerLost("Model-1 does not answer"), 503, b"unavailable: come back in 1 s"),
+    ],
+)
+async def test_a_call_that_failed_for_no_fault_of_the_app_is_one_line_of_the_log(
+    error: aiodaft.DaftError, status: int, text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def handle(request: Request) -> None:
+        request.events.append("began")
+        error.add_note("the last lines of the actor\n" * 90)
+        raise error
+
+    request = Request(handle)
+    await (await request.begin())
+    assert [message.get("status") for message in request.server.sent] == [status, None]
+    assert request.server.sent[1]["body"] == text
+    assert (b"retry-after", b"1") in request.server.sent[0]["headers"] or status == 504
+    said = f"'/' is answered by {status}: {type(error).__name__}: {str(error).splitlines()[0]}"
+    assert [(record.levelname, record.getMessage(), record.exc_info) for record in caplog.records] == [
+        ("WARNING", said, None)
+    ]
+
+
+async def test_what_an_ingress_holds_answers_and_refuses_is_counted() -> None:
+    counts = Counts()
+    counts.begun = 6
+    counts.waiting = 1
+    ended: list[tuple[Outcome, float]] = [("answered", 0.02), ("answered", 0.2), ("lost", 20.0), ("refused", 0.0)]
+    for one in ended:
+        counts.end(*one)
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for metric in IngressMetrics(counts).collect()
+        for sample in metric.samples
+    }
+    requests, seconds = "aiodaft_ingress_requests_total", "aiodaft_ingress_request_seconds"
+    assert [found[requests, one] for one in OUTCOMES] == [2, 1, 0, 1, 0, 0]
+    assert found["aiodaft_ingress_held_requests", "running"] == found["aiodaft_ingress_held_requests", "waiting"] == 1
+    assert [found[f"{seconds}_bucket", bound] for bound in ("0.01", "0.025", "0.1", "0.25", "10.0", "+Inf")] == [
+        0, 1, 1, 2, 2, 3,
+    ]  # fmt: skip
+    assert (found[f"{seconds}_count",], found[f"{seconds}_sum",]) == (3, pytest.approx(20.22))
 
 
 @pytest.mark.parametrize("kind", ["websocket", "lifespan"])

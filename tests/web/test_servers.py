@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 from collections import Counter
@@ -117,6 +118,10 @@ async def test_probes_tell_which_actors_do_not_answer(client: httpx.AsyncClient)
     metrics = await client.get("/metrics")
     assert metrics.headers["content-type"].startswith("text/plain; version=")
     assert 'aiodaft_actor_state{actor="Model-1",' in metrics.text
+    # Without those of probes.
+    (under_way,) = re.findall(r'^aiodaft_ingress_held_requests\{state="running"\} (.*)$', metrics.text, re.MULTILINE)
+    (answered,) = re.findall(r'^aiodaft_ingress_requests_total\{outcome="answered"\} (.*)$', metrics.text, re.MULTILINE)
+    assert (float(under_way), float(answered) >= 1) == (0, True)
     # Below an ingress without actors, and below the app, the paths are those of the app.
     assert (await client.get("/limited/healthz")).status_code == 404
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -90,14 +91,21 @@ class Subject(NamedTuple):
 
 
 class FailureLog:
-    """The last different failures of one process. It keeps texts, no exceptions: these would keep frames."""
+    """The last different failures of one process. It keeps texts, no exceptions: these would keep frames.
+
+    Attributes:
+        deaths: How many processes have ended by accident, by the class of their first actor.
+    """
 
     def __init__(self) -> None:
         # Ordered by the time of the last failure.
+        self.deaths: Counter[str] = Counter()
         self._kept = Latest[tuple[Subject, tuple[Cause, ...]], Failure](_REMEMBERED)
 
     def note(self, subject: Subject, error: BaseException, now: float) -> None:
         """Remember a failure; an equal one is counted."""
+        if subject.what == "death":
+            self.deaths[subject.actor.partition("-")[0]] += 1
         key = subject, causes_of(error)
         known = self._kept.pop(key, None)
         if known is None:

@@ -103,6 +103,7 @@ class ProcessView:
     sent: tuple[Sent, ...]
     stored: tuple[StoredInfo, ...]
     failures: tuple[Failure, ...]
+    deaths: tuple[tuple[str, int], ...]
 
 
 class Viewer:
@@ -142,6 +143,7 @@ class Viewer:
             ),
             stored=tuple(map(self._stored_info, heapq.nlargest(_MAX_STORED, stored, key=lambda one: one[1].size))),
             failures=tuple(process.failures),
+            deaths=tuple(process.failures.deaths.items()),
         )
 
     def _stored(self) -> list[tuple[PeerId, StoredValue]]:

@@ -16,7 +16,7 @@ from aiodaft._protocol.coordination.watch import View
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.coordination.store import Deposed, NotStored, StoreFailed
-from aiodaft.exceptions import CoordinatorUnavailable, LeaseLost, NameTaken
+from aiodaft.exceptions import CoordinatorUnavailable, LeaseLost, NameNotFound, NameTaken
 from aiodaft.testing import AutojumpLoop
 
 P = ParamSpec("P")
@@ -239,14 +239,22 @@ async def test_after_a_restart_without_a_store_new_names_wait_for_the_nodes() ->
         began = now()
         fresh = start(coordinator.register(named("y", peer="worker-1@a")))
         reserved = start(coordinator.get_or_reserve(named("z", peer="worker-1@a")))
+        # Names that may be held are waited for, by all that ask.
+        found = start(coordinator.lookup("x"))
+        asked = [start(coordinator.names("")), start(coordinator.names_of(x.peer, x.actor))]
+        missing = start(coordinator.lookup("no"))
         await asyncio.sleep(5)
+        assert not any(one.done() for one in (found, missing, *asked))
         assert await coordinator.join(node("a", joined.epoch), (x,)) is not None
-        assert await coordinator.lookup("x") == x
+        assert await found == x
         with pytest.raises(NameTaken):
             await coordinator.register(named("x", actor=17, peer="worker-1@a"))
         assert now() == began + 5
         assert (await fresh).epoch > x.epoch
         assert (await reserved).reserved
+        assert [("x",), (x,)] == [await asked[1], tuple(one for one in await asked[0] if one == x)]
+        with pytest.raises(NameNotFound, match="no actor is named 'no'"):
+            await missing
         assert now() == pytest.approx(began + 10, abs=0.1)
 
 

@@ -168,17 +168,20 @@ class Coordinator(Actor):
     async def lookup(self, name: str) -> NamedActor:
         """The actor with a name."""
         check_name(name)
+        await self._recovered(name)
         return self._here().names.lookup(name)
 
     @method
     async def names(self, prefix: str) -> tuple[NamedActor, ...]:
         """The actors with names that begin like this, by name."""
         check_prefix(prefix)
+        await self._recovered()
         return tuple(self._here().names.named(prefix))
 
     @method
     async def names_of(self, peer: str, actor: int) -> tuple[str, ...]:
         """The names of an actor."""
+        await self._recovered()
         return tuple(sorted(one.name for one in self._here().names.held_by(PeerId(peer), ActorId(actor))))
 
     @method
@@ -258,13 +261,15 @@ class Coordinator(Actor):
             raise CoordinatorUnavailable(f"the coordinator does not answer: {self._why_unknown}")
         return self._registry
 
-    async def _recovered(self, name: str) -> None:
-        """Wait until the coordinator knows whether a name is held."""
-        registry = self._registry
-        if registry is not None and registry.names.get(name) is None:
-            left = registry.recovering_for(self._clock())
-            if left > 0:
-                await asyncio.sleep(left + _RESOLUTION)
+    async def _recovered(self, name: str | None = None) -> None:
+        """Wait until the coordinator knows whether a name is held; None: which names are."""
+        while (registry := self._registry) is not None and (left := registry.recovering_for(self._clock())) > 0:
+            changed = self._changed
+            if name is not None and registry.names.get(name) is not None:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left + _RESOLUTION):
+                    await changed.wait()
 
     async def _news(self, kind: Kind, prefix: str, since: int) -> Batch:
         while True:

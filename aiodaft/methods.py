@@ -251,6 +251,11 @@ class Method(_MethodBase, Generic[P, R]):
         def __call__(
             self: Sig[Concatenate[A, B, C, Q], R], a: Ref[A], b: Ref[B], c: Ref[C], /, *args: Q.args, **kwargs: Q.kwargs
         ) -> Ref[R]: ...
+        # A list of refs.
+        @overload
+        def __call__(
+            self: Sig[Concatenate[list[A], Q], R], a: list[Ref[A]], /, *args: Q.args, **kwargs: Q.kwargs
+        ) -> Ref[R]: ...
         # Refs among the first six. Their types are not checked: mypy cannot infer `A | Ref[A]`.
         @overload
         def __call__(

@@ -89,6 +89,12 @@ async def dataflows(rt: Runtime, channel: Channel[Tensor], a: Model) -> None:
 
     async with aiodaft.compile(pipeline) as fast:
         fast(3)  # E35 an input of the wrong type
+
+    def eager_too(x: Tensor) -> Ref[Tensor]:
+        return a.execute(x)
+
+    async with aiodaft.compile(eager_too) as either:
+        either(3)  # E69 an input of the wrong type, of a function that is also called eagerly
     number: int = rt.put(3)  # E36 forgot await
     count: int = await rt.put(Tensor()).into(Tensor())  # E38 `into` returns its target
     lent: Ref[Tensor] = aiodaft.borrow(Tensor())  # E37 what is lent has the type of the value

@@ -144,6 +144,34 @@ def test_web_apps_of_three_frameworks_are_checked_by_four_checkers(
     assert unplanted(findings, BAD_WEB) == {}
 
 
+@pytest.mark.parametrize("checker", ["mypy", "pyright", "pyrefly", "ty"])
+@pytest.mark.parametrize("page", ["coming_from", "graphs"])
+def test_checkers_accept_the_first_example_of_a_page(page: str, checker: str, tmp_path: Path) -> None:
+    pytest.importorskip(checker)
+    example = re.search(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert example is not None
+    file = tmp_path / "example.py"
+    file.write_text(example[1], encoding="utf-8")
+    python, paths = sys.executable, (str(ROOT), str(ROOT / "transport"))
+    commands = {
+        "mypy": ["--strict", "--cache-dir", str(tmp_path)],
+        "pyright": ["--pythonpath", python],
+        "pyrefly": ["check", "--preset", "strict", "--python-interpreter-path", python]
+        + [option for path in paths for option in ("--search-path", path)],
+        "ty": ["check", "--python", python, *[option for path in paths for option in ("--extra-search-path", path)]],
+    }
+    done = subprocess.run(
+        [python, "-m", checker, *commands[checker], str(file)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": os.pathsep.join(paths)},
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_what_checkers_accept_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(GOOD)]
     # It writes a trace.

@@ -6,6 +6,7 @@ import asyncio
 import faulthandler
 import gc
 import os
+import signal
 import traceback
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from functools import partial
@@ -29,6 +30,10 @@ from aiodaft.actor import Handle
 
 # Workers load the packages hundreds of times: with this setting they would compile them each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A shell that runs the suite in the background has it ignore Ctrl-C, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # libuv opens a pipe for signals with its first loop, and keeps it for the life of the process.
 uvloop.new_event_loop().close()

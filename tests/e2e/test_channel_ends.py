@@ -21,8 +21,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture
-def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
-    return module_rt
+def rt(log_only: aiodaft.Runtime) -> aiodaft.Runtime:
+    """Actors are killed in it, of which each may be without a call at that moment."""
+    return log_only
 
 
 async def is_called(rt: aiodaft.Runtime, actor: Courier) -> None:

@@ -230,7 +230,7 @@ class Runtime(Scope):
     def put(self, value: T, *, transport: str | None = None) -> Ref[T]:
         """Return a ref of a value, to pass to many actors: the runtime encodes and moves the value once.
 
-        A helper thread copies a large value; do not write to it before `await ref.ready()`.
+        It is encoded and copied now: later changes of the value do not change what the actors get.
 
         Args:
             value: Any value that can be an argument of a call.
@@ -238,6 +238,7 @@ class Runtime(Scope):
 
         Raises:
             SerializationError: Part of the value cannot travel.
+            ResourceExhausted: There is no memory or descriptor for it.
             Unreachable: The transport does not work here; the message says why.
         """
         self._controller.check_running("a value cannot be put")

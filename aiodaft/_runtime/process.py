@@ -58,6 +58,7 @@ class ProcessOptions(NamedTuple):
         patience: The limits of the `Patience` with its actors.
         program: The controller on another machine that shows what this process prints and logs; "": its node does.
         telemetry: What sets up OpenTelemetry in a process; b"" for none. See `begin_telemetry`.
+        seed: From what the random numbers of actors follow; None for random ones.
     """
 
     id: PeerId
@@ -75,6 +76,7 @@ class ProcessOptions(NamedTuple):
     patience: Sequence[float | None] = astuple(Patience())
     program: PeerId = PeerId("")
     telemetry: bytes = b""
+    seed: int | None = None
 
 
 class Process:

@@ -178,6 +178,8 @@ class Shared:
         self.suspect: Callable[[HostedActor], object] = lambda hosted: None
         # Called with a begun call that is cancelled, and why, or with one that has failed, and None.
         self.on_undone: Callable[[InboundCall, DaftError | None], object] = lambda call, why: None
+        # Called with the name and the epoch of the first actor of a program, before that is made.
+        self.on_first: Callable[[str, int], object] = lambda name, epoch: None
         # Called when a method raised SystemExit or KeyboardInterrupt.
         self.on_exit: Callable[[BaseException], object] = _refuse_exit
 

@@ -96,7 +96,7 @@ class Outgoing:
             if short and not request.kwargs and all_plain(args):
                 message = (_SHORT[request.mode], request.number, target.actor, request.spec.name, args)
                 own = target.actor < FIRST_USER_ACTOR
-                connection.submit(request.number, state, message, 0, request.had_turn, own)
+                connection.submit(request.number, state, message, 0, request.had_turn, own, request.spec.rules.ordered)
             else:
                 self._submit_encoded(connection, request, short)
         except Overloaded as error:
@@ -147,10 +147,9 @@ class Outgoing:
                 self._submit_stored(connection, Request(target, spec, args, kwargs, number, mode, waits))
                 return True
             cost = len(fields) if fields.__class__ is bytes else 0
-            if state is not None:
-                connection.submit(number, state, (CALL, number, target.actor, spec.name, fields), cost)
-            else:
-                connection.submit(number, self._told(spec.label), (TELL, number, target.actor, spec.name, fields), cost)
+            kind, waits = (TELL, self._told(spec.label)) if state is None else (CALL, state)
+            message = (kind, number, target.actor, spec.name, fields)
+            connection.submit(number, waits, message, cost, False, False, spec.rules.ordered)
         except Overloaded as error:
             raise _refused(spec, target, error) from None
         return True
@@ -233,7 +232,7 @@ class Outgoing:
                 else:
                     message = self._send(request, (payload, None, (), ()))
                 own = request.target.actor < FIRST_USER_ACTOR
-                connection.submit(number, state, message, len(payload), admitted, own)
+                connection.submit(number, state, message, len(payload), admitted, own, request.spec.rules.ordered)
                 return
         self._submit_stored(connection, request)
 

@@ -97,6 +97,8 @@ class InboundCall(Life, Paced):
     awaited: dict[int, Awaited] = {}  # noqa: RUF012 - replaced, never changed
     # Between two steps of a graph: the segment whose values it waits for.
     waits_at: int | None = None
+    # The number of calls that this process had made when this one was cancelled.
+    interrupted = 0
     # Why it takes part in nothing with other members of its group any more.
     apart: DaftError | None = None
     _pullers: list[Callable[[Place], object]] | None = None
@@ -432,6 +434,7 @@ class HostedActor:
         """Cancel a call that has begun; withdraw any other, and return False."""
         waits = call.stage in WAITING
         if call.begun or not call.take():
+            call.interrupted = self._process.next_number()
             for task in (call.task, call.wait):
                 if task is not None:
                     task.cancel()

@@ -29,7 +29,7 @@ _NAMES = {
     "aiodaft.graph": "Graph StepTime compile",
     "aiodaft.group": "Group",
     "aiodaft.info": "ActorInfo NodeInfo",
-    "aiodaft.inside": "current_actor current_group current_runtime",
+    "aiodaft.inside": "create_task current_actor current_group current_runtime",
     "aiodaft.logs": "Logs",
     "aiodaft.member": "CurrentGroup Message",
     "aiodaft.memory": "Registration empty register",

@@ -55,7 +55,7 @@ from aiodaft.exceptions import (
 from aiodaft.graph import Graph, StepTime, compile
 from aiodaft.group import Group
 from aiodaft.info import ActorInfo, NodeInfo
-from aiodaft.inside import current_actor, current_group, current_runtime
+from aiodaft.inside import create_task, current_actor, current_group, current_runtime
 from aiodaft.logs import Logs
 from aiodaft.member import CurrentGroup, Message
 from aiodaft.memory import Registration, empty, register
@@ -145,6 +145,7 @@ __all__ = [
     "broadcast",
     "cancel_on_disconnect",
     "compile",
+    "create_task",
     "current_actor",
     "current_attempt",
     "current_group",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._runtime.actors import background
 from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.agent import acting
@@ -25,7 +27,9 @@ from aiodaft.runtime import Runtime
 from aiodaft.scope import Scope
 from aiodaft.service import Service
 
-__all__ = ["current_actor", "current_group", "current_runtime"]
+__all__ = ["create_task", "current_actor", "current_group", "current_runtime"]
+
+R = TypeVar("R")
 
 
 def current_runtime() -> Runtime:
@@ -84,6 +88,30 @@ def current_actor() -> Any:
         target = followed if follow else PinnedTarget(followed, place)
     handle = Handle(target, cls)
     return handle if issubclass(cls, Actor) else Service(handle, cls)
+
+
+def create_task(coro: Coroutine[Any, Any, R], *, name: str | None = None) -> asyncio.Task[R]:
+    """Start a background task of the actor whose code calls this, for instance in `__aenter__`.
+
+    Its error is the actor's: if it raises, the process of the actor ends, with the traceback in its output. Calls fail
+    with `ActorDied`, and a supervised actor is restarted. (The error of a task of `asyncio.create_task` is seen by
+    no code.) The runtime holds the task, and cancels it when the actor has been stopped and `__aexit__` has run.
+
+    Args:
+        coro: The coroutine to run.
+        name: The name of the task. Default: that of the coroutine.
+
+    Raises:
+        RuntimeError: This is a thread, or no code of an actor runs here.
+
+    Cancellation: `task.cancel()` ends the task, which is no error of the actor.
+    """
+    hosted = acting()
+    if hosted is None or not hosted._process.is_here:
+        coro.close()
+        where = "no code of an actor runs here" if hosted is None else "this is a thread: use it in `async def` methods"
+        raise RuntimeError(f"aiodaft.create_task() starts a background task of an actor: {where}")
+    return background.start(hosted, coro, name or str(getattr(coro, "__qualname__", "task")))
 
 
 def current_group() -> CurrentGroup[Any]:

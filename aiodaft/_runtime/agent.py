@@ -16,6 +16,7 @@ from aiodaft._protocol.diagnostics.trace import ProcessTrace
 from aiodaft._protocol.graphs.layout import ValueNote
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import AGENT, FIRST_USER_ACTOR, ActorId, CallId, PeerId, incarnation, node_of
+from aiodaft._runtime.actors import background
 from aiodaft._runtime.actors.birth import Birth
 from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.fence import Fence
@@ -111,8 +112,6 @@ class Agent(Actor):
         if origin is not None:
             check_origin(cls, origin, label, node_of(self._host.process.id))
         epoch = serving().attempt
-        if all(hosted < FIRST_USER_ACTOR for hosted in self._host.actors):
-            self._host.on_first(label, epoch)
         specs = specs_of(cls) if issubclass(cls, Actor) else {}
         find_spec = specs.get if issubclass(cls, Actor) else PlainMethods(cls).find
         hosted = HostedActor(self._host, incarnation(ActorId(actor), epoch), label, find_spec)
@@ -128,6 +127,7 @@ class Agent(Actor):
         except BaseException as error:
             hosted.thread.close()
             self._enlisted.forget(hosted.id)
+            await background.end(hosted)
             if hosted.stop_spawned is not None:
                 await hosted.stop_spawned()
             process = self._host.process
@@ -171,6 +171,7 @@ class Agent(Actor):
             attended.set(hosted)
             try:
                 await hosted.stop(reason, grace, moves=bool(mover))
+                await background.end(hosted)
                 if hosted.stop_spawned is not None:
                     await hosted.stop_spawned()
             finally:

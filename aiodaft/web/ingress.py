@@ -139,19 +139,15 @@ class Ingress:
                 await self._admit(scope, exchange)
                 outcome = "answered"
             finally:
-                ended_for_client = exchange.end() or exchange.given_up
-            if exchange.given_up:
-                # An app that listens for the disconnect has ended by itself.
-                raise asyncio.CancelledError
+                ended_for_client = exchange.end()
         except asyncio.CancelledError:
             if not ended_for_client:
                 raise
             outcome = "left"
-            # nginx's status reaches nobody, but apps are to answer.
-            status, why = (408, "sent no body") if exchange.given_up else (499, "left")
-            logger.debug("the client of %r %s", scope["path"], why)
+            logger.debug("the client of %r left", scope["path"])
             if not exchange.started:
-                await answer(send, status, f"the client {why}")
+                # nginx's status. It reaches nobody, but apps are to answer.
+                await answer(send, 499, "the client left")
         except (Overloaded, DeadlineExceeded, OutcomeUnknown) as error:
             if exchange.started:
                 raise
@@ -186,10 +182,10 @@ class Ingress:
             return
         self._counts.waiting += 1
         try:
-            await self._admission.enter(exchange)
+            entered = await self._admission.enter()
         finally:
             self._counts.waiting -= 1
         try:
             await self._app(scope, exchange.receive, exchange.send)
         finally:
-            self._admission.leave(exchange)
+            self._admission.leave(entered)

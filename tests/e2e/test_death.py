@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -222,3 +224,80 @@ async def test_a_death_is_seen_while_the_fork_server_is_stopped(
     assert (caught.value.signal, caught.value.exit_code) == (None, 0)
     os.kill(fork_server_of(own_rt), signal.SIGCONT)
     assert await (await own_rt.spawn(Failing)).count() == 0
+
+
+class Ticking(aiodaft.Actor):
+    """Has a background task, which tells another actor how it ended."""
+
+    def __init__(self, keeper: Ticking | None = None) -> None:
+        self.keeper = keeper
+        self.told: list[str] = []
+        self.broken = asyncio.Event()
+
+    async def __aenter__(self) -> None:
+        aiodaft.create_task(self.tick())
+
+    async def __aexit__(self, *error: object) -> None:
+        pass
+
+    async def tick(self) -> None:
+        try:
+            await self.broken.wait()
+        except asyncio.CancelledError:
+            if self.keeper is not None:
+                await self.keeper.tell(f"{aiodaft.current_actor() is not None}, cancelled")
+            raise
+        raise ConnectionError("the database is gone")
+
+    @aiodaft.method
+    async def break_it(self) -> None:
+        self.broken.set()
+
+    @aiodaft.method
+    async def tell(self, what: str) -> None:
+        self.told.append(what)
+
+    @aiodaft.method
+    async def all_told(self) -> list[str]:
+        return self.told
+
+    @aiodaft.method
+    def in_thread(self) -> None:
+        aiodaft.create_task(self.tick())
+
+
+async def test_the_error_of_a_background_task_is_the_actors(rt: aiodaft.Runtime) -> None:
+    ticking = await rt.on(restart="temporary").spawn(Ticking)
+    await ticking.break_it()
+    with pytest.raises(aiodaft.ActorDied) as caught:
+        while True:
+            await ticking.all_told()
+    assert caught.value.exit_code == 1
+    assert "tick" in "".join(caught.value.last_lines[:3])
+    task = r"the background task 'Ticking.tick' of Ticking-\d+ \(pid \d+, \S+\) failed: "
+    assert re.fullmatch(task + re.escape("ConnectionError('the database is gone')"), caught.value.last_lines[-1])
+
+
+async def test_a_supervised_actor_is_restarted_when_its_background_task_fails(rt: aiodaft.Runtime) -> None:
+    ticking = await rt.on(restart=aiodaft.Restart()).spawn(Ticking)
+    await ticking.tell("of the first incarnation")
+    await ticking.break_it()
+    while True:
+        with contextlib.suppress(aiodaft.ActorDied):
+            if not await ticking.all_told():
+                break
+
+
+async def test_a_background_task_ends_with_its_actor(rt: aiodaft.Runtime) -> None:
+    keeper = await rt.spawn(Ticking)
+    ticking = await rt.on(with_=keeper).spawn(Ticking, keeper)
+    await rt.stop(ticking)
+    assert await keeper.all_told() == ["True, cancelled"]
+
+
+async def test_a_background_task_belongs_to_an_actor(rt: aiodaft.Runtime) -> None:
+    with pytest.raises(RuntimeError, match="of an actor: no code of an actor runs here$"):
+        aiodaft.create_task(asyncio.sleep(0))
+    ticking = await rt.spawn(Ticking)
+    with pytest.raises(RuntimeError, match=r"of an actor: this is a thread: use it in `async def` methods"):
+        await ticking.in_thread()

@@ -456,12 +456,6 @@ async def dataflows(rt: Runtime) -> None:
         async with aiodaft.compile(a.none) as constant:
             assert_type(await constant(), int)
 
-        def eager_too(x: Tensor) -> Ref[Tensor]:
-            return b.execute(a.execute(x))
-
-        async with aiodaft.compile(eager_too) as either:
-            assert_type(await either(Tensor(1)), Tensor)
-
 
 class Stage(aiodaft.Actor):
     """Takes part in a pipeline."""

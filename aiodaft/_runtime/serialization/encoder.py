@@ -2,8 +2,8 @@
 
 Plain data becomes MessagePack that keeps types (a tuple stays a tuple); tensors become spans of memory; other objects
 are pickled (protocol 5, buffers out of band), by cloudpickle if pickle cannot: functions, classes of `__main__` and of
-notebooks. All of it is done at once, on the loop if the loop's code can change the value; a large part is written in
-pieces, so that the receiver can decode it in a helper thread that lets the loop run in between.
+notebooks. Beyond a budget of time `encode` raises `TooLong`. The caller then repeats it in a helper thread with
+`patient=True`, where large parts are encoded in pieces and other threads get the interpreter in between.
 
 Buffers may come over a connection on which others can change them. So a buffer that says which objects to build (a long
 skeleton or pickle) has its digest in the payload, which comes in a message.
@@ -25,7 +25,7 @@ from aiodaft._runtime.serialization.containers import FLAT, contains_ref, field_
 from aiodaft._runtime.serialization.diagnosis import advice_on, cause_of, find_path
 from aiodaft._runtime.serialization.encoded import Encoded, Source, digest_of
 from aiodaft._runtime.serialization.error_parts import parts_of_error
-from aiodaft._runtime.serialization.pickling import Owned, TooLong, pickle_into
+from aiodaft._runtime.serialization.pickling import Owned, TooLong, pickle_into, yield_gil
 from aiodaft._runtime.serialization.small import SmallEncoder, encode_small
 from aiodaft._runtime.serialization.tensors import Places, TensorTable, is_dense_tensor, whole_tensor
 from aiodaft.actor import Actor, Handle, target_of
@@ -47,7 +47,7 @@ _BUFFER_LIMIT: Final = 16 << 10
 _LONG_COPY: Final = 1 << 20
 # Refs that fit into a message.
 _MAX_REFS: Final = 1 << 16
-# More elements than this are not decoded on a loop; about 2 ms.
+# Elements that one step may encode; about 2 ms.
 _BUDGET: Final = 50_000
 CHUNK: Final = 10_000
 # Containers with more objects than this are pickled as a whole: one pickle costs less than many.
@@ -69,9 +69,9 @@ class Encoder(SmallEncoder):
 
     free = FLAT
 
-    def __init__(self, places: Places, *, resolve: bool, limit: int | None) -> None:
+    def __init__(self, places: Places, *, resolve: bool, patient: bool) -> None:
         self.resolve = resolve
-        self.limit = limit
+        self.patient = patient
         self.heavy = False
         self.sources: list[Source] = []
         self.slots: list[Any] = []
@@ -116,16 +116,12 @@ class Encoder(SmallEncoder):
 
     def add_code(self, code: bytes | memoryview) -> tuple[int, bytes]:
         """Take a separate buffer that says which objects to build; returns its number and digest."""
-        index = self.add_source(code)
-        self.sources[index].frozen = True
-        return index, digest_of(code)
+        return self.add_source(code), digest_of(code)
 
     def add_bytes(self, value: bytes | bytearray) -> int:
         """Take a buffer that the receiver copies, because bytes own their memory."""
         self.heavy |= len(value) > _LONG_COPY
-        index = self.add_source(value)
-        self.sources[index].frozen = type(value) is bytes
-        return index
+        return self.add_source(value)
 
     def add_tensor(self, tensor: Any) -> int:
         """Take a tensor and return its number."""
@@ -152,13 +148,15 @@ class Encoder(SmallEncoder):
     def _spend(self, elements: int) -> None:
         self._budget -= elements
         if self._budget < 0:
-            if self.limit is not None:
+            if not self.patient:
                 raise TooLong
             self.heavy = True
+            self._budget = _BUDGET
+            yield_gil()
 
     def sequence(self, value: Any) -> Any:
         self._spend(len(value))
-        if len(value) > CHUNK:
+        if self.patient and len(value) > CHUNK:
             return self._chunks("l", list(value))
         if FLAT.issuperset(map(type, value)):
             return value if type(value) is list else list(value)
@@ -186,7 +184,7 @@ class Encoder(SmallEncoder):
 
     def mapping(self, value: dict[Any, Any]) -> Any:
         self._spend(len(value))
-        if len(value) > CHUNK:
+        if self.patient and len(value) > CHUNK:
             return self._chunks("d", [part for item in value.items() for part in item])
         if FLAT.issuperset(map(type, value)) and FLAT.issuperset(map(type, value.values())):
             return value
@@ -205,12 +203,13 @@ class Encoder(SmallEncoder):
         )
 
     def _chunks(self, kind: str, items: list[Any]) -> Any:
-        """Encode a long container in pieces, in a separate buffer: unpacking it at once would hold the interpreter."""
+        """Encode a long container in pieces, in a separate buffer: packing it at once would hold the interpreter."""
         self.heavy = True
         out = bytearray()
         for start in range(0, len(items), CHUNK):
             part = items[start : start + CHUNK]
             out += pack(self.sequence(part))
+            yield_gil()
         return pack_exts(codes.CHUNKS, [kind, *self.add_code(memoryview(out))])
 
     def text(self, value: Any) -> Any:
@@ -274,8 +273,7 @@ class Encoder(SmallEncoder):
         """The function and the arguments of which something of the runtime is built."""
         if type(value) is Handle:
             self.check_home(cast("Owned", target_of(value)), value, "pass a handle of this one, or a value")
-        parts: tuple[Any, ...] = value.__reduce_ex__(5)
-        return parts
+        return cast("tuple[Any, ...]", value.__reduce_ex__(5))
 
     def _walk_ref(self, ref: Ref[Any]) -> Any:
         if self.resolve and (parts := parts_of(ref)) is not None:
@@ -303,7 +301,7 @@ def encode(
     names: Names,
     places: Places = Places(),  # noqa: B008 - it does not change
     resolve: bool = False,
-    limit: int | None = None,
+    patient: bool = False,
     small: bool = True,
 ) -> Encoded:
     """Encode a value.
@@ -313,12 +311,12 @@ def encode(
         names: Its name, and the names of its parts, in errors.
         places: The tensors that may stay where they are.
         resolve: Whether refs in plain containers stand for their values.
-        limit: Bytes of a pickle, or 50,000 elements, are too long; None: nothing is.
+        patient: Whether this thread may take long.
         small: Whether it may be small; False if `encode_small` was tried.
 
     Raises:
         SerializationError: A part of it cannot travel; the message has the path to the part.
-        TooLong: It is beyond `limit`.
+        TooLong: It takes long, and `patient` is not set.
     """
     found = encode_small((value,), by_name=False) if small else None
     if found is not None:
@@ -327,7 +325,7 @@ def encode(
     def attempt(part: Any) -> Encoded:
         if is_dense_tensor(part):
             return _encode_tensor(part, places)
-        return Encoder(places, resolve=resolve, limit=limit).encode(part)
+        return Encoder(places, resolve=resolve, patient=patient).encode(part)
 
     try:
         return attempt(value)

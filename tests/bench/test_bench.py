@@ -1,9 +1,10 @@
-"""The benchmarks run, and say what they measured; how fast anything is is not for tests."""
+"""The benchmarks run, and say what they measured. Of how fast anything is, tests assert ratios alone."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -13,10 +14,12 @@ import pytest
 from bench_holder import HostHolder
 from clusters import cluster_of
 
+import aiodaft
 from benchmarks import collectives, dispatch, gpu, refs, reshard, scale, tracing, web, workflows
+from benchmarks.actors import Echo, Holder
 from benchmarks.compare import comparison
-from benchmarks.floors import Copy, open_echo, run_python
-from benchmarks.results import Bench, Result, as_json, in_turns, table
+from benchmarks.floors import Copy, apart, open_echo, run_python
+from benchmarks.results import Bench, Result, as_json, in_turns, seconds_of_one, table, timed
 from benchmarks.stalls import Watch
 
 pytestmark = pytest.mark.programs
@@ -37,6 +40,45 @@ def test_the_command_prints_json_with_floors_from_the_same_run() -> None:
     assert round_trip["floor"] > 0
     assert round_trip["budget"] == "<= 2.0"
     assert set(results) >= {"1,000 calls in flight", "one call to each of 8", "chain A -> B -> C"}
+
+
+# Rows CR11 and DP3. The fastest turn of each says what it takes; the others, how busy the machine is.
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+async def test_cr11_an_awaited_call_takes_at_most_twice_as_long_as_a_bare_echo() -> None:
+    async with aiodaft.Runtime(preload=()) as rt, open_echo() as bare:
+        actor = await rt.spawn(Echo)
+        with apart(await actor.pid(), bare.pid):
+            turns = [(await seconds_of_one(actor.on_loop, 200), await bare.round_trip(200)) for _ in range(15)]
+    ours, floor = (min(turn) for turn in zip(*turns, strict=True))
+    assert ours <= 2 * floor
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+async def test_dp3_a_value_of_256_mib_takes_at_most_two_memcpys_and_a_fifth_of_a_pipe() -> None:
+    size = 256 << 20
+
+    async def through_a_pipe() -> None:
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        with receiver, sender:
+            await asyncio.gather(
+                asyncio.to_thread(receiver.recv_bytes), asyncio.to_thread(sender.send_bytes, bytes(size))
+            )
+
+    async with aiodaft.Runtime(transport="shm", preload=("torch",)) as rt:
+        a, b = await rt.spawn(Holder), await rt.spawn(Holder)
+        await a.prepare(size)
+        copy = Copy(size).seconds
+        turns = [
+            (await seconds_of_one(lambda: b.take(a.give(size)), 1), await copy(), await timed(through_a_pipe()))
+            for _ in range(8)
+        ]
+    ours, memcpy, pipe = (min(turn) for turn in zip(*turns, strict=True))
+    assert ours <= 2 * memcpy
+    assert pipe >= 5 * ours
 
 
 @pytest.mark.timeout(60)

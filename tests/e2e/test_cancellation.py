@@ -34,6 +34,22 @@ async def test_a_timeout_around_the_only_awaiter_runs_the_remote_cleanup_first(r
     assert await sleeper.history() == ["sleep began", "sleep cleaned up"]
 
 
+async def test_the_await_waits_for_a_remote_cleanup_that_waits(rt: aiodaft.Runtime) -> None:
+    subject = await rt.spawn(Subject)
+    task = asyncio.get_running_loop().create_task(subject.linger().value())
+    while not (await rt.info(subject)).running:
+        pass
+    task.cancel()
+    await subject.has_begun()
+    # The cancellation is there, and the cleanup under way.
+    await rt.info(subject)
+    assert not task.done()
+    await subject.let_go()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert await subject.history() == ["cleaned up"]
+
+
 async def test_the_remote_cleanup_runs_within_a_tenth_of_a_second(rt: aiodaft.Runtime) -> None:
     sleeper = await rt.spawn(Sleeper)
     delays: list[float] = []

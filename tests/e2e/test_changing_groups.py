@@ -63,6 +63,17 @@ async def test_the_first_calls_to_new_members_find_that_these_know_the_group(rt:
     await group.resize(0)
 
 
+async def test_members_come_and_go_while_a_call_of_another_is_under_way(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(1, Peer)
+    held = group[0].held()
+    # Neither change waits for the call: that would be for ever.
+    await group.resize(3)
+    await group.resize(1)
+    assert not held.done()
+    await group[0].open()
+    assert await held == 0
+
+
 async def test_members_without_a_policy_are_left_out_and_give_back_what_they_had(rt: aiodaft.Runtime) -> None:
     group = await rt.on(gpus=2).group(2, Peer)
     with pytest.raises(ActorDied, match="SIGKILL"):

@@ -113,7 +113,7 @@ async def test_the_last_drop_frees_the_value_within_a_tenth_of_a_second(rt: aiod
 
 
 @pytest.mark.parametrize(
-    "count", [200, pytest.param(2000, marks=[pytest.mark.soak, pytest.mark.timeout(300)], id="2000")]
+    "count", [100, pytest.param(2000, marks=[pytest.mark.programs, pytest.mark.timeout(300)], id="2000")]
 )
 async def test_two_thousand_values_in_sequence_do_not_grow_the_memory(rt: aiodaft.Runtime, count: int) -> None:
     a, b = await rt.spawn(Echo), await rt.spawn(Echo)

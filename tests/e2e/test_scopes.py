@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -303,6 +304,21 @@ def test_killing_the_controller_ends_every_process() -> None:
         process.wait()
         assert wait_gone(pids) == set()
         process.communicate()
+
+
+@pytest.mark.programs
+def test_the_actors_of_a_killed_controller_are_gone_within_two_seconds() -> None:
+    seconds: list[float] = []
+    for _ in range(3):
+        process = start_script()
+        pids = descendants(process.pid)
+        killed = time.monotonic()
+        process.kill()
+        assert wait_gone(pids) == set()
+        seconds.append(time.monotonic() - killed)
+        process.communicate()
+    # The fastest one says how it is done; the others, how busy the machine is.
+    assert min(seconds) < 2
 
 
 def test_one_ctrl_c_ends_the_program_in_order() -> None:

@@ -62,9 +62,9 @@ async def test_the_same_captured(module_rt: aiodaft.Runtime) -> None:
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])
-@pytest.mark.parametrize("count", [25, pytest.param(1_000, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("count", [25, pytest.param(334, marks=[pytest.mark.programs, pytest.mark.timeout(600)])])
 async def test_random_valid_orders_never_hang(module_rt: aiodaft.Runtime, p: int, count: int) -> None:
-    """Row CO6: stages on any rank, weights apart or not, stages that are skipped; every fifth one compiled, too."""
+    """Row CO6, a thousand in CI: stages on any rank, weights apart or not, some skipped; every fifth compiled, too."""
     rng = random.Random(p)
     last = 4
     ranks = list(await module_rt.group(p, Rank, last))

@@ -42,6 +42,16 @@ class Subject(Actor):
             await self.clean_up()
 
     @method
+    async def linger(self) -> None:
+        """Its cleanup waits for the gate."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.began.set()
+            await self.gate.wait()
+            await self.clean_up()
+
+    @method
     async def call(self, *others: Subject) -> None:
         """Waits for the first of the others, which waits for the next, and so on."""
         try:

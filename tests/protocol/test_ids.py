@@ -10,6 +10,7 @@ from aiodaft._protocol.ids import (
     NODE,
     CallId,
     PeerId,
+    awaits_turn,
     group_call_of,
     sibling_ids,
 )
@@ -25,12 +26,15 @@ def test_the_ids_of_the_calls_of_a_group_say_that_they_belong_together() -> None
     caller, seen = PeerId("controller"), set[CallId]()
     for serial in (1, 2, 3, 1 << 30):
         for count in (1, 2, 3, 4, 5, 64, 65, 1000):
-            numbers = sibling_ids(CallId(serial * 10_000 + count), count)
+            in_turn = count % 2 == 0
+            numbers = sibling_ids(CallId(serial * 10_000 + count), count, in_turn=in_turn)
             assert len(numbers) == count
+            assert {awaits_turn(number) for number in numbers} == {in_turn}
             assert seen.isdisjoint(numbers)
             seen.update(numbers)
             assert {group_call_of(caller, number) for number in numbers} == {(caller, serial * 10_000 + count)}
     # Numbers of calls that are made by themselves are positive. What goes over a wire has 64 bits.
     assert -(1 << 63) < min(seen) < max(seen) < 0
     assert group_call_of(caller, CallId(0)) is group_call_of(caller, CallId(7)) is None
+    assert not awaits_turn(CallId(7))
     assert not sibling_ids(CallId(1), 0)

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import click
 
@@ -36,6 +36,9 @@ from aiodaft_transport import TransportError, default_name
 
 from .options import key_file_option, seconds
 from .output import Failed, json_option
+
+# What a coordinator draws, below the milliseconds of its beginning.
+_LOT_BITS: Final = 22
 
 _NOBODY = PeerId("")
 
@@ -234,8 +237,13 @@ def make_node(
 
 
 def new_term(*, forgot: bool = False) -> Stored:
-    """What a coordinator without a store begins with: its term is greater than that of any before it."""
-    return Stored(term=int(time.time()), forgot=forgot)
+    """What a coordinator without a store begins with: no other one has its epochs, and no earlier one greater ones.
+
+    Two may begin in one second, or know of no other time: milliseconds keep their order, and a lot tells them apart.
+    """
+    seconds, rest = divmod(time.time_ns(), 10**9)
+    lot = int.from_bytes(os.urandom(4)) % (1 << _LOT_BITS)
+    return Stored(term=seconds, forgot=forgot, lot=(rest // 10**6 << _LOT_BITS) + lot)
 
 
 def _pairs(given: Sequence[str]) -> list[tuple[str, str]]:

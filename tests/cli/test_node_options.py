@@ -1,4 +1,4 @@
-"""What `aiodaft up` refuses before it listens."""
+"""What `aiodaft up` refuses before it listens, and what its coordinator begins with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from aiodaft._protocol.coordination.records import Member
+from aiodaft._protocol.coordination.registry import Registry
+from aiodaft._protocol.ids import PeerId
+from aiodaft.cli.node import new_term
 
 COMMAND = [sys.executable, "-m", "aiodaft.cli"]
 
@@ -28,3 +33,18 @@ def test_an_option_that_says_nothing_is_refused(tmp_path: Path, option: str, val
     command = [*COMMAND, "up", "--listen", "tcp://127.0.0.1:0", "--key-file", key, option, value]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=20)
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", f"aiodaft: {why}\n")
+
+
+def test_two_coordinators_without_a_store_give_no_epoch_twice_in_one_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    def epochs(at: float) -> set[int]:
+        monkeypatch.setattr("time.time_ns", lambda: int(at * 1e9))
+        registry = Registry(new_term(), 10, 0)
+        for name in ("a", "b", "c"):
+            member = Member(name, PeerId(f"node-1@{name}"), "tcp://10.0.0.1:1", {}, {})
+            registry.apply(registry.join(member, (), 0), 0)
+        return {member.epoch for member in registry.members.all()}
+
+    first, same, later = epochs(1.8e9), epochs(1.8e9), epochs(1.8e9 + 0.002)
+    assert len(first | same | later) == 9
+    # Epochs only grow, also within a second.
+    assert max(first | same) < min(later)

@@ -9,6 +9,8 @@ import socket
 import ssl
 import struct
 from collections.abc import AsyncIterator, Callable
+from datetime import datetime
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -22,11 +24,12 @@ from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections import secure_socket
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.connections.identity import Identity
+from aiodaft._runtime.connections.identity import Identity, load_identity, write_key_file
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.connections.secure_socket import RECORD, SecureSocket, secure
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import Process, ProcessOptions
+from aiodaft.cli.key import new_certificate
 from aiodaft.exceptions import NotAuthenticated, PeerLost
 from aiodaft_transport import Key
 
@@ -54,6 +57,17 @@ async def outcomes(
         if isinstance(end, socket.socket):
             end.close()
     return list(found)
+
+
+async def test_the_year_of_a_clock_does_not_matter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("aiodaft.cli.key._FROM", datetime(2999, 1, 1))
+    write_key_file(tmp_path / "key", bytes(32), *new_certificate())
+    one, other = tcp_pair()
+    # As a node whose clock is at 1976 sees a key of today.
+    early = load_identity(tmp_path / "key")
+    ends = await asyncio.gather(secure(one, early, SESSION, server=False), secure(other, early, SESSION, server=True))
+    for end in ends:
+        end.close()
 
 
 def is_refusal(outcome: BaseException | SecureSocket) -> bool:

@@ -57,7 +57,7 @@ def check_node_name(name: str) -> str:
     return name
 
 
-def first_revision(term: int) -> int:
+def first_revision(term: int, lot: int = 0) -> int:
     """The revision at which a coordinator begins; its changes have greater ones.
 
     Raises:
@@ -65,7 +65,7 @@ def first_revision(term: int) -> int:
     """
     if not 0 < term < _MAX_TERM:
         raise ValueError(f"a term lies between 1 and {_MAX_TERM - 1}; this is {term}")
-    return term << _TERM_SHIFT
+    return (term << _TERM_SHIFT) + lot
 
 
 class Kind(enum.IntEnum):

@@ -45,11 +45,13 @@ class Stored:
         term: Greater than that of each coordinator before it.
         records: What was stored.
         forgot: Whether there may be names and members that were not stored.
+        lot: Tells it from other coordinators with this term: its first epoch is so much greater.
     """
 
     term: int
     records: Sequence[Record] = ()
     forgot: bool = False
+    lot: int = 0
 
 
 class Registry:
@@ -61,7 +63,7 @@ class Registry:
         self.leases = LeaseTable(ttl, now)
         # Members whose leases ended by themselves, until they join again: they may still run.
         self.lost = Latest[str, Member](_REMEMBERED)
-        self._history = History(first_revision(stored.term))
+        self._history = History(first_revision(stored.term, stored.lot))
         self._recovered_at = now + ttl if stored.forgot else now
         newest = max((record.revision for record in stored.records), default=0)
         self._last = max(self._history.revision, newest)

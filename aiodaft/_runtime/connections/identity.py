@@ -27,6 +27,8 @@ from aiodaft_transport.handshake import KEY_SIZE
 VARIABLE: Final = "AIODAFT_KEY_FILE"
 # Bytes; a file has about 1,000.
 _MAX_SIZE: Final = 8 << 10
+# X509_V_FLAG_NO_CHECK_TIME of OpenSSL.
+_NO_CHECK_TIME: Final = 0x200000
 _ENCRYPTED: Final = b"Payloads: encrypted\n"
 _FORM: Final = re.compile(
     rb"(" + _ENCRYPTED + rb")?"
@@ -103,6 +105,8 @@ class Identity:
         # All members have the same certificate, which names none of them.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
+        # The key does not expire, and the clock of a machine may say any year.
+        context.verify_flags |= _NO_CHECK_TIME
         if side is ssl.PROTOCOL_TLS_SERVER:
             # No session is resumed: tickets would only be more to read.
             context.num_tickets = 0

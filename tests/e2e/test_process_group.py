@@ -138,6 +138,17 @@ async def test_the_error_of_one_reaches_the_others_and_who_does_not_come_is_name
     assert await ranks.all(Rank.gatherings) == [0] * 4
 
 
+async def test_members_meet_in_no_block_of_another_call_of_the_group(module_rt: aiodaft.Runtime) -> None:
+    ranks = await module_rt.group(2, Rank)
+    # One comes in the first call, and the other one in the second.
+    calls = ranks.each(Rank.come, [0.3, None]), ranks.each(Rank.come, [None, 0.3])
+    for rank, call in enumerate(calls):
+        error = (await failures(call))[rank]
+        assert isinstance(error, TimeoutError)
+        assert f"rank {1 - rank} of 2 did not come" in str(error)
+    assert await ranks.all(Rank.gatherings) == [0] * 2
+
+
 async def test_a_member_that_fails_lets_go_of_the_others_before_it_is_out_of_the_block(
     module_rt: aiodaft.Runtime,
 ) -> None:

@@ -270,7 +270,10 @@ class Rank(aiodaft.Actor):
         return current_process().part(Blocks).gatherings
 
     @aiodaft.method
-    def come(self, patience: float) -> None:
+    def come(self, patience: float | None) -> None:
+        """To a block; not without patience."""
+        if patience is None:
+            return
         with aiodaft.current_group().process_group("gloo", patience=patience):
             pass
 

@@ -53,10 +53,23 @@ _MODULES |= {name: f"aiodaft.{name}" for name in ("exceptions", "policies", "web
 __all__ = sorted([*_MODULES, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll] - it reads the stub
 
 
+# The words of other frameworks.
+_INSTEAD = {
+    "get": "`await ref`, or in a thread `ref.result()`",
+    "init": "`async with aiodaft.Runtime() as rt:`, or in a notebook `rt = await aiodaft.start()`",
+    "put": "`rt.put(value)`",
+    "remote": "`class W(aiodaft.Actor)` with `@aiodaft.method`, and `await rt.spawn(W)`",
+    "shutdown": "the end of `async with aiodaft.Runtime() as rt:`, or in a notebook `await aiodaft.stop()`",
+    "spawn": "`await rt.spawn(W)`",
+    "wait": "`await asyncio.wait(refs)`, or `await ref` for the value",
+}
+
+
 def __getattr__(name: str) -> Any:
     module = _MODULES.get(name)
     if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+        instead = f": use {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}", name=name)
     loaded = import_module(module)
     value = globals()[name] = loaded if module == f"aiodaft.{name}" else getattr(loaded, name)
     return value

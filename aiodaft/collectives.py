@@ -14,7 +14,7 @@ Cancellation of a result: as for any ref. The results of the other members are n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, Never, TypeAlias, TypeVar, cast
 
 from aiodaft._protocol.groups import collective
 from aiodaft._protocol.groups.collective import ALL_REDUCE, Cut
@@ -121,13 +121,14 @@ def all_gather(refs: Iterable[Ref[T]]) -> Refs[list[T]]:
     return Refs(members.carry_out(collective.all_gather(len(members.places)), "sum", "all_gather"))
 
 
-def gather(refs: Iterable[Ref[T]], *, root: int = 0) -> Ref[list[T]]:
+def gather(refs: Iterable[Ref[T]], *others: Never, root: int = 0) -> Ref[list[T]]:
     """Give one member the list of the values of all members. The values may be of different kinds.
 
     Raises:
+        TypeError: Refs were given one by one.
         ValueError: There are no refs, or no member has the rank `root`.
     """
-    members = _members(refs)
+    members = _members(refs, *others)
     count = len(members.places)
     return members.carry_out(collective.gather(count, _rank(root, count)), "sum", "gather")[0]
 
@@ -184,7 +185,12 @@ def _hand_out(ref: Ref[Any], to: Iterable[Any], cut: Cut, title: str) -> Refs[An
     )
 
 
-def _members(refs: Iterable[Ref[Any]]) -> Members:
+def _members(refs: Iterable[Ref[Any]], *others: Never) -> Members:
+    if others or isinstance(refs, Ref):
+        raise TypeError(
+            "a collective takes the refs of all members together, such as `group.all(...)` gives them; "
+            "`await asyncio.gather(*refs)` gives the values of refs"
+        )
     listed = list(refs)
     for ref in listed:
         if not isinstance(ref, Ref):

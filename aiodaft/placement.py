@@ -10,8 +10,10 @@ from types import TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
+    Final,
     Generic,
     Literal,
+    Never,
     NoReturn,
     ParamSpec,
     Protocol,
@@ -128,6 +130,7 @@ class Spawner(ABC):
         wait: float | None = None,
         name: str | None = None,
         lifetime: Literal["cluster"] | None = None,
+        **unknown: Never,
     ) -> Placement:
         """Say where the next actors go.
 
@@ -163,6 +166,9 @@ class Spawner(ABC):
                 combined with `with_`.
         """
         scope, given = self._spawning()
+        for option in unknown:
+            known = ", ".join(_OPTIONS)
+            raise TypeError(f"on() has no option {option!r}{_instead_of(option)}; its options are {known}")
         if restart is not None:
             check_alone(Restart(restart) if isinstance(restart, str) else restart)
         check_max_queue(max_queue, "on")
@@ -454,6 +460,23 @@ def _check_beside(constraints: Constraints) -> None:
             raise ValueError(f"{name} cannot be combined with with_: the process of {actor!r} has its place")
 
 
+# The options of `on`, without `self` and unknown ones; and their names elsewhere.
+_OPTIONS: Final = list(inspect.signature(Spawner.on).parameters)[1:-1]
+_ELSEWHERE: Final = {
+    "num_cpus": "rt.on(cpus=...)",
+    "num_gpus": "rt.on(gpus=...)",
+    "max_restarts": "rt.on(restart=aiodaft.Restart(...))",
+    "max_concurrency": "@aiodaft.method(concurrency=...)",
+    "max_pending_calls": "rt.on(max_queue=...)",
+    "runtime_env": "Runtime(env=...), and `await rt.ship(path)` for code",
+}
+
+
+def _instead_of(option: str) -> str:
+    here = _ELSEWHERE.get(option) or (f"rt.on({option}=...)" if option in _OPTIONS else "")
+    return here and f": use `{here}`"
+
+
 def _check_single(constraints: Constraints) -> None:
     if isinstance(constraints.beside, Group):
         raise ValueError(f"one actor goes beside one actor: give a member, with_=group[0], not {constraints.beside!r}")
@@ -494,7 +517,8 @@ def _check_class(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{cls.__name__}{signature}: {error}") from None
+            wrong = next((name for name in kwargs if name not in signature.parameters), "")
+            raise TypeError(f"{cls.__name__}{signature}: {error}{_instead_of(wrong)}") from None
     if plain and not issubclass(cls, Actor):
         raise TypeError(f"{cls.__name__} is not an Actor: derive it from aiodaft.Actor, or use rt.{plain}(...)")
     return cls

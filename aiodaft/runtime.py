@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import astuple
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, get_origin, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Self, TypeVar, cast, get_origin, overload
 
 from aiodaft._protocol.connections.address import parse_address
 from aiodaft._protocol.coordination.records import check_name as check_actor_name
@@ -62,6 +62,16 @@ __all__ = ["Runtime", "has_uvloop"]
 
 T = TypeVar("T")
 ActorT = TypeVar("ActorT", bound=Actor)
+# The words of other frameworks.
+_INSTEAD: Final = {
+    "actors": "`(await rt.overview()).actors`",
+    "close": "`await rt.aclose()`, or `async with`",
+    "get": "`await ref`",
+    "map": "`async for result in group.map(Worker.method, items)`",
+    "shutdown": "`await rt.aclose()`, or `async with`",
+    "submit": "`actor.method(x)`, or of a group `group.any(Worker.method, x)`",
+    "wait": "`await asyncio.wait(refs)`",
+}
 
 
 class Runtime(Scope):
@@ -144,7 +154,7 @@ class Runtime(Scope):
     ) -> None:
         _check_options(max_pending, stop_grace, cancel_grace, unhandled)
         self._address_given = bool(address)
-        address = address or os.environ.get("AIODAFT_ADDRESS")
+        address = address or _address_of_environment()
         asked = transport or os.environ.get("AIODAFT_TRANSPORT")
         env = env or Env()
         machine = Machine(env, cpus, gpus, resources, share_gpus=share_gpus)
@@ -224,6 +234,12 @@ class Runtime(Scope):
         """
         if not self._controller.is_closed:
             await self.__aexit__(None, None, None)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            instead = f": use {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     # Values and names.
 
@@ -424,6 +440,16 @@ def _cluster_at(address: str, key_file: str | os.PathLike[str] | None, env: Env)
     from aiodaft._runtime.connections.network import TcpNetwork  # noqa: PLC0415 - as above
 
     return str(parse_address(address)), TcpNetwork(load_identity(key_file))
+
+
+def _address_of_environment() -> str | None:
+    """Raises ValueError for a variable with a typo, with which the program would run on this machine alone."""
+    for name in os.environ:
+        if name.upper().startswith(("AIODA", "DAFT")) and any(part in name.upper() for part in ("ADD", "ADR", "DDR")):
+            if name == "AIODAFT_ADDRESS":
+                return os.environ[name] or None
+            raise ValueError(f"${name} is no variable of aiodaft: set $AIODAFT_ADDRESS instead, or unset it")
+    return None
 
 
 @contextmanager

@@ -188,7 +188,6 @@ async def test_wrong_arguments_fail_at_the_call_and_nothing_is_sent(
         (lambda rt: rt.spawn(len), TypeError, r"^spawning takes a class"),
         (lambda rt: rt.group(0, Echo), ValueError, r"positive number of members, not 0"),
         (lambda rt: rt.group(2.5, Echo), ValueError, r"positive number of members, not 2.5"),
-        (lambda rt: rt.on(gpu=1), TypeError, r"unexpected keyword argument 'gpu'"),
     ],
 )
 async def test_a_wrong_spawn_fails_at_its_own_line(
@@ -237,7 +236,7 @@ async def test_a_class_that_cannot_be_pickled_fails_the_spawn_and_gives_back_its
         async def use(self) -> bool:
             return lock.locked()
 
-    with pytest.raises(aiodaft.SerializationError, match=r"^the class of Locked cannot travel.*lock"):
+    with pytest.raises(aiodaft.SerializationError, match=r"^the variable lock of .*Locked.use of Locked cannot travel"):
         await mrt.spawn(Locked)
     with pytest.raises(aiodaft.SerializationError, match=r"^args\[0\] of Trainer cannot travel"):
         await mrt.on(gpus=1).spawn(Trainer, lock)  # type: ignore[arg-type]  # the mistake under test
@@ -348,3 +347,57 @@ async def test_a_runtime_that_ends_while_an_actor_is_made_takes_it_along(tmp_pat
     assert not is_alive(pid)
     with pytest.raises(aiodaft.RuntimeClosed):
         await making
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("get", r"`await ref`, or in a thread `ref.result\(\)`"),
+        ("put", r"`rt.put\(value\)`"),
+        ("wait", r"`await asyncio.wait\(refs\)`"),
+        ("init", r"`async with aiodaft.Runtime\(\) as rt:`"),
+        ("remote", r"`class W\(aiodaft.Actor\)` with `@aiodaft.method`"),
+        ("nothing", "$"),
+    ],
+)
+async def test_a_name_of_another_framework_says_what_it_is_called_here(name: str, word: str) -> None:
+    with pytest.raises(AttributeError, match=f"^module 'aiodaft' has no attribute '{name}'(: use )?{word}"):
+        getattr(aiodaft, name)
+
+
+@pytest.mark.parametrize(
+    ("guess", "error", "reason"),
+    [
+        (lambda rt: rt.submit, AttributeError, r"no attribute 'submit': use `actor.method\(x\)`, or of a group"),
+        (lambda rt: rt.map, AttributeError, r"no attribute 'map': use `async for result in group.map\("),
+        (lambda rt: rt.actors, AttributeError, r"no attribute 'actors': use `\(await rt.overview\(\)\).actors`"),
+        (lambda rt: rt.close, AttributeError, r"no attribute 'close': use `await rt.aclose\(\)`"),
+        (lambda rt: rt.sunmit, AttributeError, "^'Runtime' object has no attribute 'sunmit'$"),
+        (lambda rt: rt.on(num_gpus=1), TypeError, r"^on\(\) has no option 'num_gpus': use `rt.on\(gpus=...\)`; its "),
+        (lambda rt: rt.on(gpu=1), TypeError, r"^on\(\) has no option 'gpu'; its options are cpus, gpus, .*, lifetime$"),
+        (lambda rt: rt.spawn(Echo, name="a"), TypeError, r"^Echo.* argument 'name': use `rt.on\(name=...\)`$"),
+        (lambda rt: rt.group(2, Echo, num_gpus=1), TypeError, r"argument 'num_gpus': use `rt.on\(gpus=...\)`$"),
+        (lambda rt: rt.spawn(Echo, nonsense=1), TypeError, "argument 'nonsense'$"),
+        (lambda rt: aiodaft.gather(rt.put(1), rt.put(2)), TypeError, r"^a collective takes .*`await asyncio.gather\("),
+        (lambda rt: aiodaft.all_reduce(rt.put(1)), TypeError, "^a collective takes the refs of all members together"),
+    ],
+)
+async def test_a_first_guess_names_the_right_word(
+    mrt: aiodaft.Runtime, guess: Callable[[Any], object], error: type[Exception], reason: str
+) -> None:
+    with pytest.raises(error, match=reason):
+        guess(mrt)
+
+
+@pytest.mark.parametrize(
+    "name", ["AIODAFT_ADRESS", "AIODAFT_ADDR", "DAFT_ADDRESS", "AIODAF_ADDRESS", "aiodaft_address"]
+)
+async def test_an_address_in_a_variable_with_a_typo_is_no_reason_to_run_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "tcp://10.0.0.1:7777")
+    with pytest.raises(ValueError, match=rf"^\${name} is no variable of aiodaft: set \$AIODAFT_ADDRESS instead"):
+        aiodaft.Runtime()
+    monkeypatch.delenv(name)
+    monkeypatch.setenv("AIODAFT_ADDRESS", "")
+    aiodaft.Runtime()

@@ -116,10 +116,9 @@ def _recorded(thing: Thing, earlier: _Record | None) -> _Record | None:
     survey = _surveyed(thing)
     if survey is None or changes > _MOST_CHANGES:
         return None
-    # Slow to import, and few calls need them.
-    from hashlib import blake2b  # noqa: PLC0415
+    from hashlib import blake2b  # noqa: PLC0415 - slow to import, and few calls need it
 
-    from aiodaft._runtime.serialization.code_pickler import pickle_code  # noqa: PLC0415
+    from aiodaft._runtime.serialization.code_pickler import pickle_code  # noqa: PLC0415 - the same
 
     source = pickle_code(thing)
     if len(source) > INLINE_LIMIT:

@@ -419,7 +419,13 @@ def _check_function(fn: Any) -> bool:
             f"{fn.__qualname__} cannot be a remote method: Python asks the handle itself for such names; take the "
             "decorator away, or call the method by another name"
         )
-    return _runs_on_thread(fn)
+    on_thread, inner = _runs_on_thread(fn), inspect.unwrap(fn)
+    if on_thread and (inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner)):
+        raise TypeError(
+            f"{fn.__qualname__} is `async def` under a decorator that makes a plain function of it, and so is over "
+            "before its body runs: write the decorator's wrapper as `async def`, with `return await ...`"
+        )
+    return on_thread
 
 
 def _is_generator(fn: Any) -> bool:

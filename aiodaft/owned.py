@@ -220,6 +220,9 @@ class Owned:
 
         Cancellation: as in `stop_handles`.
         """
+        if self.controller.is_closed:
+            # The runtime has stopped them; or this is a forked child, to which they do not belong.
+            return
         errors = _InnerErrors(self.controller, self.errors)
         errors.closing = True
         for handle in handles:

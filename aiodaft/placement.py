@@ -512,6 +512,11 @@ def _check_class(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain:
                 f"{cls.__name__} has {enter} and no {leave}: an actor is left when it is stopped; "
                 f"add `{define} {leave}(self, *error)`"
             )
+        if hasattr(cls, leave) and not hasattr(cls, enter):
+            raise TypeError(
+                f"{cls.__name__} has {leave} and no {enter}: an actor is entered before its first call, or not left; "
+                f"add `{define} {enter}(self)`, which returns self"
+            )
     signature = signature_of(cls)
     if signature is not None:
         try:

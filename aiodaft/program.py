@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 from aiodaft._runtime.platform.fork_hooks import leave_signals, no_more, when_forked
 from aiodaft._runtime.platform.linux import fill_standard_streams
-from aiodaft.runtime import Runtime, has_uvloop
+from aiodaft.runtime import Runtime, check_asyncio_runs, has_uvloop
 
 __all__ = ["run", "start", "stop"]
 
@@ -33,9 +33,11 @@ async def start(**options: Any) -> Runtime:
         options: The options of `Runtime`. `unhandled` is "log" by default.
 
     Raises:
-        RuntimeError: The open runtime was started with other options, or on a loop in another thread.
+        RuntimeError: The open runtime was started with other options, or on a loop in another thread; or no event loop
+            of asyncio runs here.
     """
     global _started, _options
+    check_asyncio_runs()
     runtime = _started
     if runtime is not None and runtime._opened.is_stranded:
         runtime._opened.abandon()

@@ -200,10 +200,7 @@ class Runtime(Scope):
         return cast("Controller", self._controller)
 
     async def __aenter__(self) -> Self:
-        if asyncio._get_running_loop() is None:
-            raise RuntimeError(
-                "no event loop of asyncio runs here: use `aiodaft.run(main())` or `asyncio.run(main())`, not trio"
-            )
+        check_asyncio_runs()
         await super().__aenter__()
         controller = self._opened
         with _telling_whose_address(self._address_given):
@@ -471,6 +468,14 @@ def _check_options(max_pending: object, stop_grace: object, cancel_grace: object
             raise ValueError(f"{name}={value!r}: a number that is not negative is needed")
     if unhandled not in {"raise", "log"}:
         raise ValueError(f'unhandled={unhandled!r} is neither "raise" nor "log"')
+
+
+def check_asyncio_runs() -> None:
+    """Raise RuntimeError where no event loop of asyncio runs."""
+    if asyncio._get_running_loop() is None:
+        raise RuntimeError(
+            "no event loop of asyncio runs here: use `aiodaft.run(main())` or `asyncio.run(main())`, not trio"
+        )
 
 
 def has_uvloop() -> bool:

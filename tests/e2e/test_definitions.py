@@ -226,7 +226,9 @@ async def test_a_global_that_cannot_travel_is_named(runtime: aiodaft.Runtime, mo
             with GATE:  # type: ignore[name-defined]  # noqa: F821 - set above
                 pass
 
-    with pytest.raises(aiodaft.SerializationError, match=r"the global GATE, which .*Guarded\.work uses"):
+    with pytest.raises(
+        aiodaft.SerializationError, match=r"the global GATE that .*work uses, in the class.work of Guarded"
+    ):
         await runtime.spawn(Guarded)
 
 

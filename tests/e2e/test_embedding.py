@@ -62,6 +62,15 @@ async def test_starting_again_gives_the_runtime_that_is_open(stopped: None) -> N
     assert await echo.echo("goes on") == "goes on"
 
 
+def test_starting_under_another_framework_leaves_the_runtime_that_is_open() -> None:
+    with asyncio.Runner() as runner:
+        rt = runner.run(aiodaft.start(preload=()))
+        with pytest.raises(RuntimeError, match="no event loop of asyncio runs here"):
+            aiodaft.start().send(None)
+        assert runner.run(aiodaft.start()) is rt
+        runner.run(aiodaft.stop())
+
+
 async def test_signals_that_the_program_handles_come_while_a_runtime_is_started_and_after(stopped: None) -> None:
     loop, came = asyncio.get_running_loop(), asyncio.Event()
     await aiodaft.start(preload=())

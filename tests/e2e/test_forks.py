@@ -42,7 +42,8 @@ async def test_h118_a_forked_child_is_refused_whatever_it_tries_and_the_parent_g
     await known
     await kept.ready()
     stream = forker.nothing()
-    async with rt.scope() as scope, aiodaft.compile(lambda x: echo.echo(x)) as graph:
+    block = rt.spawn(Echo)
+    async with block, rt.scope() as scope, aiodaft.compile(lambda x: echo.echo(x)) as graph:
         found = in_a_child({
             "call": lambda: echo.echo(1),
             "call of this process": lambda: rt.nodes(),
@@ -67,10 +68,11 @@ async def test_h118_a_forked_child_is_refused_whatever_it_tries_and_the_parent_g
             "known value": lambda: known,
             "cancel": pending.cancel,
             "leave": scope.__aexit__,
+            "leave a block": lambda: block.__aexit__(None, None, None),
             "close": rt.aclose,
         })
         assert found["known value"] == "gives 'known'"
-        assert found["close"] == "gives None"
+        assert found["close"] == found["leave a block"] == "gives None"
         assert await graph(2) == 2
     await stream.aclose()
     assert len(await kept) == 1_000_000

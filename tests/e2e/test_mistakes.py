@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import gc
 import importlib
 import os
@@ -121,6 +122,20 @@ def _decorated(name: str) -> dict[str, Any]:
     return {name: aiodaft.method(function)}
 
 
+def _under_a_plain_decorator() -> Any:
+    async def wrapped(self: object) -> None: ...
+
+    return aiodaft.method(functools.wraps(wrapped)(lambda *args: wrapped(*args)))
+
+
+async def test_half_a_context_manager_is_refused(mrt: aiodaft.Runtime) -> None:
+    halves = ("__aenter__", "__aexit__"), ("__enter__", "__exit__")
+    for half, other in (*halves, *(one[::-1] for one in halves)):
+        cls = type("Half", (aiodaft.Actor,), {half: lambda self, *error: self})
+        with pytest.raises(TypeError, match=f"^Half has {half} and no {other}: an actor is .*; add `.*def {other}"):
+            await mrt.spawn(cls)
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -133,6 +148,7 @@ def _decorated(name: str) -> dict[str, Any]:
             r"^Later.__init__ cannot be `async def`: await in `async def __aenter__",
         ),
         (lambda: _decorated("__call__"), r"^__call__ cannot be a remote method: .* by another name"),
+        (lambda: _under_a_plain_decorator(), r"wrapped is `async def` under a decorator that makes a plain function"),
         (
             lambda: new_class("Wrong", (Echo,), {"gpu": 1}),
             r"^class Wrong\(gpu\): .*; an Actor has the options cpus, gpus",
@@ -236,7 +252,9 @@ async def test_a_class_that_cannot_be_pickled_fails_the_spawn_and_gives_back_its
         async def use(self) -> bool:
             return lock.locked()
 
-    with pytest.raises(aiodaft.SerializationError, match=r"^the variable lock of .*Locked.use of Locked cannot travel"):
+    with pytest.raises(
+        aiodaft.SerializationError, match=r"^the variable lock of .*, in the class.use of Locked cannot"
+    ):
         await mrt.spawn(Locked)
     with pytest.raises(aiodaft.SerializationError, match=r"^args\[0\] of Trainer cannot travel"):
         await mrt.on(gpus=1).spawn(Trainer, lock)  # type: ignore[arg-type]  # the mistake under test

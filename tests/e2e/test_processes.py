@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import gzip
 import os
 import signal
 import socket
@@ -43,10 +45,57 @@ class Orders(socket.socket):
             raise
 
 
+class Writer(aiodaft.Actor):
+    """Leaves to the end of its process what can be done there."""
+
+    @aiodaft.method
+    def open(self, folder: Path) -> None:
+        self.log = open(folder / "log", "w")  # noqa: SIM115 - stays open
+        self.packed = gzip.open(folder / "packed", "wt")  # noqa: SIM115 - the same
+        for file in (self.log, self.packed):
+            file.write("data")
+        atexit.register((folder / "report").write_text, "data")
+
+    @aiodaft.method
+    async def blocked(self) -> set[int]:
+        return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 async def gone(*pids: int) -> None:
     async with asyncio.timeout(5):
         while any(map(is_alive, pids)):
             await asyncio.sleep(0)
+
+
+async def test_a_stop_in_order_runs_atexit_and_writes_out_files(rt: aiodaft.Runtime, tmp_path: Path) -> None:
+    async with rt.spawn(Writer) as writer:
+        await writer.open(tmp_path)
+    assert (tmp_path / "log").read_text() == (tmp_path / "report").read_text() == "data"
+    with gzip.open(tmp_path / "packed", "rt") as packed:
+        assert packed.read() == "data"
+
+
+async def test_signals_of_a_batch_system_to_all_processes_end_no_actor(rt: aiodaft.Runtime) -> None:
+    writer = await rt.spawn(Writer)
+    pid = (await rt.info(writer)).pid
+    assert pid is not None
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(fork_server_of(rt), number)
+        os.kill(pid, number)
+    assert await writer.blocked() == set()
+    assert await (await rt.spawn(Writer)).blocked() == set()
+
+
+async def test_actors_block_no_signals_that_their_program_was_started_with() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        async with aiodaft.Runtime(preload=()) as rt, rt.spawn(Parent) as parent, rt.spawn(Writer) as writer:
+            assert await writer.blocked() == set()
+            orphan = await parent.start_in_background()
+            await rt.stop(parent)
+            await gone(orphan)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 async def test_spawns_that_are_cancelled_at_any_moment_leave_nothing(rt: aiodaft.Runtime) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from actors import Echo
 
+import aiodaft
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import Message
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
@@ -47,6 +48,14 @@ def stream(peer: Any) -> StreamState:
 
 def tell(peer: Any) -> TellState:
     return TellState("Log.note")
+
+
+def test_a_call_of_the_runtime_itself_fails_in_silence_where_a_process_ends(caplog: pytest.LogCaptureFixture) -> None:
+    for error in (aiodaft.RuntimeClosed("the node agent is gone"), aiodaft.ActorDied("it was stopped")):
+        TellState("Agent.give_back", own=True).on_error(error)
+    assert caplog.text == ""
+    TellState("Log.note").on_error(aiodaft.RuntimeClosed("the node agent is gone"))
+    assert "Log.note, called by tell(), failed" in caplog.text
 
 
 def argument_of(user: PendingCall, peer: Any) -> CallState:

@@ -29,7 +29,7 @@ from aiodaft._runtime.serialization.building import builder
 from aiodaft._runtime.serialization.errors import add_note, copy_error, unsent
 from aiodaft._runtime.serialization.pickling import home
 from aiodaft.actor import ActorFacts, Handle
-from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, OutcomeUnknown, PeerLost
+from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, OutcomeUnknown, PeerLost, RuntimeClosed
 from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref, RefFacts, Stream
 
@@ -499,7 +499,8 @@ class TellState:
 
     Args:
         label: What was called.
-        own: The runtime made it. Its loss is not reported: a process that is gone needs no message.
+        own: The runtime made it. Its loss is not reported: a process that is gone needs no message,
+            and one that ends sends none.
     """
 
     def __init__(self, label: str, *, own: bool = False) -> None:
@@ -525,7 +526,7 @@ class TellState:
 
     def on_error(self, error: BaseException) -> None:
         self._over(error)
-        if not (self._own and isinstance(error, OutcomeUnknown)):
+        if not (self._own and isinstance(error, OutcomeUnknown | RuntimeClosed)):
             log_error(f"{self.label}, called by tell(), failed", error)
 
     def on_lost(self, error: DaftError) -> None:

@@ -41,6 +41,7 @@ from aiodaft._runtime.node.orders import (
 from aiodaft._runtime.platform.capabilities import can_be_asked
 from aiodaft._runtime.platform.command_address import VISIT, open_board
 from aiodaft._runtime.platform.linux import (
+    FOR_PROGRAM,
     adopt_orphans,
     children,
     describe_status,
@@ -88,8 +89,10 @@ class ForkServer:
         adopt_orphans()
         self._wakeup.setblocking(False)
         self._wakeup_end.setblocking(False)
-        # SIGTERM is for the node, with which this process ends.
-        for number in (signal.SIGCHLD, signal.SIGTERM, VISIT):
+        # The program may have been started with signals blocked, as some batch systems do.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        # SIGTERM is for the node, with which this process ends, and what batch systems send to all for the program.
+        for number in (signal.SIGCHLD, signal.SIGTERM, *FOR_PROGRAM, VISIT):
             signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGCONT, lambda *_: self._continued())
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -35,8 +35,9 @@ from aiodaft._runtime.node.heartbeat import Heartbeat
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
+from aiodaft._runtime.platform.finishing import finish
 from aiodaft._runtime.platform.fork_hooks import leave_signals, when_forked
-from aiodaft._runtime.platform.linux import die_with_parent, kill_group
+from aiodaft._runtime.platform.linux import FOR_PROGRAM, die_with_parent, kill_group
 from aiodaft._runtime.process import opened
 from aiodaft._runtime.serialization.errors import encode_error
 from aiodaft._runtime.serialization.main_module import take_main
@@ -175,10 +176,11 @@ def _leave(lifeline: int, status: int) -> None:
 
 
 def _serve(packed: bytes, connection: int, heartbeat: int, leave: Callable[[int], object] = os._exit) -> int:
-    # Both are for the controller, which ends its actors: a terminal, Slurm and systemd send them to every process. Not
-    # SIG_IGN for SIGTERM, since the programs that an actor starts would inherit it.
+    # These are for the controller, which ends its actors: a terminal, Slurm and systemd send them to every process. Not
+    # SIG_IGN but for SIGINT, since the programs that an actor starts would inherit it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    for number in (signal.SIGTERM, *FOR_PROGRAM):
+        signal.signal(number, lambda *_: None)
     settings = WorkerSettings.unpacked(packed)
     send_records(settings.levels, _who)
     debug_at(settings.terminal)
@@ -201,11 +203,16 @@ def _serve(packed: bytes, connection: int, heartbeat: int, leave: Callable[[int]
         except (SystemExit, KeyboardInterrupt) as error:
             # Of a task or callback of an actor. The runner would cancel the calls first.
             _exit_as(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
         # The process does not wait for `def` methods and user threads.
+        threading.Thread(target=_leave_later, args=(leave, status), name="aiodaft exit", daemon=True).start()
+        finish()
         leave(status)
     return status
+
+
+def _leave_later(leave: Callable[[int], object], status: int) -> None:
+    time.sleep(_EXIT_GRACE)  # noqa: TID251 - a thread of its own
+    leave(status)
 
 
 def _exit_as(error: BaseException) -> NoReturn:

@@ -16,6 +16,8 @@ _STANDARD_ERROR: Final = 2
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
+# Batch systems send them to all processes of a job, for the program.
+FOR_PROGRAM: Final = (signal.SIGUSR1, signal.SIGUSR2)
 # Neither an exit code nor a signal.
 UNKNOWN: Final = (None, None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import dataclasses
+import inspect
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator
@@ -99,12 +100,14 @@ def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from ((f"{path}.{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value))
     elif isinstance(value, type):
-        yield from ((f"{path}.{name}", item) for name, item in vars(value).items() if not name.startswith("__"))
+        own = {name: item for name, item in vars(value).items() if not name.startswith("__")}
+        yield from ((f"{path}.{name}", getattr(item, "__wrapped__", item)) for name, item in own.items())
     elif isinstance(value, FunctionType):
-        there, cells = value.__globals__, zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        used = [name for name in globals_used(value.__code__) if name in there]
-        yield from ((f"the global {name}, which {value.__qualname__} uses,", there[name]) for name in used)
-        yield from ((f"the variable {name} of {value.__qualname__}", c.cell_contents) for name, c in cells)
+        there, name = value.__globals__, value.__qualname__
+        used = [each for each in globals_used(value.__code__) if each in there]
+        yield from ((f"the global {each} that {name} uses, in {path}", there[each]) for each in used)
+        variables = inspect.getclosurevars(value).nonlocals
+        yield from ((f"the variable {each} of {name}, in {path}", item) for each, item in variables.items())
     elif not _has_own_reduce(value):
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):

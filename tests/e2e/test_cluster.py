@@ -152,6 +152,16 @@ async def test_a_member_is_told_of_a_change_again_if_its_connection_breaks_meanw
     assert (await group[0].look()).epoch == group.epoch == 2
 
 
+async def test_runs_of_a_graph_work_again_after_a_connection_broke(rt: aiodaft.Runtime) -> None:
+    first, second = await rt.on(node="n1").spawn(Traveller), await rt.on(node="n2").spawn(Traveller)
+    async with aiodaft.compile(lambda x: second.increment(first.increment(x))) as graph:
+        assert await graph(1) == 3
+        break_connection(rt, (await rt.info(second)).process)
+        with pytest.raises(aiodaft.PeerLost):
+            await graph(1)
+        assert await graph(1) == 3
+
+
 async def test_large_values_go_between_nodes_and_to_and_from_the_controller(rt: aiodaft.Runtime) -> None:
     first, second = await rt.on(node="n1").spawn(Traveller), await rt.on(node="n2").spawn(Traveller)
     made, whole = second.make(1 << 20), bytes(range(256)) * 4096

@@ -13,7 +13,7 @@ from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.graphs.captured_call import Arguments, Opaque
 from aiodaft._runtime.graphs.context import GraphContext
-from aiodaft.exceptions import DaftError
+from aiodaft.exceptions import DaftError, PeerLost
 from aiodaft.methods import MethodSpec
 
 # The actor and the method of each step.
@@ -33,6 +33,7 @@ class Deployment:
         routes: The routes to the processes.
         run_routes: For each process the route to it, and what a RUN carries: the inputs that it needs, and the
             positions of its outputs among all.
+        is_cut: Whether a connection between its processes broke, so that the next run needs another deployment.
         followed: Its supervised actors, which may move, also those that only have steps of collectives beside them.
     """
 
@@ -60,14 +61,16 @@ class Deployment:
             (self.routes[process], plan.inputs, tuple(map(position, plan.outputs)))
             for process, plan in self.plans.items()
         ]
-        self._failed = False
+        self._failed = self.is_cut = False
         self._places = [(host, _place(host)) for host in dict.fromkeys(target.host for target, _ in specs)]
         self.followed = [host for host, _ in self._places if isinstance(host, FollowingTarget)]
 
     @property
     def is_stale(self) -> bool:
-        """Whether a supervised actor was restarted, so that the next run needs another deployment."""
-        return bool(self.followed) and (self._failed or any(_place(host) != place for host, place in self._places))
+        """Whether a supervised actor was restarted, or it is cut, so that the next run needs another deployment."""
+        if self.is_cut or not self.followed:
+            return self.is_cut
+        return self._failed or any(_place(host) != place for host, place in self._places)
 
     async def arrive(self) -> None:
         """Wait until its supervised actors are up, all at the same time.
@@ -96,6 +99,7 @@ class Deployment:
         failed = next((result for result in results if isinstance(result, BaseException)), None)
         if failed is not None:
             self._failed = True
+            self.is_cut = type(failed) is PeerLost
             raise failed
 
     async def _install(self, plan: SubPlan[Arguments]) -> None:

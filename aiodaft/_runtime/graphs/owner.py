@@ -37,7 +37,7 @@ from aiodaft._runtime.graphs.timing import size_of
 from aiodaft._runtime.platform.context import current_terms, sent_terms
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.serialization.tensors import kind_of
-from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed
+from aiodaft.exceptions import ActorDied, DaftError, PeerLost, RuntimeClosed
 from aiodaft.ref import Ref
 
 # How often the plans are sent: a supervised actor may die again meanwhile.
@@ -147,7 +147,8 @@ class GraphOwner:
         context, deployment, runs = self._context, self._deployment, self._runs
         if runs.closed:
             raise RuntimeClosed("the graph is closed")
-        if deployment.followed and runs.state is not GraphState.PREPARING and deployment.is_stale:
+        may_be_stale = deployment.followed or deployment.is_cut
+        if may_be_stale and runs.state is not GraphState.PREPARING and deployment.is_stale:
             self._preparing = self._prepare()
         run = self._next or self._make_run()
         self._next = None
@@ -316,6 +317,8 @@ class GraphOwner:
         run = self._runs.all.get(number)
         if run is not None and run.deployment is not None and not run.has_failed:
             run.has_failed = True
+            # Perhaps of two participants.
+            run.deployment.is_cut = run.deployment.is_cut or type(why) is PeerLost
             for remote in run.deployment.plans:
                 self._context.agent_of(remote).run_failed.tell(run.deployment.number, number, why)
 
@@ -333,6 +336,8 @@ class GraphOwner:
         """Fail the results that a lost process has not reported."""
         for target in self._deployment.followed:
             target.not_found(remote)
+        if remote in self._deployment.plans and type(error) is PeerLost:
+            self._deployment.is_cut = True
         for run, values in self._runs.lose(remote):
             self._fail_lost(run, values, error)
 

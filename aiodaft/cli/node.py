@@ -167,7 +167,8 @@ async def _serve(serving: Serving, join: str | None, coordinator: Callable[[], C
             _end_with(sys.stdin.fileno(), node)
         address = await node.open()
     except (DaftError, TransportError, OSError, ValueError, ImportError) as error:
-        raise Failed(str(error)) from error
+        nameless = join is not None and isinstance(error, OSError) and not error.filename and join not in str(error)
+        raise Failed(f"{join} cannot be joined: {error}" if nameless else str(error)) from error
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, node.end)

@@ -48,7 +48,8 @@ async def ssh(
         patience: Seconds that all nodes have to come up.
 
     Raises:
-        LaunchFailed: A node did not come up. What ssh and the node say is on standard error.
+        LaunchFailed: A node did not come up. It has the last lines that ssh and the node said on standard error, where
+            all of them are.
         KeyFileError: The key cannot be read.
         ValueError: There are no hosts, or one cannot name a node.
 
@@ -78,7 +79,8 @@ async def ssh(
                 ]
                 await asyncio.gather(*(other.address for other in others))
         except TimeoutError:
-            raise LaunchFailed(f"not all nodes came up within {patience:g} s") from None
+            late = "".join(node.said for node in nodes if node.address.cancelled() or not node.address.done())
+            raise LaunchFailed(f"not all nodes came up within {patience:g} s{late}") from None
         yield address
     finally:
         await see_through(tasks.start(_end(nodes), name="end"))

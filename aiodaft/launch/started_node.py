@@ -19,6 +19,9 @@ _READ_SIZE: Final = 64 << 10
 _MAX_LINE: Final = 4 << 10
 # Seconds that a node has to end.
 _PATIENCE: Final = 15.0
+# Lines on standard error that an error has; seconds that they may take to come when the command has ended.
+_LAST_LINES: Final = 5
+_LAST_WORDS: Final = 1.0
 
 
 class StartedNode:
@@ -34,6 +37,8 @@ class StartedNode:
         self.address.add_done_callback(lambda address: address.cancelled() or address.exception())
         self._name = name
         self._process = process
+        self._said = b""
+        self._relaying = tasks.create_task(self._relay(), name=f"errors of the node {name}")
         self._reading = tasks.create_task(self._read(), name=f"output of the node {name}")
 
     @classmethod
@@ -46,7 +51,8 @@ class StartedNode:
         Cancellation: raised when the command has ended.
         """
         # The pipe is closed when this process ends, however it does; by that the node ends.
-        starting = tasks.start(asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE), name=f"start {name}")
+        process_made = asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+        starting = tasks.start(process_made, name=f"start {name}")
         cancelled = await wait_through(starting)
         try:
             process = starting.result()
@@ -79,9 +85,25 @@ class StartedNode:
             sys.stdout.flush()
         status = await self._process.wait()
         if not self.address.done():
-            self.address.set_exception(
-                LaunchFailed(f"the node {self._name} did not come up: its command ended with status {status}")
-            )
+            # Another process may have the other end of the pipe.
+            await asyncio.wait([self._relaying], timeout=_LAST_WORDS)
+            why = f"its command ended with status {status}{self.said}"
+            self.address.set_exception(LaunchFailed(f"the node {self._name} did not come up: {why}"))
+
+    async def _relay(self) -> None:
+        """Pass on what ssh and the node say on standard error; until the node is up, it may be why that is not."""
+        assert self._process.stderr is not None
+        while data := await self._process.stderr.read(_READ_SIZE):
+            sys.stderr.write(data.decode(errors="replace"))
+            sys.stderr.flush()
+            if not self.address.done():
+                self._said = (self._said + data)[-_MAX_LINE:]
+
+    @property
+    def said(self) -> str:
+        """The last lines on standard error before the node was up, for errors."""
+        lines = self._said.decode(errors="replace").splitlines()[-_LAST_LINES:]
+        return "".join(f"\n  {line}" for line in lines)
 
     def _is_address(self, line: bytes) -> bool:
         if not self.address.done():
@@ -100,6 +122,7 @@ class StartedNode:
         try:
             async with asyncio.timeout(_PATIENCE):
                 await self._reading
+                await self._relaying
         except TimeoutError:
             # Kills it, and reads no more: another process may have the other end of the pipe.
             self._process._transport.close()  # type: ignore[attr-defined]  # the only way to close the pipe

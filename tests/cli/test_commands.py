@@ -121,6 +121,13 @@ def test_what_an_encoding_lacks_is_escaped(tmp_path: Path) -> None:
     assert ended.stdout.startswith(f"made {tmp_path}/\\u2603/project with ")
 
 
+def test_join_names_the_host_that_is_not_known(tmp_path: Path) -> None:
+    ran("key", "new", str(tmp_path / "key"))
+    ended = ran("join", "tcp://no.such.host.invalid:7777", "--key-file", str(tmp_path / "key"))
+    assert ended.exit_code == 1
+    assert "tcp://no.such.host.invalid:7777 cannot be joined: [Errno " in ended.stderr
+
+
 def test_a_key_is_made_with_one_document_on_standard_output(tmp_path: Path) -> None:
     ended = ran("key", "new", str(tmp_path / "key"), "--json")
     document = json.loads(ended.stdout)

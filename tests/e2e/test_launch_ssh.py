@@ -121,6 +121,16 @@ async def test_a_host_without_that_interpreter_is_named(key_file: Path, sshd: Ss
     await all_ended(sshd)
 
 
+async def test_an_error_has_what_ssh_said(key_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = "ssh: connect to host n1 port 22: No route to host"
+    for ending, status in (("exit 255", "ended with status 255"), ("cat >/dev/null", "not all nodes came up")):
+        command = ["sh", "-c", f"echo 'a banner\n{refused}' >&2; {ending}"]
+        with pytest.raises(aiodaft.LaunchFailed, match=f"{status}[^\n]*\n  a banner\n  {refused}$"):
+            async with launch.ssh(["n1"], key_file=key_file, command=command, patience=1):
+                pass
+        assert capsys.readouterr().err == f"a banner\n{refused}\n"
+
+
 async def test_a_command_that_is_missing_is_named(key_file: Path) -> None:
     with pytest.raises(aiodaft.LaunchFailed, match="the node n1: no-ssh cannot be started: No such file"):
         async with launch.ssh(["n1"], key_file=key_file, command=["no-ssh"]):

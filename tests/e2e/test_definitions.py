@@ -200,6 +200,28 @@ async def test_what_a_script_defines_travels_and_each_process_has_its_globals_on
     assert ((await run.communicate())[0].decode(), run.returncode) == ("", 0)
 
 
+async def test_structs_of_msgspec_travel_with_their_options(runtime: aiodaft.Runtime) -> None:
+    msgspec: Any = pytest.importorskip("msgspec")
+
+    class Order(msgspec.Struct, frozen=True, tag="order"):  # type: ignore[misc]
+        amount: int
+        notes: list[str] = msgspec.field(default_factory=list, name="remarks")
+
+        def size(self) -> int:
+            return self.amount
+
+    class Express(Order, frozen=True, kw_only=True, rename="camel"):  # type: ignore[call-arg,misc]
+        sent_by: str = "post"
+
+    taker = await runtime.spawn(Taker)
+    for order in (Order(3), Express(amount=3, sent_by="air")):
+        assert await taker.size(order) == 3
+        back = await taker.echo(order)
+        assert back == order
+        assert type(back) is type(order)
+        assert msgspec.json.decode(await taker.call(msgspec.json.encode, order), type=type(order)) == order
+
+
 async def test_an_attribute_of_a_class_that_comes_back_is_left_alone(runtime: aiodaft.Runtime) -> None:
     class Counting:
         sizes: ClassVar[list[int]] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dis
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, singledispatch
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType, new_class
 from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -74,6 +74,26 @@ def make_class(make: Callable[..., type], args: tuple[Any, ...]) -> type:
     if cls is not before:
         _attributes[cls] = Names(at_home=False)
     return cls
+
+
+def make_struct(
+    fields: tuple[dict[str, Any], dict[str, Any], dict[str, Any]],
+    meta: type,
+    name: str,
+    bases: tuple[type, ...],
+    own: dict[str, Any],
+    tracker: str,
+    _: object,
+) -> type:
+    """A class of msgspec, which has its fields from the beginning."""
+    import msgspec  # noqa: PLC0415 - optional package
+    from cloudpickle import cloudpickle  # noqa: PLC0415 - loaded by then
+
+    types, defaults, options = fields
+    given = {field: msgspec.field(**default) for field, default in defaults.items()}
+    cls = new_class(name, bases, {"metaclass": meta, **options}, lambda space: space.update(own, **types, **given))
+    found: type = cloudpickle._lookup_class_or_track(tracker, cls)
+    return found
 
 
 def fill_class(cls: type, filling: tuple[Place | None, Fill, Any, dict[str, int]]) -> None:

@@ -5,6 +5,7 @@ Import it where it is needed: cloudpickle is slow to import, and few calls need 
 
 from __future__ import annotations
 
+import inspect
 import io
 import sys
 from enum import Enum
@@ -26,6 +27,7 @@ from aiodaft._runtime.serialization.code import (
     make_cached,
     make_class,
     make_dispatcher,
+    make_struct,
     make_thing,
     module_with,
     same,
@@ -69,7 +71,8 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
         if isinstance(obj, ModuleType):
             return self._module(obj)
         if isinstance(obj, CodeType):
-            make, args = self.dispatch_table[CodeType](obj)
+            code: Any = self.dispatch_table[CodeType](obj)
+            make, args = code
             return make, tuple(obj.co_filename if _is_text(arg, "<dynamic-code>") else arg for arg in args)
         if type(obj) is cached_property:
             # Part of a class. In Python 3.11 it holds a lock, which cloudpickle refuses.
@@ -93,8 +96,10 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
         reduced: Any = super().reducer_override(cls)
         match reduced:
             case (make, args, state, None, None, fill):
+                if type(cls).__module__.startswith("msgspec"):
+                    make, args = make_struct, (_of_struct(cls), *args)
                 # Without slots, its instances could not go back to where it is from.
-                if (slots := vars(cls).get("__slots__")) and len(args) == _OF_CLASS:
+                elif (slots := vars(cls).get("__slots__")) and len(args) == _OF_CLASS:
                     args = *args[:3], {**args[3], "__slots__": slots}, *args[4:]
                 place, names = self._place(cls, cls.__qualname__), attributes_of(cls)
                 numbers = {name: names.number(name, value, self._mark) for name, value in state[0].items()}
@@ -106,7 +111,7 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
             own = {name: value for name, value in vars(function).items() if name not in _OFDISPATCHER}
             filling = dict(vars(function)["registry"]), own, {name: getattr(function, name) for name in _NAMES}
             return self._made(function, make_dispatcher, (function.__name__,), fill_dispatcher, filling)
-        reduced = super().reducer_override(function)
+        reduced: Any = super().reducer_override(function)
         if reduced is NotImplemented:
             return reduced
         make, (code, base, *args), (attributes, slots), *_, fill = reduced
@@ -165,6 +170,22 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
             number = script.number(name, self._mark)
             self._numbers[id(script), name] = number
         return number
+
+
+def _of_struct(cls: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The types and defaults of the fields of a msgspec.Struct, and the options of its class line."""
+    own, config = inspect.get_annotations(cls), cls.__struct_config__
+    fields, values = cls.__struct_fields__, cls.__struct_defaults__
+    defaults = {
+        name: {"default_factory": value.factory} if hasattr(value, "factory") else {"default": value}
+        for name, value in zip(fields[::-1], values[::-1], strict=False)
+        if name in own and value is not sys.modules["msgspec"].NODEFAULT
+    }
+    options = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
+    renamed = zip(fields, cls.__struct_encode_fields__, strict=True)
+    options["rename"] = {name: encoded for name, encoded in renamed if name in own}
+    options["kw_only"] = any(name in own for name in fields if name not in cls.__match_args__)
+    return {"__annotations__": own}, defaults, options
 
 
 def pickle_code(thing: Any) -> bytes:

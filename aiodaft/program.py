@@ -6,8 +6,9 @@ import asyncio
 import signal
 import socket
 import threading
-from collections.abc import Coroutine
-from typing import Any, Final, TypeVar
+from collections.abc import Coroutine, Generator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from aiodaft._runtime.platform.fork_hooks import leave_signals, no_more, when_forked
 from aiodaft._runtime.platform.linux import fill_standard_streams
@@ -24,7 +25,7 @@ _started: Runtime | None = None
 _options: dict[str, Any] = {}
 
 
-async def start(**options: Any) -> Runtime:
+def start(**options: Any) -> Coroutine[Any, Any, Runtime]:
     """Open a runtime that stays open between the cells of a notebook, or return the open one.
 
     An error that no code has seen is logged when it happens. It cancels no cell, and `stop` does not raise it.
@@ -36,6 +37,37 @@ async def start(**options: Any) -> Runtime:
         RuntimeError: The open runtime was started with other options, or on a loop in another thread; or no event loop
             of asyncio runs here.
     """
+    return _Starting(_start(options))
+
+
+class _Starting(Coroutine[Any, Any, Runtime]):
+    """The coroutine of `start`, which says so where it is used as a runtime."""
+
+    def __init__(self, coro: Coroutine[Any, Any, Runtime]) -> None:
+        self._coro = coro
+
+    def send(self, value: Any, /) -> Any:
+        return self._coro.send(value)
+
+    def throw(self, error: Any, value: Any = None, traceback: TracebackType | None = None, /) -> Any:
+        return self._coro.throw(error, value, traceback)
+
+    def close(self) -> None:
+        self._coro.close()
+
+    def __await__(self) -> Generator[Any, Any, Runtime]:
+        return self._coro.__await__()
+
+    def __repr__(self) -> str:
+        return "<aiodaft.start(), not awaited yet: `rt = await aiodaft.start()`>"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"{self!r} has no attribute {name!r}")
+
+
+async def _start(options: dict[str, Any]) -> Runtime:
     global _started, _options
     check_asyncio_runs()
     runtime = _started

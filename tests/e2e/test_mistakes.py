@@ -419,3 +419,13 @@ async def test_an_address_in_a_variable_with_a_typo_is_no_reason_to_run_alone(
     monkeypatch.delenv(name)
     monkeypatch.setenv("AIODAFT_ADDRESS", "")
     aiodaft.Runtime()
+
+
+async def test_a_start_that_is_not_awaited_says_so() -> None:
+    starting: Any = aiodaft.start()
+    assert repr(starting) == "<aiodaft.start(), not awaited yet: `rt = await aiodaft.start()`>"
+    with pytest.raises(
+        AttributeError, match=r"not awaited yet: `rt = await aiodaft.start\(\)`> has no attribute 'spawn'$"
+    ):
+        starting.spawn(Echo)
+    starting.close()

@@ -137,9 +137,9 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
     def _repr_html_(self) -> str:
         return page("Ref", facts(_facts_of(self)))
 
-    async def value(self) -> T_co:
+    def value(self) -> Coroutine[Any, Any, T_co]:
         """Await the ref, as a coroutine for `TaskGroup.create_task(ref.value())`."""
-        return await self
+        return Awaiting(self)
 
     async def ready(self) -> None:
         """Wait until the call has ended; does not fetch the value.
@@ -285,6 +285,45 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
         __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _forgot_await
         __pow__ = __rpow__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _forgot_await
         __lt__ = __le__ = __gt__ = __ge__ = _forgot_await
+
+
+class Awaiting(Coroutine[Any, Any, T]):
+    """Awaits a ref. A task that is cancelled before its first step stops to wait for it, too."""
+
+    __slots__ = ("__weakref__", "coro", "ref")
+
+    def __init__(self, ref: Ref[T]) -> None:
+        self.ref: Ref[T] | None = ref
+        self.coro = _await(ref)
+
+    def __getattr__(self, name: str) -> Any:
+        # For `Task.get_stack`, `repr` and debuggers.
+        return getattr(self.coro, name)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        self.ref = None
+        return self.coro.__await__()
+
+    def send(self, value: Any, /) -> Any:
+        self.ref = None
+        return self.coro.send(value)
+
+    def throw(self, kind: Any, error: Any = None, traceback: Any = None, /) -> Any:
+        ref, self.ref = self.ref, None
+        if ref is not None and not ref.done():
+            self.coro.send(None)
+        try:
+            return self.coro.throw(kind if error is None else error)
+        finally:
+            # The error's frames lead here: they must not lead back to the error.
+            del kind, error, traceback
+
+    def close(self) -> None:
+        self.coro.close()
+
+
+async def _await(ref: Ref[T]) -> T:
+    return await ref
 
 
 @dataclass(frozen=True, slots=True)

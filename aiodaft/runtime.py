@@ -119,6 +119,9 @@ class Runtime(Scope):
         logs: What becomes of the output and the log records of actors, or just a folder for a file per actor.
         telemetry: Makes calls spans of OpenTelemetry: a function that sets up a tracer provider, or where it is, such
             as "package.module:function". It is called here and in each process of actors, unless that has one.
+        seed: Makes the random numbers of actors repeatable: those of Python, numpy and torch, if these are loaded when
+            an actor is made, then follow from it, the actor's name and its epoch. Actors draw different ones, also
+            without it.
         env: Clock, randomness and ids, for simulations.
 
     Raises:
@@ -150,9 +153,10 @@ class Runtime(Scope):
         codec: Literal["pickle", "msgpack"] = "pickle",
         logs: Logs | str | os.PathLike[str] | None = None,
         telemetry: Callable[[], object] | str | None = None,
+        seed: int | None = None,
         env: Env | None = None,
     ) -> None:
-        _check_options(max_pending, stop_grace, cancel_grace, unhandled)
+        _check_options(max_pending, stop_grace, cancel_grace, unhandled, seed)
         self._address_given = bool(address)
         address = address or _address_of_environment()
         asked = transport or os.environ.get("AIODAFT_TRANSPORT")
@@ -177,6 +181,7 @@ class Runtime(Scope):
                 stop_grace,
                 astuple(patience or Patience()),
                 telemetry=packed_setup(telemetry, codec),
+                seed=seed,
             ),
             node=NodeOptions(
                 has_fork_server() if fork is None else fork,
@@ -243,7 +248,7 @@ class Runtime(Scope):
     def put(self, value: T, *, transport: str | None = None) -> Ref[T]:
         """Return a ref of a value, to pass to many actors: the runtime encodes and moves the value once.
 
-        A helper thread copies a large value; do not write to it before `await ref.ready()`.
+        It is encoded and copied now: later changes of the value do not change what the actors get.
 
         Args:
             value: Any value that can be an argument of a call.
@@ -251,6 +256,7 @@ class Runtime(Scope):
 
         Raises:
             SerializationError: Part of the value cannot travel.
+            ResourceExhausted: There is no memory or descriptor for it.
             Unreachable: The transport does not work here; the message says why.
         """
         self._controller.check_running("a value cannot be put")
@@ -460,7 +466,9 @@ def _telling_whose_address(given: bool) -> Generator[None]:
         raise
 
 
-def _check_options(max_pending: object, stop_grace: object, cancel_grace: object, unhandled: object) -> None:
+def _check_options(
+    max_pending: object, stop_grace: object, cancel_grace: object, unhandled: object, seed: object
+) -> None:
     if not is_count(max_pending):
         raise ValueError(f"max_pending={max_pending!r}: a positive integer is needed")
     for name, value in {"stop_grace": stop_grace, "cancel_grace": cancel_grace}.items():
@@ -468,6 +476,8 @@ def _check_options(max_pending: object, stop_grace: object, cancel_grace: object
             raise ValueError(f"{name}={value!r}: a number that is not negative is needed")
     if unhandled not in {"raise", "log"}:
         raise ValueError(f'unhandled={unhandled!r} is neither "raise" nor "log"')
+    if seed is not None and not is_count(seed, 0):
+        raise ValueError(f"seed={seed!r}: an integer that is not negative is needed")
 
 
 def check_asyncio_runs() -> None:

@@ -112,6 +112,8 @@ class Agent(Actor):
         if origin is not None:
             check_origin(cls, origin, label, node_of(self._host.process.id))
         epoch = serving().attempt
+        if all(hosted < FIRST_USER_ACTOR for hosted in self._host.actors):
+            self._host.on_first(label, epoch)
         specs = {**specs_of(cls), TURN.name: TURN} if issubclass(cls, Actor) else {}
         find_spec = specs.get if issubclass(cls, Actor) else PlainMethods(cls, TURN).find
         hosted = HostedActor(self._host, incarnation(ActorId(actor), epoch), label, find_spec)

@@ -11,6 +11,7 @@ import itertools
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import astuple
@@ -28,6 +29,7 @@ from aiodaft.exceptions import RuntimeClosed
 from aiodaft_transport import Key
 
 PartT = TypeVar("PartT")
+ResultT = TypeVar("ResultT")
 
 PICKLE: Final = "pickle"
 MSGPACK: Final = "msgpack"
@@ -56,6 +58,7 @@ class ProcessOptions(NamedTuple):
         patience: The limits of the `Patience` with its actors.
         program: The controller on another machine that shows what this process prints and logs; "": its node does.
         telemetry: What sets up OpenTelemetry in a process; b"" for none. See `begin_telemetry`.
+        seed: From what the random numbers of actors follow; None for random ones.
     """
 
     id: PeerId
@@ -73,6 +76,7 @@ class ProcessOptions(NamedTuple):
     patience: Sequence[float | None] = astuple(Patience())
     program: PeerId = PeerId("")
     telemetry: bytes = b""
+    seed: int | None = None
 
 
 class Process:
@@ -138,6 +142,26 @@ class Process:
             else:
                 self.loop.call_soon_threadsafe(callback)
 
+    def on_loop(self, job: Callable[[], ResultT]) -> ResultT:
+        """Run a job on the loop, and block this thread until it is done: what the job reads does not change.
+
+        Raises:
+            RuntimeClosed: The loop is closed.
+            BaseException: What the job raises.
+        """
+        if self.is_here:
+            return job()
+        done: Future[ResultT] = Future()
+        try:
+            self.loop.call_soon_threadsafe(_settle, done, job)
+        except RuntimeError:
+            raise self.closing from None
+        try:
+            return done.result()
+        finally:
+            # An error refers to this frame: break the circle.
+            del done
+
     @property
     def closing(self) -> RuntimeClosed:
         """The error of what ends with the process."""
@@ -159,6 +183,13 @@ class Process:
     def find(self, kind: type[PartT]) -> PartT | None:
         """The same; None if there is none."""
         return cast("PartT | None", self._parts.get(kind))
+
+
+def _settle(done: Future[ResultT], job: Callable[[], ResultT]) -> None:
+    try:
+        done.set_result(job())
+    except BaseException as error:  # noqa: BLE001 - the waiting thread gets every error
+        done.set_exception(error)
 
 
 _context_process: ContextVar[Process | None] = ContextVar("aiodaft_process", default=None)

@@ -8,14 +8,45 @@ import secrets
 import socket
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any, Final, cast
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Mount
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from aiodaft._runtime.platform.tasks import TaskOwner, see_through
 from aiodaft.dashboard.feed import Feed
 from aiodaft.dashboard.site import make_site
+
+_MAX_STRANGERS: Final = 32
+
+
+class _Connection(H11Protocol):
+    """One of those that have not asked for anything under the secret address: of too many, the oldest is closed."""
+
+    def __init__(self, strangers: dict[_Connection, None], secret: str, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._strangers = strangers
+        self._secret = secret
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        self._strangers[self] = None
+        if len(self._strangers) > _MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.scope and self.scope["path"].startswith(f"/{self._secret}/"):
+            self._strangers.pop(self, None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._strangers.pop(self, None)
+        super().connection_lost(exc)
 
 
 class _Server(uvicorn.Server):
@@ -40,11 +71,12 @@ async def serving(feed: Feed, host: str, port: int, *, public: bool) -> AsyncGen
     _check_host(host, public=public)
     secret = secrets.token_urlsafe(16)
     hidden = Starlette(routes=[Mount(f"/{secret}", make_site(feed))])
-    server = _Server(
-        uvicorn.Config(
-            hidden, lifespan="off", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=1
-        )
+    config = uvicorn.Config(
+        hidden, lifespan="off", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=1
     )
+    strangers: dict[_Connection, None] = {}
+    config.http = cast("Any", partial(_Connection, strangers, secret))
+    server = _Server(config)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     tasks = TaskOwner("aiodaft dashboard")
     with socket.create_server((host, port), family=family) as listener:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Final
+from typing import Final, Protocol
 
 from aiodaft._protocol.numbers import is_count
 from aiodaft.exceptions import Overloaded
@@ -13,6 +13,8 @@ from aiodaft.exceptions import Overloaded
 _WEIGHT: Final = 1 / 16
 # Seconds: what a client is told at most.
 _LONGEST_WAIT: Final = 60
+# Seconds in which some of a body must come if others wait for the place.
+PATIENCE: Final = 1.0
 
 
 def admission_of(limit: int | None, queue: int) -> Admission | None:
@@ -29,8 +31,23 @@ def admission_of(limit: int | None, queue: int) -> Admission | None:
     return None if limit is None else Admission(limit, queue)
 
 
+class Holder(Protocol):
+    """A request that has a place."""
+
+    def stalled_for(self, now: float) -> float:
+        """Seconds for which its app has waited for its client to send more of the body; 0 if it does not."""
+        ...
+
+    def give_up(self) -> None:
+        """End it: its client has not sent its body."""
+        ...
+
+
 class Admission:
-    """Admits so many requests at a time, and lets so many others wait for their turn, in order."""
+    """Admits so many requests at a time, and lets so many others wait for their turn, in order.
+
+    While others wait, a request whose client sends nothing of its body for `PATIENCE` loses its place.
+    """
 
     def __init__(self, limit: int, queue: int) -> None:
         self._limit = limit
@@ -39,9 +56,12 @@ class Admission:
         # As a dict, because a request that is cancelled leaves from the middle.
         self._waiting: dict[asyncio.Future[None], None] = {}
         self._mean_duration = 0.0
+        # Those that have places, with the times since when.
+        self._holders: dict[Holder, float] = {}
+        self._looks = False
 
-    async def enter(self) -> float:
-        """Take a place, perhaps after a wait; returns what `leave` needs.
+    async def enter(self, holder: Holder) -> None:
+        """Take a place, perhaps after a wait.
 
         Raises:
             Overloaded: The queue is full.
@@ -51,11 +71,15 @@ class Admission:
         loop = asyncio.get_running_loop()
         if self._free:
             self._free -= 1
-            return loop.time()
+            self._holders[holder] = loop.time()
+            return
         if len(self._waiting) >= self._queue:
             raise Overloaded(f"{self._limit} requests are under way, and {self._queue} wait")
         turn = loop.create_future()
         self._waiting[turn] = None
+        if not self._looks:
+            self._looks = True
+            loop.call_later(PATIENCE, self._look)
         try:
             await turn
         except asyncio.CancelledError:
@@ -64,13 +88,21 @@ class Admission:
             else:
                 self._pass_on()
             raise
-        return loop.time()
+        self._holders[holder] = loop.time()
 
-    def leave(self, entered: float) -> None:
+    def leave(self, holder: Holder) -> None:
         """Give the place to the request that has waited longest."""
-        duration = asyncio.get_running_loop().time() - entered
+        duration = asyncio.get_running_loop().time() - self._holders.pop(holder)
         self._mean_duration += (duration - self._mean_duration) * _WEIGHT
         self._pass_on()
+
+    def _look(self) -> None:
+        self._looks = bool(self._waiting)
+        if self._looks:
+            loop = asyncio.get_running_loop()
+            for holder in [one for one in self._holders if one.stalled_for(loop.time()) >= PATIENCE]:
+                holder.give_up()
+            loop.call_later(PATIENCE / 4, self._look)
 
     def _pass_on(self) -> None:
         while self._waiting:

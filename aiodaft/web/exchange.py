@@ -21,11 +21,12 @@ class Exchange:
 
     Attributes:
         started: Whether the app has begun to answer.
+        given_up: Whether it was given up because its client has not sent its body.
     """
 
     __slots__ = (
-        "_cancelled", "_complete", "_disconnect", "_kept", "_listening", "_news", "_receive", "_receiving", "_requests",
-        "_send", "_task", "_waited_for", "_watcher", "started",
+        "_asked", "_body_came", "_cancelled", "_complete", "_disconnect", "_kept", "_listeners", "_news", "_receive",
+        "_receiving", "_requests", "_send", "_task", "_waited_for", "_watcher", "given_up", "started",
     )  # fmt: skip
     _news: asyncio.Event
 
@@ -33,11 +34,13 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._task = task
-        self.started = self._complete = self._cancelled = False
+        self.started = self._complete = self._cancelled = self._body_came = self.given_up = False
         # How many of the app's tasks wait for the server.
         self._receiving = 0
-        # How many tasks of the app, other than its first, wait for a message.
-        self._listening = 0
+        # The tasks of the app, other than its first, that wait for a message.
+        self._listeners: set[asyncio.Task[Any]] = set()
+        # Since when the app waits for more of the body.
+        self._asked: float | None = None
         # What the app's first task waited for when another one was told that the client has left.
         self._waited_for: asyncio.Future[Any] | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -69,14 +72,18 @@ class Exchange:
 
     async def receive(self) -> Any:
         """As the server's. May be called again after a cancellation."""
-        listens = asyncio.current_task() is not self._task
-        self._listening += listens
+        task = asyncio.current_task()
+        if task is not None and task is not self._task:
+            self._listeners.add(task)
+        if not self._body_came:
+            self._asked = asyncio.get_running_loop().time()
         try:
             while self._watcher is not None and self._kept is None:
                 self._news.clear()
                 await self._news.wait()
             if self._kept is not None:
                 message, self._kept = self._kept, None
+                self._body_came = not message.get("more_body", False)
                 return message
             if self._disconnect is not None:
                 return self._disconnect
@@ -89,9 +96,25 @@ class Exchange:
                 self._client_left(message)
                 # A cancellation of this task arrives here. For the message, frameworks raise an error, and log it.
                 await asyncio.sleep(0)
+            self._body_came = not message.get("more_body", False)
             return message
         finally:
-            self._listening -= listens
+            self._asked = None
+            self._listeners.discard(task)
+
+    # While others wait for its place.
+
+    def stalled_for(self, now: float) -> float:
+        """Seconds for which the app has waited for more of the body; 0 if it does not."""
+        return 0.0 if self._asked is None else now - self._asked
+
+    def give_up(self) -> None:
+        """End it as if the client had left, which has not sent its body."""
+        self.given_up = True
+        listeners = list(self._listeners)
+        self._client_left({"type": DISCONNECT})
+        for task in listeners:
+            task.cancel()
 
     # While the app does something else.
 
@@ -123,7 +146,7 @@ class Exchange:
 
     def _client_left(self, message: Any) -> None:
         self._disconnect = message
-        if self._listening:
+        if self._listeners:
             self._waited_for = self._task._fut_waiter  # type: ignore[attr-defined]  # of every task
             # To be looked at after a whole round.
             self._requests.discard(self)

@@ -139,15 +139,19 @@ class Ingress:
                 await self._admit(scope, exchange)
                 outcome = "answered"
             finally:
-                ended_for_client = exchange.end()
+                ended_for_client = exchange.end() or exchange.given_up
+            if exchange.given_up:
+                # An app that listens for the disconnect has ended by itself.
+                raise asyncio.CancelledError
         except asyncio.CancelledError:
             if not ended_for_client:
                 raise
             outcome = "left"
-            logger.debug("the client of %r left", scope["path"])
+            # nginx's status reaches nobody, but apps are to answer.
+            status, why = (408, "sent no body") if exchange.given_up else (499, "left")
+            logger.debug("the client of %r %s", scope["path"], why)
             if not exchange.started:
-                # nginx's status. It reaches nobody, but apps are to answer.
-                await answer(send, 499, "the client left")
+                await answer(send, status, f"the client {why}")
         except (Overloaded, DeadlineExceeded, OutcomeUnknown) as error:
             if exchange.started:
                 raise
@@ -182,10 +186,10 @@ class Ingress:
             return
         self._counts.waiting += 1
         try:
-            entered = await self._admission.enter()
+            await self._admission.enter(exchange)
         finally:
             self._counts.waiting -= 1
         try:
             await self._app(scope, exchange.receive, exchange.send)
         finally:
-            self._admission.leave(entered)
+            self._admission.leave(exchange)

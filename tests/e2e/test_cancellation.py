@@ -7,7 +7,7 @@ import asyncio
 import anyio
 import pytest
 from actors import Box, Echo, Log, Relay, Sleeper
-from cancelled import Blocking, Clinging, Subject
+from cancelled import Blocking, Boss, Clinging, Subject
 from inside import errors_kept_by, failed_refs_of, peer_of
 from leaks import is_alive
 from log_ear import listening
@@ -118,6 +118,41 @@ async def test_every_way_of_cancelling_reaches_the_remote_call(rt: aiodaft.Runti
     await routes[how]()
     history = await sleeper.history()
     assert history.count("sleep cleaned up") == history.count("sleep began") > 0
+
+
+async def test_a_task_that_is_cancelled_before_its_first_step_gives_up_the_call(rt: aiodaft.Runtime) -> None:
+    sleeper = await rt.spawn(Sleeper)
+    refs = [sleeper.sleep(60) for _ in range(3)]
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(ref.value()) for ref in (*refs, refs[2])]
+    with pytest.raises(ExceptionGroup):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(refs[0].value())
+            raise ZeroDivisionError
+    for task in tasks[:3]:
+        task.cancel()
+    await asyncio.wait(tasks[:3])
+    # The last one is awaited by another task, too.
+    assert [task.cancelled() for task in tasks[:3]] == [True, True, True]
+    assert [ref.cancelled() for ref in refs] == [True, True, False]
+    refs[2].cancel()
+    await asyncio.wait(tasks)
+
+
+async def test_a_call_that_is_cancelled_gives_up_the_calls_that_it_did_not_come_to_await(rt: aiodaft.Runtime) -> None:
+    sleeper, boss = await rt.spawn(Sleeper), await rt.spawn(Boss)
+    call = boss.fan_out(sleeper)
+    assert await sleeper.sleep(0, "last") == "last"
+    while "later began" not in await sleeper.history():
+        pass
+    call.cancel()
+    with pytest.raises(aiodaft.CallCancelled):
+        await call
+    while len(over := {event for event in await sleeper.history() if event.endswith("cleaned up")}) < 3:
+        pass
+    # Not what it keeps for later, had dropped before, or has begun in its cleanup.
+    assert over == {"first cleaned up", "second cleaned up", "last cleaned up"}
+    assert "goodbye began" in await sleeper.history()
 
 
 async def test_with_another_awaiter_the_call_goes_on(rt: aiodaft.Runtime) -> None:

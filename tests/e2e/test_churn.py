@@ -111,9 +111,10 @@ async def test_four_members_become_three_in_the_middle_of_a_sum_and_then_five(rt
 
 
 @pytest.mark.timeout(180)
-async def test_a_hundred_events_leave_all_members_with_the_same_state(rt: aiodaft.Runtime) -> None:
+@pytest.mark.parametrize("count", [30, pytest.param(100, marks=pytest.mark.soak)])
+async def test_many_events_leave_all_members_with_the_same_state(rt: aiodaft.Runtime, count: int) -> None:
     training = await begin(rt, 4, SMALL, seed=15)
-    for _ in range(100):
+    for _ in range(count):
         await training.churn()
 
 

@@ -67,7 +67,7 @@ async def test_a_runtime_chooses_how_its_actors_send(cluster: Cluster, transport
         assert await source.transports() == {transport or "shm"}
 
 
-@pytest.mark.parametrize("mib", [1, 40])
+@pytest.mark.parametrize("mib", [1, pytest.param(40, marks=pytest.mark.soak)])
 async def test_a_value_on_a_device_goes_to_another_node_through_memory_of_the_host(
     rt: aiodaft.Runtime, mib: int
 ) -> None:

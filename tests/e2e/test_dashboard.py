@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from fastapi import FastAPI
+from leaks import open_files
 from overseen import Source
 from web_server import serving
 
@@ -63,6 +66,24 @@ async def test_without_the_secret_part_of_the_address_nothing_is_there(log_only:
         assert len(root[3]) > 20
         for path in ("", "/", "/events", "/guess/", "/index.html", f"/{root[3][:-1]}/"):
             assert (await client.get(f"http://{root[2]}{path}")).status_code == 404
+
+
+async def test_strangers_that_do_not_know_the_secret_part_take_no_descriptors(log_only: aiodaft.Runtime) -> None:
+    loop = asyncio.get_running_loop()
+    async with dashboard.serve(log_only, period=0.05) as address, looking(address) as frames:
+        await anext(frames)
+        before, at = len(open_files()), urlsplit(address)
+        with ExitStack() as stack:
+            for _ in range(100):
+                sock = stack.enter_context(socket.socket())
+                sock.setblocking(False)
+                await loop.sock_connect(sock, (at.hostname, at.port))
+            async with httpx.AsyncClient() as client:
+                assert (await client.get(address)).status_code == 200
+            # Their own ends are open here, too.
+            assert len(open_files()) - before <= 100 + 40
+            # A page that is open stays so.
+            assert (await anext(frames))["actors"] == []
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "gateway.example"])

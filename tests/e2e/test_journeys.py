@@ -64,7 +64,7 @@ async def test_journey_1_hello_actor() -> None:
         async def greet(self, name: str) -> tuple[str, int]:
             return f"{self.greeting}, {name}", os.getpid()
 
-    async with aiodaft.Runtime(gpus=8) as rt:
+    async with aiodaft.Runtime(gpus=8, preload=()) as rt:
         greeter = await rt.spawn(Greeter, "hello")
         text, pid = await greeter.greet("world")
         assert text == "hello, world"
@@ -196,7 +196,7 @@ def make_fragile() -> type[Any]:
 
 @own_loop
 async def test_journey_6_an_error_that_no_code_will_see_ends_a_scope_at_once() -> None:
-    async with aiodaft.Runtime(gpus=8) as rt:
+    async with aiodaft.Runtime(gpus=8, preload=()) as rt:
         with pytest.raises(ExceptionGroup) as caught:
             async with rt.scope() as scope:
                 fragile = await scope.spawn(make_fragile())
@@ -216,7 +216,7 @@ async def test_journey_6_an_error_that_no_code_will_see_ends_a_scope_at_once() -
 async def test_journey_6_a_held_error_waits_for_its_awaiter_or_for_the_end_of_the_block() -> None:
     reached: list[str] = []
     with pytest.raises(ExceptionGroup) as caught:
-        async with aiodaft.Runtime(gpus=8) as rt:
+        async with aiodaft.Runtime(gpus=8, preload=()) as rt:
             fragile = await rt.spawn(make_fragile())
             awaited, forgotten = fragile.boom(), fragile.boom()
             await forgotten.ready()

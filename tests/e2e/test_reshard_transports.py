@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 import torch
 from sharded import Rank, State, assert_has, bits, bounds, in_place, loaded, tp, whole_tensors
-from transports import REPEATED, on_each_transport
+from transports import REPEATED
 
 import aiodaft
 from aiodaft import Layout, Refs, Sharding, reshard
@@ -45,7 +45,6 @@ def cut(whole: State, ranks: int, dim: int, **lengths: Sequence[int]) -> Layout:
     )
 
 
-@on_each_transport
 async def test_odd_layouts_and_odd_memory_move_between_ranks_that_share_processes(rt: aiodaft.Runtime) -> None:
     """Large and small tensors, in more parts than rows, in views of one storage, transposed, with every second row."""
     base = torch.arange(1.0, 600 * 160 + 1).view(600, 160)

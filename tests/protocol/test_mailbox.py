@@ -329,33 +329,7 @@ def test_a_caller_with_many_calls_does_not_starve_another() -> None:
     assert modest in taken
 
 
-# Holding and ending.
-
-
-def test_nothing_starts_while_a_result_is_captured() -> None:
-    mailbox: Mailbox[Call] = Mailbox()
-    ordered, loose = call(), call(ordered=False)
-    mailbox.hold()
-    mailbox.hold()
-    kept(mailbox, ordered, loose)
-    mailbox.unhold()
-    assert [*mailbox.startable()] == []
-    mailbox.unhold()
-    assert [*mailbox.startable()] == [ordered, loose]
-
-
-def test_what_the_first_does_when_it_starts_counts_for_those_behind_it() -> None:
-    mailbox: Mailbox[Call] = Mailbox()
-    first, second, third, loose = call(ready=False), call(), call(), call(ordered=False, ready=False)
-    kept(mailbox, first, second, loose)
-    first.stage = loose.stage = QUEUED
-    starting = mailbox.startable()
-    assert next(starting) is first
-    kept(mailbox, third)
-    mailbox.hold()
-    assert [*starting] == []
-    mailbox.unhold()
-    assert [*mailbox.startable()] == [second, third, loose]
+# Ending.
 
 
 def test_draining_takes_out_what_waits_and_was_not_withdrawn() -> None:
@@ -405,9 +379,6 @@ def test_a_call_waits_for_the_one_before_it_that_the_thread_has_not_taken_up() -
     started(mailbox, queued)
     kept(mailbox, behind)
     assert mailbox.ahead_of(behind, list) == mailbox.in_the_way(list) == [queued]
-    mailbox.hold()
-    assert mailbox.ahead_of(behind, list) == []
-    mailbox.unhold()
     queued.begun = True
     assert mailbox.ahead_of(behind, list) == []
 

@@ -55,7 +55,6 @@ class AnyHistory(RuleBasedStateMachine):
         super().__init__()
         self.mailbox: Mailbox[Call] = Mailbox()
         self.calls: list[Call] = []
-        self.held = 0
         # Started calls that the loop and the thread have not taken up; each takes them up in order.
         self.queues: dict[bool, deque[Call]] = {False: deque(), True: deque()}
         self.taken_up: list[Call] = []
@@ -65,7 +64,6 @@ class AnyHistory(RuleBasedStateMachine):
         assert not call.started, "started twice"
         assert call.stage is QUEUED
         assert call.stage is not WITHDRAWN
-        assert not self.held
         assert not call.rules.ordered or not [
             earlier for earlier in self.lane(call.caller) if earlier.number < call.number and earlier.waits
         ], "overtook"
@@ -143,18 +141,6 @@ class AnyHistory(RuleBasedStateMachine):
         self.running.remove(call)
         self.end(call)
 
-    @rule()
-    def hold(self) -> None:
-        self.mailbox.hold()
-        self.held += 1
-
-    @precondition(lambda self: self.held)
-    @rule()
-    def unhold(self) -> None:
-        self.mailbox.unhold()
-        self.held -= 1
-        self.look_again()
-
     @invariant()
     def calls_of_a_caller_are_taken_up_in_the_order_they_were_made(self) -> None:
         for caller in _CALLERS:
@@ -172,7 +158,7 @@ class AnyHistory(RuleBasedStateMachine):
         waiting = [call for call in self.calls if call.waits]
         assert self.mailbox.queued == len(waiting)
         for call in waiting:
-            assert self.held or self.reason(call), f"{call} was forgotten"
+            assert self.reason(call), f"{call} was forgotten"
 
     def under_way(self) -> Counter[str]:
         return Counter(call.rules.name for call in self.calls if call.started and not call.ended)
@@ -191,8 +177,6 @@ class AnyHistory(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whatever happened, every call has run, or was withdrawn, once nothing stands in the way."""
-        while self.held:
-            self.unhold()
         for call in self.calls:
             if call.stage is FETCHING:
                 call.stage = QUEUED

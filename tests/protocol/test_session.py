@@ -402,6 +402,25 @@ def test_one_call_may_exceed_the_byte_window_alone() -> None:
     assert sent(one) == [2]
 
 
+def test_a_small_call_without_order_passes_large_arguments_but_not_a_full_window() -> None:
+    one = greeted(window=4, max_pending=7)
+    prepare(one, 1)
+    submit(one, 2)
+    assert one.submit(CallId(3), "ping", call(3), ordered=False)
+    assert not one.submit(CallId(4), "large", call(4), 1 << 20, ordered=False)
+    assert sent(one) == [3]
+    one.provide(CallId(1), call(1), 10 * WINDOW_BYTES)
+    assert sent(one) == [1]
+    assert one.submit(CallId(5), "ping", call(5), ordered=False)
+    assert one.submit(CallId(6), "ping", call(6), ordered=False)
+    assert not one.submit(CallId(7), "ping", call(7), ordered=False)
+    with pytest.raises(Overloaded):
+        one.submit(CallId(8), "ping", call(8), ordered=False)
+    assert sent(one) == [5, 6]
+    one.settle(CallId(1))
+    assert sent(one) == [2]
+
+
 # Windows that bring no answer.
 
 

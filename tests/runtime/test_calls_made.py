@@ -46,8 +46,8 @@ from aiodaft.ref import Ref
 OWNER = PeerId("owner")
 ACTOR = FIRST_USER_ACTOR
 NEXT = incarnation(ACTOR, 1)
-# Takes longer to encode than the loop may be kept.
-LARGE = [0] * 60_000
+# Nothing can change it: the helper thread copies it.
+LARGE = bytes(2 << 20)
 
 
 class Place(NamedTuple):

@@ -36,7 +36,7 @@ class Bomb:
 
 def encoded(value: Any) -> tuple[Encoded, bytearray]:
     """A value and its only blob."""
-    found = encode(value, names=Names("a value"), patient=True)
+    found = encode(value, names=Names("a value"))
     blob = found.packed()
     assert blob is not None
     return found, bytearray(blob)

@@ -24,7 +24,7 @@ from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExce
 from aiodaft.ref import Ref
 
 # Takes longer to encode than the loop may be kept.
-LARGE = [0] * 60_000
+LARGE = bytes(2 << 20)
 
 
 class Word:

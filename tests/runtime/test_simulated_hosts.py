@@ -101,7 +101,7 @@ def test_a_partition_fails_calls_in_the_time_of_tcp_and_heals() -> None:
     play(scene)
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in range(1, 4))])
 def test_a_call_gets_its_argument_although_the_connection_that_brings_it_is_reset_while_it_is_made(part: int) -> None:
     """The host that sends the argument sees that; to the one that waits for it, its own connection is still to come."""
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from seeds import of_the_day
 from sim_channels import ChannelProgram, Impatient
 from sim_program import Program, failures, finds
 from sim_spawning import SpawningProgram
@@ -60,25 +61,24 @@ def test_schedules_are_collected_with_all_that_their_processes_held() -> None:
 
 
 # In parts of a second each, so that also a machine with much else to do finishes one within the limit.
-@pytest.mark.parametrize("part", range(12))
-def test_three_hundred_schedules_keep_every_promise(part: int) -> None:
-    assert failures(range(25 * part, 25 * (part + 1))) == {}
+@pytest.mark.parametrize("part", range(3))
+def test_schedules_of_the_day_keep_every_promise(part: int) -> None:
+    assert failures(of_the_day(20, 10_000, part)) == {}
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_a_hundred_schedules_keep_what_channels_promise(part: int) -> None:
-    assert failures(range(25 * part, 25 * (part + 1)), ChannelProgram) == {}
+def test_schedules_of_the_day_keep_what_channels_promise() -> None:
+    assert failures(of_the_day(20, 10_000), ChannelProgram) == {}
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_two_hundred_schedules_of_actors_that_spawn_leave_no_process_and_no_name(part: int) -> None:
-    assert failures(range(50 * part, 50 * (part + 1)), SpawningProgram) == {}
+@pytest.mark.parametrize("part", range(2))
+def test_schedules_of_the_day_of_actors_that_spawn_leave_no_process_and_no_name(part: int) -> None:
+    assert failures(of_the_day(20, 10_000, part), SpawningProgram) == {}
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(10))
-@pytest.mark.parametrize("program", [Program, ChannelProgram])
+@pytest.mark.parametrize("program", [Program, ChannelProgram, SpawningProgram])
 def test_ten_thousand_schedules_keep_every_promise(part: int, program: type[Program]) -> None:
     assert failures(range(1000 * part, 1000 * (part + 1)), program) == {}
 

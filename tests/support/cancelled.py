@@ -9,9 +9,25 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
-from actors import Box
+from actors import Box, Sleeper
 
 from aiodaft import Actor, method
+
+
+class Boss(Actor):
+    """Makes calls that it does not await."""
+
+    @method
+    async def fan_out(self, sleeper: Sleeper) -> None:
+        self.kept = sleeper.sleep(60, "kept")
+        sleeper.sleep(60, "dropped")
+        refs = [sleeper.sleep(60, name) for name in ("first", "second")]
+        sleeper.sleep(60, "later")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            sleeper.sleep(60, "goodbye")
+        await asyncio.gather(*refs)
 
 
 class Subject(Actor):

@@ -17,6 +17,7 @@ from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft._runtime.process import Process, ProcessOptions
 from aiodaft._runtime.serialization.errors import decode_failure
 from aiodaft_transport import Key
+from aiodaft_transport.memory.host_pool import Arena
 
 HERE, THERE, ELSEWHERE = PeerId("here"), PeerId("there"), PeerId("elsewhere")
 
@@ -53,8 +54,16 @@ class Bench:
         env = Env(thread=self._thread, timeouts=timeouts or Timeouts())
         options = ProcessOptions(name, "node", HERE, HERE, HERE, HERE, "none", False, grace, max_pending)
         self.process = Process(options, Key(bytes(32)), env)
-        # Small values need none.
-        transport: Any = SimpleNamespace(name="none", shared=True, close=lambda: None)
+        # What it grants leads nowhere.
+        pool = Arena(shared=False)
+        transport: Any = SimpleNamespace(
+            name="none",
+            shared=True,
+            allocate=pool.allocate,
+            adopt=lambda block: block,
+            grant=lambda block, route: block.nbytes,
+            close=pool.close,
+        )
         self.store = Store(self.process, lambda name: transport)
 
     def _thread(self, name: str, loop: asyncio.AbstractEventLoop) -> TurnedThread:

@@ -227,7 +227,7 @@ async def test_a_cancelled_fetch_frees_its_memory_only_after_the_last_piece() ->
 # Death.
 
 
-@pytest.mark.parametrize("ticks", [0, 1, 2, 5])
+@pytest.mark.parametrize("ticks", [2, *(pytest.param(ticks, marks=pytest.mark.soak) for ticks in (0, 1, 5))])
 async def test_a_producer_killed_in_the_middle_is_gone_at_once_and_others_go_on(ticks: int) -> None:
     shared = in_shared_memory()
     async with (

@@ -13,6 +13,20 @@ from aiodaft.testing import AutojumpLoop
 from aiodaft.web.admission import Admission, admission_of
 
 
+class Holder:
+    """A request that waits for its body since some time, if it does."""
+
+    def __init__(self, since: float | None = None) -> None:
+        self._since = since
+        self.given_up = asyncio.Event()
+
+    def stalled_for(self, now: float) -> float:
+        return 0.0 if self._since is None else now - self._since
+
+    def give_up(self) -> None:
+        self.given_up.set()
+
+
 class Requests:
     """Requests that stay until they are told to go."""
 
@@ -23,13 +37,14 @@ class Requests:
         self.under_way: list[str] = []
 
     async def _run(self, name: str) -> None:
-        entered = await self._admission.enter()
+        holder = Holder()
+        await self._admission.enter(holder)
         self.under_way.append(name)
         try:
             await self.ends[name].wait()
         finally:
             self.under_way.remove(name)
-            self._admission.leave(entered)
+            self._admission.leave(holder)
 
     async def come(self, *names: str) -> None:
         for name in names:
@@ -112,9 +127,10 @@ def test_clients_are_told_to_come_back_when_those_that_wait_have_begun() -> None
         admission = Admission(limit=2, queue=100)
         told = [admission.retry_after]
         for _ in range(100):
-            entered = await admission.enter()
+            holder = Holder()
+            await admission.enter(holder)
             await asyncio.sleep(3)
-            admission.leave(entered)
+            admission.leave(holder)
         requests = Requests(admission)
         await requests.come(*map(str, range(12)))
         told.append(admission.retry_after)
@@ -125,6 +141,25 @@ def test_clients_are_told_to_come_back_when_those_that_wait_have_begun() -> None
 
     # Ten that wait, for two places and three seconds each.
     assert run_at_once(main()) == [1, 15, 60]
+
+
+def test_a_request_whose_body_does_not_come_loses_its_place_if_another_waits() -> None:
+    async def main() -> list[int]:
+        loop, admission = asyncio.get_running_loop(), Admission(limit=2, queue=1)
+        stalled, busy = Holder(loop.time()), Holder()
+        await admission.enter(stalled)
+        await admission.enter(busy)
+        await asyncio.sleep(60)
+        given_up_alone = stalled.given_up.is_set()
+        waiting, began = loop.create_task(admission.enter(Holder())), loop.time()
+        await stalled.given_up.wait()
+        took = loop.time() - began
+        admission.leave(stalled)
+        await waiting
+        await asyncio.sleep(60)
+        return [given_up_alone, round(took), busy.given_up.is_set()]
+
+    assert run_at_once(main()) == [False, 1, False]
 
 
 def run_at_once(main: Coroutine[Any, Any, list[int]]) -> list[int]:

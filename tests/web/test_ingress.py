@@ -13,6 +13,7 @@ from asgi_server import FakeServer
 from starlette.applications import Starlette
 
 import aiodaft
+from aiodaft.testing import AutojumpLoop
 from aiodaft.testing.in_process import in_process
 from aiodaft.web import Ingress
 from aiodaft.web.counts import OUTCOMES, Counts, Outcome
@@ -316,6 +317,38 @@ async def test_overload_after_the_response_has_begun_is_an_error_of_the_app() ->
 
     with pytest.raises(aiodaft.Overloaded):
         await (await Request(handle).begin())
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_client_that_sends_no_body_holds_no_place_that_another_waits_for(listens: bool) -> None:
+    async def read(request: Request) -> None:
+        request.events.append("began")
+        while (await request.receive()).get("more_body", False):
+            pass
+
+    async def handle(request: Request) -> None:
+        if not listens or request.events:
+            await read(request)
+        else:
+            # As Quart does.
+            tasks = [asyncio.get_running_loop().create_task(one) for one in (read(request), request.work())]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            tasks[1].cancel()
+            await asyncio.wait(tasks)
+
+    async def main() -> None:
+        request = Request(handle, limit=1, queue=1)
+        request.server.put("http.request", body=b"x", more_body=True)
+        stalled = await request.begin()
+        other = FakeServer()
+        other.put("http.request", **GET)
+        await request.come(other)
+        await stalled
+        assert [message.get("status") for message in request.server.sent] == [408, None]
+        assert request.events == (["began", "began", "cancelled", "began"] if listens else ["began", "began"])
+
+    with asyncio.Runner(loop_factory=AutojumpLoop) as runner:
+        runner.run(main())
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,6 @@ class Mailbox(Generic[EntryT]):
         # The last started call of each caller.
         self._last: dict[PeerId, EntryT] = {}
         self._running: Counter[str] = Counter()
-        self._held = 0
         # An entry waits for a started call to begin: the hosted actor asks for `startable` when one begins.
         self.watching = False
 
@@ -88,7 +87,7 @@ class Mailbox(Generic[EntryT]):
             and rules.concurrency is None
             and entry.stage is QUEUED
             and entry.turn is None
-            and not (self._lanes or self._held or caller in self._last)
+            and not (self._lanes or caller in self._last)
         ):
             # `_may_start` and `_start` for the usual case: there is no call to wait for.
             self._last[caller] = entry
@@ -131,19 +130,11 @@ class Mailbox(Generic[EntryT]):
         # Without order, a call waits for others only if its method has a limit.
         return bool(self._lanes or (self._unordered and rules.concurrency is not None))
 
-    def hold(self) -> None:
-        """Start nothing until `unhold`: a result is being captured, and no call may change it meanwhile."""
-        self._held += 1
-
-    def unhold(self) -> None:
-        """The result is captured: calls may be `startable` now."""
-        self._held -= 1
-
     def startable(self) -> Iterator[EntryT]:
         """Take out the calls that may start now, after a call became ready, was withdrawn, or has begun.
 
-        The user of the iterator starts each call before it takes the next: the first line of the call may hold the
-        mailbox or make calls, and this affects the next ones.
+        The user of the iterator starts each call before it takes the next: the first line of the call may make
+        calls, and this affects the next ones.
         """
         self.watching = False
         for caller, lane in list(self._lanes.items()):
@@ -177,7 +168,7 @@ class Mailbox(Generic[EntryT]):
         lane = self._lanes.get(entry.caller) if rules.ordered else None
         if lane and lane[0] is not entry:
             return [lane[0]]
-        if entry.stage is not QUEUED or self._held:
+        if entry.stage is not QUEUED:
             return []
         if rules.concurrency is not None and self._running[rules.name] >= rules.concurrency:
             same = [other for other in running() if other.rules.name == rules.name]
@@ -209,7 +200,7 @@ class Mailbox(Generic[EntryT]):
 
     def _may_start(self, entry: EntryT) -> bool:
         rules = entry.rules
-        if entry.stage is not QUEUED or self._held or not (entry.turn is None or entry.turn.is_here):
+        if entry.stage is not QUEUED or not (entry.turn is None or entry.turn.is_here):
             return False
         if rules.concurrency is not None and self._running[rules.name] >= rules.concurrency:
             return False

@@ -8,7 +8,8 @@
 A call is sent when it has its message, the calls before it are sent, and the window has room: it limits the number of
 unanswered calls and the bytes of their arguments. So the sender alone bounds the memory of the callee. All calls in the
 window may wait for a call beyond it (such as one that opens a gate), so a window grows if no answer comes for some
-time. Other messages, such as runs of graphs, can line up behind the waiting calls (`line_up`).
+time. A small call without order passes those that wait for their message or for room for their bytes: it may be the one
+that looks after them. Other messages, such as runs of graphs, can line up behind the waiting calls (`line_up`).
 
 The runtime's own calls (of agents, the node, supervisors, channels) are outside of the window, so that an overloaded
 runtime can be inspected and stopped. They keep their order, and wait for earlier calls without a message: an actor that
@@ -26,6 +27,7 @@ from aiodaft._protocol.connections.codec import FrameDecoder, FrameEncoder
 from aiodaft._protocol.connections.messages import (
     CALL,
     HELLO,
+    INLINE_LIMIT,
     OLDEST_WIRE_VERSION,
     TELL,
     WIRE_VERSION,
@@ -152,7 +154,13 @@ class Session(Generic[CallT]):
         self.remote_pid = pid
 
     def submit(
-        self, call_id: CallId, call: CallT, message: Message | None, cost: int = 0, admitted: bool = False
+        self,
+        call_id: CallId,
+        call: CallT,
+        message: Message | None,
+        cost: int = 0,
+        admitted: bool = False,
+        ordered: bool = True,
     ) -> bool:
         """Send a call, or let it wait.
 
@@ -162,6 +170,7 @@ class Session(Generic[CallT]):
             message: The CALL, TELL or SEND; None until `provide`.
             cost: Bytes of arguments in it.
             admitted: The call was accepted before: do not refuse it.
+            ordered: Whether it stays behind earlier ones.
 
         Returns:
             Whether it was sent.
@@ -169,11 +178,9 @@ class Session(Generic[CallT]):
         Raises:
             Overloaded: Too many calls have no answer yet.
         """
-        if (
-            message is not None
-            and not self._waiting
-            and len(self.calls) < self._window
-            and not self._bytes + cost > self._window_bytes
+        if message is not None and (
+            (not self._waiting and len(self.calls) < self._window and not self._bytes + cost > self._window_bytes)
+            or (not ordered and self._passes(cost))
         ):
             self.calls[call_id] = call
             if cost:
@@ -198,6 +205,11 @@ class Session(Generic[CallT]):
         if not blocked:
             self._pump()
         return call_id not in self._waiting
+
+    def _passes(self, cost: int) -> bool:
+        """Whether a call without order is sent, although others wait or their arguments fill the window."""
+        unanswered = len(self.calls) - len(self._own)
+        return cost <= INLINE_LIMIT and unanswered - self.waiting < self._window and unanswered < self._max_pending
 
     def submit_own(self, call_id: CallId, call: CallT, message: Message | None) -> None:
         """Send a call of the runtime itself; the message is None until `provide`."""

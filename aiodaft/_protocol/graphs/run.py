@@ -96,7 +96,7 @@ RUN: Final[Mapping[RunState, Mapping[RunEvent, RunState]]] = {
         # Cancelled, or the graph is broken: no participant knows the run.
         RunEvent.ENDED: RunState.OVER,
     },
-    # The helper thread copies large inputs. The run keeps its place among the submitted calls.
+    # A helper thread or an accelerator copies inputs. The run keeps its place among the submitted calls.
     RunState.COPYING: {
         RunEvent.COPIED: RunState.WAITING,
         # The inputs cannot be freed before the copy ends.
@@ -117,7 +117,7 @@ RUN: Final[Mapping[RunState, Mapping[RunEvent, RunState]]] = {
 BEGUN: Final = {RunState.WAITING: RUN[RunState.WAITING][RunEvent.SENT]}
 _ENDED: Final = {state: RUN[state][RunEvent.ENDED] for state in (RunState.UNDER_WAY, RunState.CANCELLED)}
 
-# The helper thread reads the inputs.
+# A helper thread or an accelerator reads the inputs.
 BEING_COPIED: Final = frozenset({RunState.COPYING, RunState.ABANDONED})
 # The participants do not know the run.
 UNSENT: Final = frozenset({RunState.COPYING, RunState.WAITING})

@@ -28,12 +28,11 @@ from aiodaft._runtime.platform.eager_start import Starter
 from aiodaft._runtime.platform.tasks import run_through
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.decoder import decode_small
-from aiodaft._runtime.serialization.encoder import Names, is_plain
+from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error
 from aiodaft._runtime.serialization.small import Small, encode_small
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExceeded, LocalProtocolError, Overloaded
 from aiodaft.methods import MethodSpec
-from aiodaft.ref import unwrap
 
 logger = logging.getLogger("aiodaft")
 
@@ -98,6 +97,8 @@ class InboundCall(Life, Paced):
     awaited: dict[int, Awaited] = {}  # noqa: RUF012 - replaced, never changed
     # Between two steps of a graph: the segment whose values it waits for.
     waits_at: int | None = None
+    # The number of calls that this process had made when this one was cancelled.
+    interrupted = 0
     # Why it takes part in nothing with other members of its group any more.
     apart: DaftError | None = None
     _pullers: list[Callable[[Place], object]] | None = None
@@ -179,6 +180,8 @@ class Shared:
         self.suspect: Callable[[HostedActor], object] = lambda hosted: None
         # Called with a begun call that is cancelled, and why, or with one that has failed, and None.
         self.on_undone: Callable[[InboundCall, DaftError | None], object] = lambda call, why: None
+        # Called with the name and the epoch of the first actor of a program, before that is made.
+        self.on_first: Callable[[str, int], object] = lambda name, epoch: None
         # Called when a method raised SystemExit or KeyboardInterrupt.
         self.on_exit: Callable[[BaseException], object] = _refuse_exit
 
@@ -300,7 +303,7 @@ class HostedActor:
 
         SystemExit and KeyboardInterrupt end the process; every other error is the caller's. An `async def` method or a
         generator runs in the call's task. A `def` method runs on the actor's thread, where nothing in here waits and
-        the result is encoded before the next method can change it; the loop gives the answer. The steps of a graph are
+        which stands still until its result is encoded; the loop gives the answer. The steps of a graph are
         run by a method of their segment, which keeps their errors as values.
         """
         on_thread = call.rules.on_thread
@@ -323,12 +326,13 @@ class HostedActor:
             elif (small := encode_small((result,), by_name=True)) is not None:
                 answer, given = call.responder.answer_stored, small
             else:
-                stored = (
-                    self._store.keep_patiently(result, call.label, "result", call.spec.transport, small=False)
-                    if on_thread
-                    else await self.capture(result, call.label, "result", call.spec.transport, small=False)
-                )
-                answer, given = call.responder.answer_stored, stored
+                store = self._store
+                capture = store.capture_from_thread if on_thread else store.capture
+                answer = call.responder.answer_stored
+                given = capture(result, call.label, "result", call.spec.transport, small=False)
+                if not (given.packed or given.wholly_lent):
+                    # Nothing can change it.
+                    store.pack_here(given) if on_thread else await store.pack(given)
         except (SystemExit, KeyboardInterrupt) as error:
             answer, given = (lambda _, error: self._shared.on_exit(error)), error
         except BaseException as error:  # noqa: BLE001 - the caller gets every error of a method
@@ -344,7 +348,9 @@ class HostedActor:
         if not isinstance(items, AsyncGenerator):
             encode = None
             if not call.responder.is_local:
-                encode = partial(self._store.keep_patiently, label=call.label, what="item", via=call.spec.transport)
+                encode = partial(
+                    self._store.capture_from_thread, label=call.label, what="item", via=call.spec.transport
+                )
             items = in_steps(call, items, self.thread, self._pace, partial(self._shared.suspect, self), encode)
         await call.give_items(items, call.responder.item)
 
@@ -389,27 +395,6 @@ class HostedActor:
             args, call.kwargs = store.decode_now(received, values, received.refs, patient=patient)
         call.args = tuple(args)
 
-    async def capture(self, result: Any, label: str, what: str, via: str | None, *, small: bool = True) -> StoredValue:
-        """Encode a result or item, and copy it, unless it is borrowed, before other code of the actor can change it.
-
-        If other calls of the actor are under way, only a copy on the loop is safe.
-        """
-        store = self._store
-        value, lender = unwrap(result)
-        stored = await store.keep_anywhere(value, Names(label, ((what, value),)), via=via, lender=lender, small=small)
-        if stored.wholly_lent or store.pack_now(stored):
-            return stored
-        if len(self.running) > 1:
-            store.pack_here(stored)
-            return stored
-        self.mailbox.hold()
-        try:
-            await store.pack(stored)
-        finally:
-            self.mailbox.unhold()
-            self.look_again()
-        return stored
-
     # Ending.
 
     def cancel(self, call: InboundCall) -> None:
@@ -450,6 +435,7 @@ class HostedActor:
         """Cancel a call that has begun; withdraw any other, and return False."""
         waits = call.stage in WAITING
         if call.begun or not call.take():
+            call.interrupted = self._process.next_number()
             for task in (call.task, call.wait):
                 if task is not None:
                     task.cancel()

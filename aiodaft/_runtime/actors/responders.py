@@ -143,7 +143,7 @@ class RemoteResponder:
         if isinstance(value, StoredValue):
             stored = value
         else:
-            stored = await call.hosted.capture(value, call.label, "item", call.spec.transport)
+            stored = self._store.capture(value, call.label, "item", call.spec.transport)
         try:
             await self._store.make_ready(stored)
             if not call.answered and self._connection.lost is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Final, Protocol, TypeAlias
 
@@ -446,8 +446,6 @@ class Request:
 
     # Defaults live in the class: most calls do not set these.
     terms: Terms | None = None
-    # The caller's streams on accelerators, if the arguments could not be encoded at once.
-    streams: Sequence[Any] | None = None
     # The encoded arguments, until they are sent.
     stored: StoredValue | None = None
     # The call may be repeated: the code that sets this releases the encoded arguments.

@@ -23,7 +23,6 @@ from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import current_terms, sent_terms, under
 from aiodaft._runtime.serialization.encoder import Names, all_plain, are_plain_with_tuples
 from aiodaft._runtime.serialization.errors import needed_by, passed_on
-from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft._runtime.serialization.small import encode_small
 from aiodaft.exceptions import BorrowError, DaftError, Overloaded, ResourceExhausted, RuntimeClosed
 from aiodaft.methods import MethodSpec
@@ -97,7 +96,7 @@ class Outgoing:
             if short and not request.kwargs and all_plain(args):
                 message = (_SHORT[request.mode], request.number, target.actor, request.spec.name, args)
                 own = target.actor < FIRST_USER_ACTOR
-                connection.submit(request.number, state, message, 0, request.had_turn, own)
+                connection.submit(request.number, state, message, 0, request.had_turn, own, request.spec.rules.ordered)
             else:
                 self._submit_encoded(connection, request, short)
         except Overloaded as error:
@@ -148,10 +147,9 @@ class Outgoing:
                 self._submit_stored(connection, Request(target, spec, args, kwargs, number, mode, waits))
                 return True
             cost = len(fields) if fields.__class__ is bytes else 0
-            if state is not None:
-                connection.submit(number, state, (CALL, number, target.actor, spec.name, fields), cost)
-            else:
-                connection.submit(number, self._told(spec.label), (TELL, number, target.actor, spec.name, fields), cost)
+            kind, waits = (TELL, self._told(spec.label)) if state is None else (CALL, state)
+            message = (kind, number, target.actor, spec.name, fields)
+            connection.submit(number, waits, message, cost, False, False, spec.rules.ordered)
         except Overloaded as error:
             raise _refused(spec, target, error) from None
         return True
@@ -186,18 +184,14 @@ class Outgoing:
     def prepare(self, request: Request) -> bool:
         """Encode the arguments of a call that has to wait, so that it is made with what they are now.
 
-        What takes long is left for later. False if the call failed, because an argument has.
+        False if the call failed, because an argument has.
 
         Raises:
             SerializationError: An argument cannot travel.
         """
         if request.stored is not None or (not request.kwargs and all_plain(request.args)):
             return True
-        try:
-            stored = self._store.keep(*_value_of(request), resolve=True)
-        except TooLong:
-            self._note_streams(request)
-            return True
+        stored = self._store.keep(*_value_of(request), resolve=True)
         if not self._use_inputs(stored, request):
             return False
         request.stored = stored
@@ -238,7 +232,7 @@ class Outgoing:
                 else:
                     message = self._send(request, (payload, None, (), ()))
                 own = request.target.actor < FIRST_USER_ACTOR
-                connection.submit(number, state, message, len(payload), admitted, own)
+                connection.submit(number, state, message, len(payload), admitted, own, request.spec.rules.ordered)
                 return
         self._submit_stored(connection, request)
 
@@ -246,14 +240,7 @@ class Outgoing:
         number, state, stored, store = request.number, request.state, request.stored, self._store
         admitted, own = request.had_turn, request.target.actor < FIRST_USER_ACTOR
         if stored is None:
-            try:
-                stored = store.keep(*_value_of(request), resolve=True, small=request.again)
-            except TooLong:
-                self._note_streams(request)
-                connection.submit(number, state, None, 0, admitted, own)
-                coro = self._encode_then_send(connection, request)
-                self._process.tasks.create_task(coro, name=f"encode the arguments of {request.spec.label}")
-                return
+            stored = store.keep(*_value_of(request), resolve=True, small=request.again)
             if not self._use_inputs(stored, request):
                 return
             request.stored = stored
@@ -268,24 +255,6 @@ class Outgoing:
         else:
             connection.submit(number, state, None, 0, admitted, own)
             self._process.tasks.create_task(self._pack_then_send(connection, request, stored), name="copy arguments")
-
-    def _note_streams(self, request: Request) -> None:
-        if request.streams is None:
-            request.streams = self._store.current_streams()
-
-    async def _encode_then_send(self, connection: Connection, request: Request) -> None:
-        try:
-            value, names = _value_of(request)
-            stored = await self._store.keep_anywhere(value, names, resolve=True, streams=request.streams, small=False)
-        except Exception as error:  # noqa: BLE001 - the call fails with it
-            self._fail_unsent(connection, request, error)
-            return
-        # The connection may have ended meanwhile, and the call been made again over another one.
-        if request.stored is None and self._use_inputs(stored, request):
-            request.stored = stored
-            await self._pack_then_send(connection, request, stored)
-        else:
-            connection.withdraw(request.number)
 
     async def _pack_then_send(self, connection: Connection, request: Request, stored: StoredValue) -> None:
         try:
@@ -369,14 +338,13 @@ class Outgoing:
         if running is not None:
             label = request.spec.label
             raise RuntimeError(f"{label} was called on another event loop than the one its runtime was started on")
-        # A `def` method calls another actor: the loop does the sending, of small arguments as they are now.
+        # A `def` method calls another actor: the loop does the sending, of the arguments as they are now.
         if not all_plain(request.args) or request.kwargs:
             small = encode_small(request.args, request.kwargs, by_name=False)
             if small is not None:
                 request.stored = StoredValue.again(ReceivedValue(small[0], None, [], []))
-            elif request.target.remote != self._process.id and self._store.current_streams():
-                # What is on an accelerator is copied by the stream of this thread.
-                request.stored = self._store.keep(*_value_of(request), resolve=True, patient=True, small=False)
+            elif request.target.remote != self._process.id:
+                request.stored = self._keep_from_thread(request)
         context = current_call.get()
 
         def submit() -> None:
@@ -394,6 +362,17 @@ class Outgoing:
                 current_call.reset(token)
 
         self._process.call_soon(submit)
+
+    def _keep_from_thread(self, request: Request) -> StoredValue:
+        store = self._store
+
+        def keep() -> StoredValue:
+            stored = store.keep(*_value_of(request), resolve=True, small=False)
+            store.pack_now(stored)
+            return stored
+
+        # The loop may wait for a thread that is not an actor's.
+        return keep() if current_call.get() is None else store.on_loop(keep)
 
 
 def _encode_small(connection: Connection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes | None:

@@ -303,6 +303,7 @@ class Connection:
         cost: int = 0,
         admitted: bool = False,
         own: bool = False,
+        ordered: bool = True,
     ) -> None:
         """Send a call within the window, or one of the runtime's own; see `Session.submit` and `Session.submit_own`."""
         if own:
@@ -310,7 +311,7 @@ class Connection:
             self._sent_one()
             return
         try:
-            sent = self.session.submit(call_id, call, message, cost, admitted)
+            sent = self.session.submit(call_id, call, message, cost, admitted, ordered)
         except Overloaded:
             if message is not None:
                 self._on_dropped(self, message)

@@ -9,7 +9,8 @@
 connection calls `secure(sock, identity, session, server=True)`: the node hands it the socket and the session key.
 
 A connection is a stranger until it has proved the key. A stranger gets a challenge and costs a fixed number of bytes.
-Only so many may be under way: the oldest makes room, so that strangers take no place from a member.
+Only so many may be under way: one of the host that has most of them makes room, by lot. So a host of strangers takes no
+place from others, and a member beside it, however far away and however fast they come, gets in after a few attempts.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import asyncio
 import errno
 import logging
 import os
+import random
 import socket
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from aiodaft._protocol.connections.address import Address, is_wildcard
 from aiodaft._runtime.connections.authentication import Authenticated, configure, receive_message, resolve
@@ -33,7 +36,7 @@ from aiodaft_transport.handshake import HELLO_SIZE, NONCE_SIZE, Purpose, ServerH
 
 logger = logging.getLogger("aiodaft")
 
-MAX_STRANGERS: Final = 64
+MAX_STRANGERS: Final = 256
 # Seconds that a stranger gets for the whole handshake.
 DEADLINE: Final = 5.0
 _BACKLOG: Final = 128
@@ -42,6 +45,13 @@ _PASSING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EN
 _ACCEPT_PAUSE: Final = 0.1
 # Seconds between two lines of the log about strangers.
 _LOG_PAUSE: Final = 10.0
+
+
+class _Stranger(NamedTuple):
+    """The task that serves it, and the IP address that it has come from."""
+
+    task: asyncio.Task[tuple[Purpose, Authenticated]]
+    address: str
 
 
 class Listener:
@@ -53,6 +63,7 @@ class Listener:
         on_control: Called with each connection between two processes.
         on_data: Called with each connection between two transports.
         deadline: Seconds that a stranger gets.
+        places: How many strangers may be there.
     """
 
     def __init__(
@@ -63,15 +74,19 @@ class Listener:
         on_data: Callable[[Authenticated], object],
         *,
         deadline: float = DEADLINE,
+        places: int = MAX_STRANGERS,
     ) -> None:
         self._tasks = tasks
         self._identity = identity
         self._callbacks = {Purpose.CONTROL: on_control, Purpose.DATA: on_data}
         self._deadline = deadline
+        self._places = places
+        # Its own, which a program neither seeds nor foresees.
+        self._lots = random.Random()
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
-        # Connections that have not proved the key yet, oldest first, and the tasks that serve them.
-        self._strangers: dict[socket.socket, asyncio.Task[tuple[Purpose, Authenticated]]] = {}
+        # By their connections, which have not proved the key yet.
+        self._strangers: dict[socket.socket, _Stranger] = {}
         self._refused = 0
         self._next_line = 0.0
 
@@ -102,8 +117,8 @@ class Listener:
         """Stop listening, and drop strangers. Idempotent."""
         if self._accepting is not None:
             self._accepting.cancel()
-        for task in self._strangers.values():
-            task.cancel()
+        for stranger in self._strangers.values():
+            stranger.task.cancel()
 
     def abandon(self) -> None:
         """Close the sockets where no loop runs: in a forked child, which would keep the port in use."""
@@ -123,13 +138,20 @@ class Listener:
                 # The stranger waits in the queue of the kernel.
                 await asyncio.sleep(_ACCEPT_PAUSE)
                 continue
-            if len(self._strangers) >= MAX_STRANGERS:
-                oldest = next(iter(self._strangers))
-                # It is closed when its task has ended, also one that has not begun.
-                self._strangers.pop(oldest).cancel()
-                self._tell_of_refusal(str(address[0]), f"{MAX_STRANGERS} connections are in the handshake")
-            task = self._strangers[sock] = self._tasks.start(self._authenticate(sock), name="admit a connection")
-            task.add_done_callback(partial(self._judged, sock, str(address[0])))
+            if len(self._strangers) >= self._places:
+                self._make_room()
+            stranger = _Stranger(self._tasks.start(self._authenticate(sock), name="admit a connection"), address[0])
+            self._strangers[sock] = stranger
+            stranger.task.add_done_callback(partial(self._judged, sock, stranger.address))
+
+    def _make_room(self) -> None:
+        crowds = Counter(stranger.address for stranger in self._strangers.values())
+        largest = max(crowds.values())
+        sock = self._lots.choice([sock for sock, one in self._strangers.items() if crowds[one.address] == largest])
+        stranger = self._strangers.pop(sock)
+        # It is closed when its task has ended, also one that has not begun.
+        stranger.task.cancel()
+        self._tell_of_refusal(stranger.address, f"{self._places} connections are in the handshake")
 
     async def _authenticate(self, sock: socket.socket) -> tuple[Purpose, Authenticated]:
         loop, identity = asyncio.get_running_loop(), self._identity

@@ -19,15 +19,16 @@ from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Transfer
 from aiodaft._runtime.platform.eager_start import Deferred
-from aiodaft.ref import Ref
+from aiodaft.ref import Awaiting, Ref
 
 # Where awaitables have their frame, and what they await.
 _INSIDE: Final[dict[type, tuple[str, str]]] = {
     types.CoroutineType: ("cr_frame", "cr_await"),
     types.GeneratorType: ("gi_frame", "gi_yieldfrom"),
     types.AsyncGeneratorType: ("ag_frame", "ag_await"),
-    # It has no frame of its own.
+    # These have no frame of their own.
     Deferred: ("", "coro"),
+    Awaiting: ("", "coro"),
 }
 _ASYNC_GENERATOR_STEPS: Final = frozenset({"async_generator_asend", "async_generator_athrow", "coroutine_wrapper"})
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep

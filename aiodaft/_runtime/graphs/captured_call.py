@@ -53,7 +53,7 @@ class Arguments:
     ) -> list[Ref[Any]]:
         parts = [(spec.argument(index), arg) for index, arg in enumerate(args)]
         names, places = Names(spec.label, (*parts, *kwargs.items()), target.label), Places(home=target.caller.process)
-        encoded = encode([list(args), kwargs], names=names, places=places, resolve=True, patient=True)
+        encoded = encode([list(args), kwargs], names=names, places=places, resolve=True)
         self.payload, self.blob = encoded.payload, encoded.packed()
         self.refs = encoded.refs
         return encoded.slots

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -34,6 +34,7 @@ from aiodaft._runtime.graphs.deployment import Deployment, Specs
 from aiodaft._runtime.graphs.graph_value import GraphValue, item_of
 from aiodaft._runtime.graphs.owner_run import OwnerRun, ResultState
 from aiodaft._runtime.graphs.timing import size_of
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import current_terms, sent_terms
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.serialization.tensors import kind_of
@@ -154,14 +155,14 @@ class GraphOwner:
         self._next = None
         run.terms, run.lanes = current_terms.get(), self._lanes
         try:
-            long = run.take_inputs(args)
+            waits = run.take_inputs(args)
         except BaseException:
             run.release()
             raise
         if self._timed:
             self._note_inputs(run, args)
         order = context.outgoing.order
-        at_once = runs.enter(run, must_wait=bool(long or (order.lanes and order.holds_up(self._lanes))))
+        at_once = runs.enter(run, must_wait=bool(waits or (order.lanes and order.holds_up(self._lanes))))
         if at_once:
             # First, so that the participants work while this makes the refs.
             self._send(run)
@@ -176,9 +177,9 @@ class GraphOwner:
             self._next = self._make_run()
             return refs
         order.enter(run)
-        if long:
+        if waits:
             run.on(RunEvent.COPY)
-            copying = self._copy(run, long, context.objects.store.current_streams())
+            copying = self._copy(run, waits)
             context.process.tasks.create_task(copying, name="copy the inputs of a graph")
         else:
             self._pump()
@@ -211,10 +212,10 @@ class GraphOwner:
         count = len(self._deployment.results)
         return OwnerRun(self, tuple(itertools.islice(self._context.process.numbers, count)))
 
-    async def _copy(self, run: OwnerRun, long: list[tuple[int, Any]], streams: Sequence[Any]) -> None:
+    async def _copy(self, run: OwnerRun, inputs: list[StoredValue]) -> None:
         try:
-            for index, arg in long:
-                await run.copy_input(index, arg, streams)
+            for stored in inputs:
+                await self._context.objects.store.make_ready(stored)
         except Exception as error:  # noqa: BLE001 - the run fails with it
             if run.state is RunState.COPYING:
                 run.fail(error)

@@ -18,7 +18,6 @@ from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import Terms
 from aiodaft._runtime.serialization.encoder import Names, all_plain, is_plain
 from aiodaft._runtime.serialization.errors import copy_error, decode_failure
-from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft.exceptions import CallCancelled, DaftError
 from aiodaft.ref import Ref
 
@@ -96,36 +95,22 @@ class OwnerRun(OwnedRun):
 
     # Inputs.
 
-    def take_inputs(self, args: tuple[Any, ...]) -> list[tuple[int, Any]]:
-        """Encode the inputs. Returns the long ones with their positions, for the helper thread."""
+    def take_inputs(self, args: tuple[Any, ...]) -> list[StoredValue]:
+        """Encode the inputs. Returns those that a helper thread or an accelerator has to copy."""
         if all_plain(args):
             self.is_plain = True
             self.inputs = [*args]
             return []
-        long: list[tuple[int, Any]] = []
+        waits: list[StoredValue] = []
         for index, arg in enumerate(args):
             if is_plain(arg):
                 self.inputs.append(arg)
                 continue
-            try:
-                stored = self._graph.store.keep(arg, _names(index, arg), resolve=True)
-            except TooLong:
-                self.inputs.append(GraphValue())
-                long.append((index, arg))
-                continue
+            stored = self._graph.store.keep(arg, _names(index, arg), resolve=True)
             self.inputs.append(self._use(stored))
             if not (self._graph.store.pack_now(stored) and stored.ready):
-                long.append((index, arg))
-        return long
-
-    async def copy_input(self, index: int, arg: Any, streams: Sequence[Any]) -> None:
-        """Encode a long input, if that is not done, and copy it."""
-        value = self.inputs[index]
-        stored = value.stored if type(value) is GraphValue else None
-        if stored is None:
-            stored = await self._graph.store.keep_anywhere(arg, _names(index, arg), resolve=True, streams=streams)
-            self.inputs[index] = self._use(stored)
-        await self._graph.store.make_ready(stored)
+                waits.append(stored)
+        return waits
 
     def _use(self, stored: StoredValue) -> GraphValue:
         """An encoded input. Holds the refs inside it while the run is under way."""

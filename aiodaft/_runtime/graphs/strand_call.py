@@ -204,10 +204,10 @@ class StrandCall(InboundCall):
         """Encode a result and copy its buffers before the actor can change it."""
         store = self.strand.context.objects.store
         if self.rules.on_thread:
-            stored = store.keep_patiently(result, step.label, "result", step.transport)
+            stored = store.capture_from_thread(result, step.label, "result", step.transport)
             store.pack_here(stored)
         else:
-            stored = await self.hosted.capture(result, step.label, "result", step.transport)
+            stored = store.capture(result, step.label, "result", step.transport)
             await store.pack(stored)
         if step.timing is not None:
             step.timing.stored(stored)

@@ -19,7 +19,7 @@ from aiodaft._runtime.logs import own_bars
 from aiodaft._runtime.logs.entries import Entry, Life, Line, Source, log_record
 from aiodaft._runtime.logs.json_lines import JsonFormatter
 from aiodaft._runtime.logs.log_files import LogFiles, json_of
-from aiodaft._runtime.logs.recent import Recent, Said, Shown
+from aiodaft._runtime.logs.recent import Recent, Said
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft.logs import Logs
 
@@ -86,7 +86,8 @@ class Console:
             return
         if not isinstance(entry, Line) or entry.complete:
             self.recent.add(Said(source, entry))
-            self._write_file(source, entry)
+            if self._files is not None:
+                self._files.write(source, entry)
         if isinstance(entry, Line):
             self._take_line(source, entry)
             return
@@ -95,14 +96,6 @@ class Console:
             logger.warning(what, entry["dropped"], source.title)
         key = entry["name"], entry["levelno"], entry["text"], entry["exc_text"]
         self._merge(member_of(str(entry.get("actor"))) or source.member, 2, key, source, entry)
-
-    def _write_file(self, source: Source, entry: Shown) -> None:
-        if self._files is not None:
-            try:
-                self._files.write(source, entry)
-            except OSError as error:
-                self._files = None
-                log_error("the files with the logs of actors cannot be written any more", error)
 
     def _take_line(self, source: Source, line: Line) -> None:
         if self._json and not line.complete:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final, TextIO
+from io import FileIO
+from typing import Any, Final
 
 from aiodaft._runtime.logs.entries import Line, Source, log_record
 from aiodaft._runtime.logs.json_lines import JsonFormatter, json_line, json_time
+from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.private_file import private
+
+logger = logging.getLogger("aiodaft")
 
 # Files that are kept open. Others are opened for a line.
 _MAX_OPEN: Final = 64
@@ -44,17 +49,47 @@ class LogFiles:
         os.makedirs(self._folder, 0o700, exist_ok=True)
         self._json = json
         # Those that were written to last, at the end.
-        self._open: dict[str, TextIO] = {}
+        self._open: dict[str, FileIO] = {}
+        # Files of which the last line could not be written, or only in part; and how many lines are missing.
+        self._failing: set[str] = set()
+        self._torn: set[str] = set()
+        self._missing = 0
 
     def write(self, source: Source, entry: Line | Mapping[str, Any]) -> None:
-        """Add a complete line or a record. Raises OSError."""
+        """Add a complete line or a record. One that cannot be written is counted and left out."""
         if isinstance(entry, Line):
             text, name = self._line(source, entry), source.label
         else:
             record = log_record(entry, source)
             text, name = (_json if self._json else _text).format(record), str(record.__dict__["actor"])
             name = source.label if "+" in name else name
-        self._file(name if not source.owner else f"{name}@{source.owner}").write(f"{text}\n")
+        name = name if not source.owner else f"{name}@{source.owner}"
+        try:
+            self._append(name, f"{text}\n".encode("utf-8", "backslashreplace"))
+        except OSError as error:
+            if not self._failing:
+                log_error(
+                    "files with the logs of actors cannot be written; lines are left out until they can be", error
+                )
+            self._failing.add(name)
+            self._missing += 1
+        else:
+            self._failing.discard(name)
+            if self._missing and not self._failing:
+                self._tell_missing("can be written again")
+
+    def _append(self, name: str, line: bytes) -> None:
+        data = b"\n" + line if name in self._torn else line
+        if self._file(name).write(data) < len(data):
+            self._torn.add(name)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._torn.discard(name)
+
+    def _tell_missing(self, what: str) -> None:
+        logger.warning(
+            "the log files in %s %s; %d lines of actors are missing there", self._folder, what, self._missing
+        )
+        self._missing = 0
 
     def _line(self, source: Source, line: Line) -> str:
         if self._json:
@@ -63,20 +98,23 @@ class LogFiles:
         time = f"{at:%Y-%m-%d %H:%M:%S},{at.microsecond // 1000:03d}"
         return f"{time} pid={source.pid} {_STREAMS[line.stream]}: {line.text}"
 
-    def _file(self, actor: str) -> TextIO:
+    def _file(self, actor: str) -> FileIO:
         file = self._open.pop(actor, None)
         if file is None:
             while len(self._open) >= _MAX_OPEN:
                 self._open.pop(next(iter(self._open))).close()
             path = os.path.join(self._folder, file_name(actor))
-            file = open(path, "a", 1, "utf-8", "backslashreplace", opener=private)  # noqa: SIM115 - it stays open
+            # Without a buffer: a line that does not fit on a full disk must not wait in one.
+            file = FileIO(path, "a", opener=private)
         self._open[actor] = file
         return file
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files. Idempotent."""
         while self._open:
             self._open.popitem()[1].close()
+        if self._missing:
+            self._tell_missing("are closed")
 
 
 def file_name(actor: str) -> str:

@@ -32,6 +32,7 @@ from aiodaft._runtime.logs.sender import send_records
 from aiodaft._runtime.node.environment import WorkerSettings
 from aiodaft._runtime.node.fresh_worker import BY_KERNEL
 from aiodaft._runtime.node.heartbeat import Heartbeat
+from aiodaft._runtime.node.random_state import part_from_parent, repeat
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
@@ -73,6 +74,7 @@ class WorkerMain:
         peer.process.code = Code(settings.options.agent, tuple(settings.digests))
         peer.connections.explain = self._explain
         peer.host.on_exit = self._exit_requested
+        peer.host.on_first = self._seed
         peer.objects.on_unheld = self._report_unheld
         peer.caller.current_maker = current_call.get
         self._peer = peer
@@ -93,6 +95,13 @@ class WorkerMain:
 
     def _start_heartbeat(self, peer: Peer) -> None:
         Heartbeat(self._heartbeat, peer.host).start()
+
+    def _seed(self, label: str, epoch: int) -> None:
+        """Make the random numbers repeatable for the first actor of the process, and for what that spawns."""
+        process = self._peer.process
+        if process.options.seed is not None:
+            own = repeat(process.options.seed, label, epoch)
+            process.options = process.options._replace(seed=own)
 
     def _end(self, status: int) -> None:
         self._status = status
@@ -132,7 +141,7 @@ def run_forked(parent: int, packed: bytes, connection: int, out: int, err: int, 
         os.dup2(source, target)
         os.close(source)
     sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
-    _reseed()
+    part_from_parent()
     # The environment may name another time zone than the fork server's.
     time.tzset()
     _set_threads()
@@ -224,13 +233,6 @@ def _exit_as(error: BaseException) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code or 0)
-
-
-def _reseed() -> None:
-    """Reseed numpy: forked workers have the same state of its generator. Python reseeds its own."""
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and hasattr(numpy, "random"):
-        numpy.random.seed()
 
 
 def _begin_telemetry(peer: Peer) -> None:

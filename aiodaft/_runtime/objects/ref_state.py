@@ -77,6 +77,8 @@ class RefState(Value):
     # The numbers of calls when this call failed, and when its last `Ref` object was dropped.
     failed = 0
     dropped = 0
+    # Whether that was because the call that made this one was cancelled, maybe before it could await the ref.
+    _given_up = False
     # The refs among the arguments of its call.
     inputs: list[RefState] | None = None
     _label: str
@@ -228,12 +230,16 @@ class RefState(Value):
         # For most refs nothing is left to do: the value came with the answer, and no other process knows it.
         if self.status is not HERE or self.uses or self.shared or self.stored is not None or not self.own:
             self.dropped = self.process.next_number()
+            # Refs that a call holds when it is cancelled; 0 until then.
+            self._given_up = self.number < getattr(self.maker and self.maker(), "interrupted", 0)
             self.objects.drop_soon(self)
 
     def drop_handle(self) -> None:
         """The part of `handle_dropped` that runs on the loop."""
         self.handles -= 1
         if not self.handles:
+            if self._given_up and not self.settled:
+                self._end_unawaited()
             if self.error is not None:
                 self._judge_error()
             self.free_if_unheld()
@@ -424,6 +430,10 @@ class RefState(Value):
         """Remove a waiter. If it was the last one of a call under way, cancel the call and return True."""
         if self._waiters and wakeup in self._waiters:
             self._waiters.remove(wakeup)
+        return self._end_unawaited()
+
+    def _end_unawaited(self) -> bool:
+        """A task stops waiting, or will not begin to: cancel a call under way if it was the last, and return True."""
         if self.goes_on(waiters=bool(self._waiters)):
             return False
         # Code that stops waiting does not get the error, also if the call failed before.

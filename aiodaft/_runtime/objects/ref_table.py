@@ -17,7 +17,6 @@ from aiodaft._runtime.objects.ref_host import RefHost
 from aiodaft._runtime.objects.ref_state import RefState, state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.encoder import Names
-from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft.exceptions import DaftError, OwnerDied
 from aiodaft.ref import Ref
 
@@ -137,30 +136,24 @@ class RefTable:
     # Values of refs of this process.
 
     def put(self, value: Any, label: str, via: str | None = None) -> PutState:
-        """Make a ref of a value. A small one is encoded now, a large one by the helper thread.
+        """Make a ref of a value, as it is now.
 
         Raises:
             SerializationError: Part of it cannot travel.
         """
         state = PutState(self.objects, value, label)
-        streams: Sequence[Any] = ()
-        try:
-            state.stored = self._store.keep(value, _names(state, "value"), via=via)
-        except TooLong:
-            streams = self._store.current_streams()
-        if state.stored is not None and self._store.pack_now(state.stored):
+        stored = state.stored = self._store.keep(value, _names(state, "value"), via=via)
+        if not stored.is_inline:
+            self._puts.add(state)
+        if self._store.pack_now(stored):
             state.on_ready()
         else:
-            self._puts.add(state)
-            self.process.tasks.create_task(self._capture(state, via, streams), name="put")
+            self.process.tasks.create_task(self._pack(state, stored), name="put")
         return state
 
-    async def _capture(self, state: PutState, via: str | None, streams: Sequence[Any]) -> None:
-        store = self._store
+    async def _pack(self, state: PutState, stored: StoredValue) -> None:
         try:
-            if state.stored is None:
-                state.stored = await store.keep_anywhere(state.value, _names(state, "value"), via=via, streams=streams)
-            await store.pack(state.stored)
+            await self._store.pack(stored)
         except Exception as error:  # noqa: BLE001 - the code that uses the ref gets it
             state.on_error(error)
         else:
@@ -175,7 +168,7 @@ class RefTable:
         if state.stored is None and state.received is not None:
             state.stored = StoredValue.again(state.received)
         elif state.stored is None:
-            state.stored = self._store.keep(state.value, _names(state, "result"), patient=True)
+            state.stored = self._store.keep(state.value, _names(state, "result"))
             self._store.pack_now(state.stored)
         return state.stored
 

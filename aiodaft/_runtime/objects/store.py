@@ -21,7 +21,6 @@ from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.decoder import decode, decode_small, is_heavy, spec_of
 from aiodaft._runtime.serialization.encoded import Source
 from aiodaft._runtime.serialization.encoder import Names, encode
-from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft._runtime.serialization.small import NAMED, SMALL
 from aiodaft._runtime.serialization.tensors import Places, kind_in, kind_of, loaded_torch, memory_of, nowhere
 from aiodaft.ref import Borrowed, unwrap
@@ -142,10 +141,9 @@ class Store:
         via: str | None = None,
         lender: Borrowed[Any] | None = None,
         resolve: bool = False,
-        patient: bool = False,
         small: bool = True,
     ) -> StoredValue:
-        """Encode a value; see `serialization.encode`. Safe in any thread.
+        """Encode a value; see `serialization.encode`. `pack_now` comes next, in the same step of the loop.
 
         A `ReceivedValue` that is a moved tensor is kept as it came.
         """
@@ -162,7 +160,7 @@ class Store:
         # A transport that the user chose also moves values on accelerators.
         find_device = self._find_device if self._direct and via is None else nowhere
         places = Places(find_block, find_device, lend=lender is not None, home=self.process)
-        encoded = encode(value, names=names, places=places, resolve=resolve, patient=patient, small=small)
+        encoded = encode(value, names=names, places=places, resolve=resolve, small=small)
         stored = StoredValue(encoded, lender, via, self._devices if encoded.on_device else None, self.call_soon)
         stored.label = names.whole
         if not stored.is_inline:
@@ -179,30 +177,6 @@ class Store:
             return None
         return self.transport_named(name).block_at(view_at(source.address, source.nbytes, source.keep))
 
-    async def keep_anywhere(
-        self,
-        value: Any,
-        names: Names,
-        *,
-        via: str | None = None,
-        lender: Borrowed[Any] | None = None,
-        resolve: bool = False,
-        streams: Sequence[Any] | None = None,
-        small: bool = True,
-    ) -> StoredValue:
-        """Encode a value here if that is quick, else in the helper thread.
-
-        `streams`: the `current_streams` of the thread that passed the value, if it did so earlier.
-        """
-        keep = partial(self.keep, value, names, via=via, lender=lender, resolve=resolve)
-        try:
-            return keep(small=small)
-        except TooLong:
-            streams = self.current_streams() if streams is None else streams
-            return await self._helper_thread.run(
-                partial(self._run_in_order, streams, partial(keep, patient=True, small=False))
-            )
-
     def _run_in_order(self, streams: Sequence[Any], job: Callable[[], T]) -> T:
         if not streams:
             return job()
@@ -210,8 +184,8 @@ class Store:
             return job()
 
     def pack_now(self, stored: StoredValue) -> bool:
-        """Pack the part in host memory if that is quick; False if it is not."""
-        if not stored.packed and stored.encoded.nbytes > SYNC_COPY:
+        """Pack the part in host memory, now that nothing has changed it; False if nothing can and it is large."""
+        if not stored.packed and stored.encoded.nbytes > SYNC_COPY and stored.encoded.is_frozen:
             return False
         self.pack_here(stored)
         return True
@@ -225,7 +199,7 @@ class Store:
         return StoredValue.landed(received, block, self.transport, partial(self.carrier, None), root)
 
     async def pack(self, stored: StoredValue) -> None:
-        """Pack the part in host memory, in the helper thread if it is large."""
+        """Pack the part in host memory, in the helper thread if nothing can change it and it is large."""
         if not self.pack_now(stored):
             await self._helper_thread.run(lambda: self.pack_here(stored))
 
@@ -234,14 +208,23 @@ class Store:
         await self.pack(stored)
         await stored.wait_filled()
 
-    def keep_patiently(self, result: Any, label: str, what: str, via: str | None, *, small: bool = True) -> StoredValue:
-        """Encode a result or item, and pack what is not lent. May take long: not on the loop."""
+    def capture(self, result: Any, label: str, what: str, via: str | None, *, small: bool = True) -> StoredValue:
+        """Encode a result or item, and pack what can change and is not lent."""
         value, lender = unwrap(result)
-        names = Names(label, ((what, value),))
-        stored = self.keep(value, names, via=via, lender=lender, patient=True, small=small)
+        stored = self.keep(value, Names(label, ((what, value),)), via=via, lender=lender, small=small)
         if not stored.wholly_lent:
-            self.pack_here(stored)
+            self.pack_now(stored)
         return stored
+
+    def capture_from_thread(
+        self, result: Any, label: str, what: str, via: str | None, *, small: bool = True
+    ) -> StoredValue:
+        """The same of a `def` method, whose thread waits: code of the loop could change the result, too."""
+        return self.on_loop(partial(self.capture, result, label, what, via, small=small))
+
+    def on_loop(self, job: Callable[[], T]) -> T:
+        """Run a job on the loop, after the work of this thread's streams, and block this thread until it is done."""
+        return self.process.on_loop(partial(self._run_in_order, self.current_streams(), job))
 
     async def decode(
         self, received: ReceivedValue, slots: list[Any] | None = None, refs: list[Any] | None = None

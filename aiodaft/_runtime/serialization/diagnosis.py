@@ -13,7 +13,6 @@ from types import FunctionType
 from typing import Any, Final
 
 from aiodaft._runtime.serialization.code import globals_used
-from aiodaft._runtime.serialization.pickling import TooLong
 
 # The code of pickle and of the runtime.
 _INSIDE: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep, pickle.__file__, copyreg.__file__
@@ -82,8 +81,6 @@ def _is_inside(filename: str) -> bool:
 def _why(value: Any, attempt: Callable[[Any], object]) -> str:
     try:
         attempt(value)
-    except TooLong:
-        return ""
     except Exception as error:  # noqa: BLE001 - user code runs while pickling, and may raise anything
         return f"{str(error) or type(error).__name__} ({type(value).__module__}.{type(value).__qualname__})"
     return ""

@@ -25,7 +25,7 @@ def digest_of(code: bytes | memoryview) -> bytes:
 class Source:
     """One buffer of a value."""
 
-    __slots__ = ("address", "block", "device", "fill", "keep", "lent", "nbytes", "origin", "version")
+    __slots__ = ("address", "block", "device", "fill", "frozen", "keep", "lent", "nbytes", "origin", "version")
 
     def __init__(self, nbytes: int, address: int, keep: Any, device: int | None = None) -> None:
         self.nbytes = nbytes
@@ -40,6 +40,8 @@ class Source:
         self.version: Callable[[], int | None] | None = None
         # Gives the object that the buffer was made from, while it lives and was not written to.
         self.origin: Callable[[], Any] | None = None
+        # Nothing can change it: bytes, or memory of the encoder's own.
+        self.frozen = False
         # Set if other processes can read the memory in place.
         self.block: Pullable | None = None
         self.lent = False
@@ -104,6 +106,11 @@ class Encoded:
     def lent(self) -> bool:
         """Whether a buffer is read in place, so that its owner must not write to it."""
         return any(source.lent for source in self.sources)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether nothing can change the buffers that are packed."""
+        return all(source.frozen or source.device is not None or source.is_apart for source in self.sources)
 
     def write_to(self, address: int) -> None:
         """Pack the buffers into a blob at an address. May take long; lets other threads run."""

@@ -2,8 +2,8 @@
 
 Plain data becomes MessagePack that keeps types (a tuple stays a tuple); tensors become spans of memory; other objects
 are pickled (protocol 5, buffers out of band), by cloudpickle if pickle cannot: functions, classes of `__main__` and of
-notebooks. Beyond a budget of time `encode` raises `TooLong`. The caller then repeats it in a helper thread with
-`patient=True`, where large parts are encoded in pieces and other threads get the interpreter in between.
+notebooks. All of it is done at once, on the loop if the loop's code can change the value; a large part is written in
+pieces, so that the receiver can decode it in a helper thread that lets the loop run in between.
 
 Buffers may come over a connection on which others can change them. So a buffer that says which objects to build (a long
 skeleton or pickle) has its digest in the payload, which comes in a message.
@@ -25,7 +25,7 @@ from aiodaft._runtime.serialization.containers import FLAT, contains_ref, field_
 from aiodaft._runtime.serialization.diagnosis import advice_on, cause_of, find_path
 from aiodaft._runtime.serialization.encoded import Encoded, Source, digest_of
 from aiodaft._runtime.serialization.error_parts import parts_of_error
-from aiodaft._runtime.serialization.pickling import Owned, TooLong, pickle_into, yield_gil
+from aiodaft._runtime.serialization.pickling import Owned, TooLong, pickle_into
 from aiodaft._runtime.serialization.small import SmallEncoder, encode_small
 from aiodaft._runtime.serialization.tensors import Places, TensorTable, is_dense_tensor, whole_tensor
 from aiodaft.actor import Actor, Handle, target_of
@@ -47,7 +47,7 @@ _BUFFER_LIMIT: Final = 16 << 10
 _LONG_COPY: Final = 1 << 20
 # Refs that fit into a message.
 _MAX_REFS: Final = 1 << 16
-# Elements that one step may encode; about 2 ms.
+# More elements than this are not decoded on a loop; about 2 ms.
 _BUDGET: Final = 50_000
 CHUNK: Final = 10_000
 # Containers with more objects than this are pickled as a whole: one pickle costs less than many.
@@ -69,9 +69,9 @@ class Encoder(SmallEncoder):
 
     free = FLAT
 
-    def __init__(self, places: Places, *, resolve: bool, patient: bool) -> None:
+    def __init__(self, places: Places, *, resolve: bool, limit: int | None) -> None:
         self.resolve = resolve
-        self.patient = patient
+        self.limit = limit
         self.heavy = False
         self.sources: list[Source] = []
         self.slots: list[Any] = []
@@ -116,12 +116,16 @@ class Encoder(SmallEncoder):
 
     def add_code(self, code: bytes | memoryview) -> tuple[int, bytes]:
         """Take a separate buffer that says which objects to build; returns its number and digest."""
-        return self.add_source(code), digest_of(code)
+        index = self.add_source(code)
+        self.sources[index].frozen = True
+        return index, digest_of(code)
 
     def add_bytes(self, value: bytes | bytearray) -> int:
         """Take a buffer that the receiver copies, because bytes own their memory."""
         self.heavy |= len(value) > _LONG_COPY
-        return self.add_source(value)
+        index = self.add_source(value)
+        self.sources[index].frozen = type(value) is bytes
+        return index
 
     def add_tensor(self, tensor: Any) -> int:
         """Take a tensor and return its number."""
@@ -148,15 +152,13 @@ class Encoder(SmallEncoder):
     def _spend(self, elements: int) -> None:
         self._budget -= elements
         if self._budget < 0:
-            if not self.patient:
+            if self.limit is not None:
                 raise TooLong
             self.heavy = True
-            self._budget = _BUDGET
-            yield_gil()
 
     def sequence(self, value: Any) -> Any:
         self._spend(len(value))
-        if self.patient and len(value) > CHUNK:
+        if len(value) > CHUNK:
             return self._chunks("l", list(value))
         if FLAT.issuperset(map(type, value)):
             return value if type(value) is list else list(value)
@@ -184,7 +186,7 @@ class Encoder(SmallEncoder):
 
     def mapping(self, value: dict[Any, Any]) -> Any:
         self._spend(len(value))
-        if self.patient and len(value) > CHUNK:
+        if len(value) > CHUNK:
             return self._chunks("d", [part for item in value.items() for part in item])
         if FLAT.issuperset(map(type, value)) and FLAT.issuperset(map(type, value.values())):
             return value
@@ -203,13 +205,12 @@ class Encoder(SmallEncoder):
         )
 
     def _chunks(self, kind: str, items: list[Any]) -> Any:
-        """Encode a long container in pieces, in a separate buffer: packing it at once would hold the interpreter."""
+        """Encode a long container in pieces, in a separate buffer: unpacking it at once would hold the interpreter."""
         self.heavy = True
         out = bytearray()
         for start in range(0, len(items), CHUNK):
             part = items[start : start + CHUNK]
             out += pack(self.sequence(part))
-            yield_gil()
         return pack_exts(codes.CHUNKS, [kind, *self.add_code(memoryview(out))])
 
     def text(self, value: Any) -> Any:
@@ -301,7 +302,7 @@ def encode(
     names: Names,
     places: Places = Places(),  # noqa: B008 - it does not change
     resolve: bool = False,
-    patient: bool = False,
+    limit: int | None = None,
     small: bool = True,
 ) -> Encoded:
     """Encode a value.
@@ -311,12 +312,12 @@ def encode(
         names: Its name, and the names of its parts, in errors.
         places: The tensors that may stay where they are.
         resolve: Whether refs in plain containers stand for their values.
-        patient: Whether this thread may take long.
+        limit: Bytes of a pickle, or 50,000 elements, are too long; None: nothing is.
         small: Whether it may be small; False if `encode_small` was tried.
 
     Raises:
         SerializationError: A part of it cannot travel; the message has the path to the part.
-        TooLong: It takes long, and `patient` is not set.
+        TooLong: It is beyond `limit`.
     """
     found = encode_small((value,), by_name=False) if small else None
     if found is not None:
@@ -325,7 +326,7 @@ def encode(
     def attempt(part: Any) -> Encoded:
         if is_dense_tensor(part):
             return _encode_tensor(part, places)
-        return Encoder(places, resolve=resolve, patient=patient).encode(part)
+        return Encoder(places, resolve=resolve, limit=limit).encode(part)
 
     try:
         return attempt(value)

@@ -202,7 +202,7 @@ def _encode_object(error: BaseException) -> tuple[bytes | str, bytes | None]:
 
 
 def _encode_whole(error: BaseException) -> tuple[bytes, bytes | None]:
-    encoded = encode(error, names=Names("an exception"))
+    encoded = encode(error, names=Names("an exception"), limit=_MAX_ENCODED)
     if encoded.size > _MAX_ENCODED:
         raise TooLong
     blob = encoded.packed()
@@ -278,7 +278,7 @@ def _short(value: Any) -> Any:
         rest = len(value) - _MAX_PART
         return value if rest <= 0 else f"{value[:_MAX_PART]}... and {rest} more"
     try:
-        fits = encode(value, names=Names("a part")).size <= _MAX_PART
+        fits = encode(value, names=Names("a part"), limit=_MAX_PART).size <= _MAX_PART
     except Exception:  # noqa: BLE001 - user code runs while pickling, and may raise anything
         fits = False
     return value if fits else f"<{type(value).__qualname__}, too large to travel>"

@@ -30,8 +30,6 @@ from aiodaft.ref import Ref, Refs, parts_of
 
 # Smaller out-of-band buffers cost more than they save.
 _SMALL_BUFFER: Final = 4 << 10
-# Bytes that one step may pickle; about a millisecond.
-_IMPATIENT_LIMIT: Final = 256 << 10
 
 # Frames of a traceback that travel.
 _OUTERMOST: Final = 20
@@ -41,7 +39,7 @@ _decoding = threading.local()
 
 
 class TooLong(Exception):
-    """Encoding takes long: repeat it in a helper thread with `patient=True`."""
+    """A value is larger than its limit."""
 
 
 def yield_gil() -> None:
@@ -68,7 +66,7 @@ class Owned(Protocol):
 class Aside(Protocol):
     """Takes the parts of a value that are not pickled; the encoder."""
 
-    patient: bool
+    limit: int | None
     sources: list[Source]
     refs: list[Any]
 
@@ -118,25 +116,23 @@ def _reduce(aside: Aside, value: Any, *, by_value: bool) -> Any:
     return NotImplemented
 
 
-def _be_patient(nbytes: int, *, patient: bool) -> None:
-    if nbytes > _IMPATIENT_LIMIT:
-        if not patient:
-            raise TooLong
-        yield_gil()
+def _check_length(nbytes: int, limit: int | None) -> None:
+    if limit is not None and nbytes > limit:
+        raise TooLong
 
 
 class _Sink(io.RawIOBase):
-    """Takes the output of a pickler. A long one raises TooLong on a loop, and yields the interpreter elsewhere."""
+    """Takes the output of a pickler; raises TooLong beyond a limit."""
 
-    def __init__(self, *, patient: bool) -> None:
-        self._patient = patient
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
         self._parts: list[bytes] = []
         self._size = 0
 
     def write(self, data: Any, /) -> int:
         self._parts.append(bytes(data))
         self._size += len(data)
-        _be_patient(self._size, patient=self._patient)
+        _check_length(self._size, self._limit)
         return len(data)
 
     def getvalue(self) -> bytes:
@@ -172,7 +168,7 @@ def _cloud_pickler() -> Callable[..., _Dumper]:
             self._aside = aside
 
         def looked_at(self, nbytes: int) -> None:
-            _be_patient(nbytes, patient=self._aside.patient)
+            _check_length(nbytes, self._aside.limit)
 
         def reducer_override(self, obj: Any) -> Any:
             reduced = _reduce(self._aside, obj, by_value=True)
@@ -215,7 +211,7 @@ def _dump(make: Callable[..., _Dumper], aside: Aside, value: Any) -> bytes:
         aside.add_source(raw)
         return False
 
-    sink = _Sink(patient=aside.patient)
+    sink = _Sink(aside.limit)
     make(sink, aside, keep_in_band).dump(value)
     return sink.getvalue()
 

@@ -7,6 +7,7 @@ from typing import Final
 import pytest
 
 from aiodaft._protocol.coordination.holder import HolderState, LeaseHolder
+from aiodaft._protocol.coordination.leases import LeaseTable
 
 TTL: Final = 8.0
 SKEW: Final = 1.0
@@ -119,3 +120,13 @@ def test_that_no_coordinator_runs_any_more_lifts_no_fence() -> None:
     assert holder.state(7.0) is HolderState.FENCED
     holder.kept(5, TTL, sent_at=7.5)
     assert holder.state(7.5) is HolderState.HOLDING
+
+
+def test_a_coordinator_that_was_stopped_ends_no_lease_before_it_has_read_what_came_meanwhile() -> None:
+    table = LeaseTable(TTL, now=0.0)
+    table.begin(5, 0.0, seen=True)
+    assert table.expired(2.0) == []
+    # It did not run for a while, in which the lease ended by its clock.
+    assert table.expired(20.0) == []
+    assert table.expired(23.9) == []
+    assert table.expired(24.0) == [5]

@@ -214,6 +214,12 @@ def test_no_more_calls_are_sent_than_may_be_without_an_answer() -> None:
     assert sent(one) == [1, 2, 4]
 
 
+def test_4096_calls_have_no_answer_and_64_mib_of_arguments_are_on_their_way_at_most() -> None:
+    one = Session[str](A, 100, remote=B, max_pending=100_000)
+    submit(one, *range(1, 4096 + 2))
+    assert (len(one.calls), one.waiting, WINDOW_BYTES) == (4097, 1, 64 << 20)
+
+
 # The runtime's own calls.
 
 

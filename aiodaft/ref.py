@@ -305,10 +305,12 @@ class Awaiting(Coroutine[Any, Any, T]):
         return self.coro.__await__()
 
     def send(self, value: Any, /) -> Any:
+        """Take a step."""
         self.ref = None
         return self.coro.send(value)
 
     def throw(self, kind: Any, error: Any = None, traceback: Any = None, /) -> Any:
+        """Raise an error where it waits, also before its first step."""
         ref, self.ref = self.ref, None
         if ref is not None and not ref.done():
             self.coro.send(None)
@@ -319,6 +321,7 @@ class Awaiting(Coroutine[Any, Any, T]):
             del kind, error, traceback
 
     def close(self) -> None:
+        """End it."""
         self.coro.close()
 
 

@@ -297,8 +297,7 @@ class Awaiting(Coroutine[Any, Any, T]):
         self.coro = _await(ref)
 
     def __getattr__(self, name: str) -> Any:
-        # For `Task.get_stack`, `repr` and debuggers.
-        return getattr(self.coro, name)
+        return getattr(self.coro, name)  # for `Task.get_stack`, `repr` and debuggers
 
     def __await__(self) -> Generator[Any, None, T]:
         self.ref = None

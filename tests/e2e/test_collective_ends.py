@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from parting import Parting
 from supervised import AT_ONCE
@@ -135,3 +138,37 @@ async def test_a_member_that_stops_waiting_when_all_have_come_has_taken_part(rt:
     await group[1].leave_and_go_on("last", "x", "cancel")
     assert await group[0].finish("x") == ["first", "last"]
     assert await group.all(Parting.do, "all_gather", "again", key="x") == [["again"] * 2] * 2
+
+
+class Careless(aiodaft.Actor):
+    """Its steps fail; nothing but the end of their last use frees their values."""
+
+    kept: Any = None
+
+    @aiodaft.method
+    async def step(self, how: str) -> None:
+        gc.disable()
+        group = aiodaft.current_group()
+        value = np.ones(1 << 18)
+        self.kept = weakref.ref(value)
+        if group.rank == 1:
+            if how == "raise":
+                raise ValueError("planned")
+            if how == "leave":
+                return
+            value = np.ones(3)
+        await group.all_reduce(value, key="k", timeout=0.01 if how == "leave" else None)
+
+    @aiodaft.method
+    async def keeps(self) -> bool:
+        return self.kept() is not None
+
+
+@pytest.mark.parametrize("how", ["raise", "leave", "disagree"])
+async def test_a_collective_that_has_failed_keeps_no_value(rt: aiodaft.Runtime, how: str) -> None:
+    group = await rt.group(2, Careless)
+    await asyncio.gather(*group.all(Careless.step, how), return_exceptions=True)
+    for _ in range(20):
+        if not any(await group.all(Careless.keeps)):
+            break
+    assert await group.all(Careless.keeps) == [False, False]

@@ -49,6 +49,15 @@ class Thing:
     pass
 
 
+def test_the_frames_of_a_travelled_exception_lead_to_nothing_that_received_it() -> None:
+    frames = travelled(caught(lambda: fail_at(3))).__traceback__
+    assert frames is not None
+    while frames is not None:
+        outer = frames.tb_frame.f_back
+        assert outer is None or outer.f_back is None
+        frames = frames.tb_next
+
+
 def test_what_the_frames_of_an_exception_had_is_not_kept() -> None:
     seen: list[weakref.ref[Thing]] = []
 

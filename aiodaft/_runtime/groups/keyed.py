@@ -113,6 +113,8 @@ class Keyed(Actor):
 
     def _left(self, taking: Taking, state: Any, outcome: Any) -> None:
         """The wait of a member is over. If it was cancelled before all had come, they do not wait for each other."""
+        # Its error leads to frames that have the `Taking`: a cycle would keep the value.
+        taking.outcome = None
         if outcome.error is None or state.settled or taking.withdrawn is not None or self._process.closed is not None:
             return
         if self._is_late(taking):
@@ -155,7 +157,8 @@ class Keyed(Actor):
         """The member has not come; it may come again."""
         taking.withdrawn = why
         # The call itself fails.
-        taking.outcome.mark_seen()
+        if taking.outcome is not None:
+            taking.outcome.mark_seen()
         state.cancel(str(why))
 
     def withdraw(self, call: InboundCall, why: DaftError | None) -> None:
@@ -237,6 +240,9 @@ class Keyed(Actor):
                 # The others get this error, and not that of the call of this member.
                 await taking.told.wait()
             raise
+        finally:
+            # As in `_left`: its error leads here.
+            del result
 
     # Unordered: what waits for its value does not hold up the next one.
     @method(ordered=False)
@@ -299,6 +305,9 @@ class Keyed(Actor):
                     peer, actor = await _find(part, member)
                 if before == (peer, actor):
                     raise
+            finally:
+                # As in `_left`: its error leads here.
+                del answer
 
     async def _excuse(self, taking: Taking, fault: Exception) -> None:
         """Come with a fault, so that the others do not wait for this member."""

@@ -98,6 +98,8 @@ class MeetingPlace:
         finally:
             if timer is not None:
                 timer.cancel()
+            # The error of its future leads here: a cycle would keep what the member has brought.
+            del ticket
 
     def leave(self, left: Coming, missed: int | None) -> None:
         """A member waits no longer: its meeting fails with the fault; without one, it is forgotten that it has."""

@@ -343,8 +343,12 @@ class RefState(Value):
             self.mark_seen()
             self._note_failed_await()
             __tracebackhide__ = True
-            # As asyncio's futures do: each waiter adds its frames to the original traceback.
-            raise self.error.with_traceback(self._traceback)
+            try:
+                # As asyncio's futures do: each waiter adds its frames to the original traceback.
+                raise self.error.with_traceback(self._traceback)
+            finally:
+                # The frame must not lead from the error back to it: the cycle would keep what other frames hold.
+                del self, ref
         value = self.value
         if not self.keeps:
             self.value = ABSENT

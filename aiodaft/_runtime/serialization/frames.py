@@ -7,6 +7,7 @@ in it. Each frame that is made has these, and no variables.
 from __future__ import annotations
 
 import ast
+from collections.abc import Generator
 from functools import lru_cache
 from itertools import islice
 from types import CodeType, TracebackType
@@ -62,6 +63,11 @@ def gap(left_out: int) -> FrameData:
 
 def traceback_of(frames: list[FrameData]) -> TracebackType | None:
     """A traceback with these frames; None if there are none."""
+    # The caller of a generator is forgotten. Else the frames would lead to what is to get the error: a cycle.
+    return next(_made_of(frames))
+
+
+def _made_of(frames: list[FrameData]) -> Generator[TracebackType | None]:
     made: TracebackType | None = None
     entry: TracebackType | None = None
     try:
@@ -75,7 +81,7 @@ def traceback_of(frames: list[FrameData]) -> TracebackType | None:
             assert entry.tb_next is not None
             entry.tb_next.tb_next = made
             made = entry.tb_next
-        return made
+        yield made
     finally:
         # The frames that are made refer to this one: break the circle.
         del made, entry

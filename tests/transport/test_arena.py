@@ -41,7 +41,7 @@ def test_a_block_has_exactly_its_bytes_aligned_and_writable(nbytes: int, *, shar
 def test_blocks_of_one_class_share_a_segment_and_those_of_another_do_not() -> None:
     with opened_arena() as arena:
         small = [arena.allocate(nbytes) for nbytes in (1, 1000, 64 * KIB)]
-        larger = [arena.allocate(nbytes) for nbytes in (64 * KIB + 1, 128 * KIB)]
+        larger = [arena.allocate(nbytes) for nbytes in (112 * KIB + 1, 128 * KIB)]
         assert len({block.segment.id for block in small}) == 1
         assert len({block.segment.id for block in larger}) == 1
         assert small[0].segment is not larger[0].segment
@@ -55,6 +55,17 @@ def test_blocks_of_one_class_share_a_segment_and_those_of_another_do_not() -> No
 def test_a_shared_segment_has_sixteen_blocks_between_4_and_64_mib(nbytes: int, size: int) -> None:
     with opened_arena() as arena:
         assert arena.allocate(nbytes).segment.size == size
+
+
+@pytest.mark.parametrize(
+    "nbytes", [64 * KIB + 1, 2_202_010, 8 * MIB + 1, 10 * MIB + 1, 16 * MIB, 16 * MIB + 1, 24 * MIB]
+)
+def test_a_block_takes_at_most_a_quarter_more_than_its_bytes(nbytes: int) -> None:
+    with opened_arena() as arena:
+        first, second = arena.allocate(nbytes), arena.allocate(nbytes)
+        assert first.segment.capacity <= 1.25 * nbytes
+        if second.segment is first.segment:
+            assert abs(first.offset - second.offset) == first.segment.capacity
 
 
 def test_a_large_block_has_a_segment_of_its_own_of_whole_2_mib() -> None:
@@ -76,7 +87,7 @@ def test_a_released_block_is_reused_instead_of_new_memory() -> None:
     with opened_arena() as arena:
         before = memfds()
         seen = set[tuple[int, int]]()
-        for nbytes in (100_000, 70_000, 128 * KIB) * 10:
+        for nbytes in (120_000, 115_000, 128 * KIB) * 10:
             block = arena.allocate(nbytes)
             seen |= places([block])
             block.release()
@@ -93,9 +104,9 @@ def test_the_block_released_last_comes_first_for_its_pages_are_warm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "reused"), [(18, True), (20, True), (14, False), (24, True), (15, False), (26, False)]
+    ("wanted", "reused"), [(18, False), (20, True), (14, False), (24, True), (15, False), (26, False)]
 )
-def test_a_free_large_segment_serves_what_leaves_no_more_than_a_third_of_it(wanted: int, *, reused: bool) -> None:
+def test_a_free_large_segment_serves_what_leaves_no_more_than_a_fifth_of_it(wanted: int, *, reused: bool) -> None:
     with opened_arena() as arena:
         first = arena.allocate(24 * MIB)
         first.release()

@@ -19,8 +19,8 @@ _LARGEST_SHARED: Final = 16 << 20
 _MAX_SHARED_SEGMENT: Final = 64 << 20
 _MIN_SHARED_SEGMENT: Final = 4 << 20
 _OWN_ROUNDING: Final = 2 << 20
-# A free segment may serve a request if no more than a third of it is left over.
-_BEST_FIT: Final = 1.5
+# A block takes at most so many times its bytes: so a free segment serves what leaves no more than a fifth of it.
+_BEST_FIT: Final = 1.25
 DEFAULT_KEEP: Final = 512 << 20
 
 
@@ -35,7 +35,7 @@ class PooledSegment(ABC):
         self.capacity = capacity
         self.address = address
         # Popped from the end: the block freed last has the warmest pages.
-        self.free = list(range(size - capacity, -1, -capacity))
+        self.free = list(range((size // capacity - 1) * capacity, -1, -capacity))
         self.live = 0
         # No block of it is handed out any more; it is closed once no block of it is in use.
         self.retired = False
@@ -214,12 +214,15 @@ class BlockPool(ABC, Generic[S]):
         return [*(s for segments in self._classes.values() for s in segments), *self._own]
 
     def _shared_segment(self, nbytes: int) -> S:
-        capacity = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
+        # Four classes between two powers of two.
+        step = max(_SMALLEST, 1 << (nbytes - 1).bit_length()) >> 3
+        capacity = max(_SMALLEST, -(-nbytes // step) * step)
         segments = self._classes.setdefault(capacity, [])
         for segment in segments:
             if segment.free and not segment.retired:
                 return segment
-        size = min(_MAX_SHARED_SEGMENT, max(_MIN_SHARED_SEGMENT, 16 * capacity))
+        count = min(_MAX_SHARED_SEGMENT // capacity, max(_MIN_SHARED_SEGMENT // capacity, 16))
+        size = -(-count * capacity // _OWN_ROUNDING) * _OWN_ROUNDING
         segments.append(self._make_segment(self.next_number(), size, capacity))
         return segments[-1]
 

@@ -336,7 +336,7 @@ async def test_an_answer_that_comes_after_the_grace_time_of_a_cancellation_chang
 async def test_an_error_that_is_awaited_keeps_nothing_of_its_caller(office: Office) -> None:
     kept: list[weakref.ref[Desk]] = []
 
-    def refused() -> Ref[Any]:
+    def refused() -> Any:
         ref = office.handle().note(1)
         office.refuse(THERE, state_of(ref).number, RuntimeClosed("planned"))
         return ref

@@ -59,8 +59,9 @@ async def test_a_queue_that_its_first_receiver_cannot_take_is_lost_for_all_and_n
     rt: aiodaft.Runtime,
 ) -> None:
     actor, channel = await rt.spawn(Hoarder), aiodaft.Channel[bytes](30)
-    for _ in range(30):
-        await channel.send(bytes(MEDIUM))
+    for number in range(30):
+        # Equal ones would travel as one.
+        await channel.send(bytes([number]) * MEDIUM)
     await actor.hoard()
     for receiving in (actor.receive(channel).value(), channel.recv()):
         with pytest.raises(aiodaft.PeerLost) as caught:

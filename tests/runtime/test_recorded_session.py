@@ -107,7 +107,8 @@ async def test_a_worker_answers_a_recorded_program_as_it_did(recording: Recordin
             came = await loop.sock_recv(program, 1 << 16)
             assert came, "the worker refuses what it was sent"
             answered += now.feed(came)
-    assert list(map(comparable, answered)) == list(map(comparable, expected))
+    # Answers to different calls may overtake each other.
+    assert sorted(map(comparable, answered), key=repr) == sorted(map(comparable, expected), key=repr)
 
 
 def test_a_program_understands_a_recorded_worker(recording: Recording) -> None:

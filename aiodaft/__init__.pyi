@@ -55,9 +55,9 @@ from aiodaft.exceptions import (
 from aiodaft.graph import Graph, StepTime, compile
 from aiodaft.group import Group
 from aiodaft.info import ActorInfo, NodeInfo
-from aiodaft.inside import create_task, current_actor, current_group, current_runtime
+from aiodaft.inside import current_runtime
 from aiodaft.logs import Logs
-from aiodaft.member import CurrentGroup, Message
+from aiodaft.member import CurrentGroup, Message, current_group
 from aiodaft.memory import Registration, empty, register
 from aiodaft.methods import method
 from aiodaft.overview import Overview
@@ -70,6 +70,7 @@ from aiodaft.runtime import Runtime
 from aiodaft.scope import Scope
 from aiodaft.service import Service, ServiceGroup
 from aiodaft.survivors import Survivors, among_survivors
+from aiodaft.this_actor import create_task, current_actor
 from aiodaft.trace_contexts import current_trace_context, trace_context
 from aiodaft.web import cancel_on_disconnect
 

@@ -22,7 +22,7 @@ from aiodaft.ref import Ref
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["CurrentGroup", "Message"]
+__all__ = ["CurrentGroup", "Message", "current_group"]
 
 ActorT = TypeVar("ActorT")
 
@@ -291,3 +291,21 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} belongs to its member: pass the `Group` instead, or the handles in `members`")
+
+
+def current_group() -> CurrentGroup[Any]:
+    """The group that the actor whose code calls this is a member of: its rank, its axes and the other members.
+
+    For methods of any kind, the constructor, `__aenter__`, `__aexit__` and `on_restart`, in `def` methods, too. A
+    restarted member has the rank that it had.
+
+    Raises:
+        RuntimeError: No code of an actor runs here, or the actor is no member of a group.
+    """
+    hosted = acting()
+    if hosted is None:
+        raise RuntimeError("current_group() is for methods of the members of a group: no code of an actor runs here")
+    standing = hosted._process.part(Enlisted).find(hosted.id)
+    if standing is None:
+        raise RuntimeError(f"{hosted.name} is no member of a group: make it by `rt.group(n, Class, ...)`")
+    return CurrentGroup(standing)

@@ -25,8 +25,7 @@ from aiodaft._runtime.platform.interfaces import interface_to, interfaces
 from aiodaft.actor import Actor
 from aiodaft.collectives import all_gather, all_reduce, broadcast
 from aiodaft.group import Group
-from aiodaft.inside import current_group
-from aiodaft.member import CurrentGroup
+from aiodaft.member import CurrentGroup, current_group
 from aiodaft.methods import method
 from aiodaft.ref import Refs
 from aiodaft.runtime import Runtime

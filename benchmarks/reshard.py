@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiodaft.actor import Actor
 from aiodaft.group import Group
-from aiodaft.inside import current_group
+from aiodaft.member import current_group
 from aiodaft.methods import method
 from aiodaft.ref import Refs, borrow
 from aiodaft.resharding import Layout, ReshardPlan, Sharding, reshard

@@ -63,6 +63,16 @@ _LAST_GRACE: Final = 0.3
 # Seconds from the signal of a thread's end to its end, at most.
 _LAST_BREATH: Final = 0.2
 # Read by torch, which else initialises CUDA.
+# Modules that the code of actors loads when it first uses them: loaded here, once for all workers.
+_OF_ACTORS: Final = (
+    "uvloop",
+    "tblib.pickling_support",
+    "aiodaft._runtime.serialization.code_pickler",
+    "aiodaft.channel",
+    "aiodaft.deadlines",
+    "aiodaft.member",
+    "aiodaft.this_actor",
+)
 _CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
@@ -297,7 +307,7 @@ def main(fd: int, parent: int, thread: int, fork: int) -> None:
     # Imports what every worker uses; an import has no side effects.
     from aiodaft._runtime.node import worker_main as worker  # noqa: F401, PLC0415 - loaded for the children
 
-    for name in ("uvloop", "aiodaft._runtime.serialization.code_pickler", "tblib.pickling_support"):
+    for name in _OF_ACTORS:
         with suppress(ImportError):
             importlib.import_module(name)
     server.run()

@@ -190,6 +190,7 @@ async def test_an_actor_never_ends_with_code_0_because_its_connection_broke(rt: 
     assert any("the connection to the node agent broke" in line for line in caught.value.last_lines)
 
 
+@pytest.mark.usefixtures("module_rt")
 async def test_a_large_argument_fails_where_its_sender_gets_no_thread() -> None:
     async with aiodaft.Runtime(preload=()) as rt:
         actor = await rt.spawn(Hoarder)
@@ -214,6 +215,7 @@ async def test_a_large_result_and_a_further_actor_fail_where_a_process_gets_no_t
     assert len(await actor.zeros(4 * LARGE)) == 4 * LARGE
 
 
+@pytest.mark.usefixtures("module_rt")
 async def test_a_spawn_fails_where_no_thread_reads_what_actors_print_and_the_next_one_works() -> None:
     async with aiodaft.Runtime(preload=()) as rt:
         with no_more_threads(), pytest.raises(aiodaft.SpawnFailed, match=NO_THREAD) as caught:
@@ -222,6 +224,7 @@ async def test_a_spawn_fails_where_no_thread_reads_what_actors_print_and_the_nex
         assert await (await rt.spawn(Hoarder)).size(b"x") == 1
 
 
+@pytest.mark.usefixtures("module_rt")
 async def test_a_runtime_that_gets_no_thread_does_not_open_and_leaves_nothing() -> None:
     with no_more_threads(), pytest.raises(aiodaft.ResourceExhausted, match=NO_THREAD):
         async with aiodaft.Runtime(preload=()):

@@ -177,6 +177,7 @@ async def test_mistakes_are_named_at_their_line(rt: aiodaft.Runtime) -> None:
             await queue.put({"x": [1]})
 
 
+@pytest.mark.usefixtures("module_rt")
 async def test_the_rows_of_a_storage_that_dies_are_lost_and_no_others() -> None:
     async with (
         aiodaft.Runtime(preload=(), unhandled="log") as rt,
@@ -199,6 +200,7 @@ async def test_the_rows_of_a_storage_that_dies_are_lost_and_no_others() -> None:
             assert (await consumer.take(9)).rows == [4, 6]
 
 
+@pytest.mark.usefixtures("module_rt")
 async def test_without_a_storage_producers_and_consumers_that_wait_are_told() -> None:
     async with (
         aiodaft.Runtime(preload=(), unhandled="log") as rt,
@@ -214,6 +216,7 @@ async def test_without_a_storage_producers_and_consumers_that_wait_are_told() ->
                 await using
 
 
+@pytest.mark.usefixtures("module_rt")
 async def test_a_storage_that_is_restarted_is_used_on() -> None:
     async with aiodaft.Runtime(preload=(), unhandled="log") as rt:
         storages = [await rt.on(restart=aiodaft.Restart()).spawn(Storage, 2) for _ in range(2)]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import logging
 import traceback
+import weakref
 from typing import Any
 
 import pytest
@@ -26,6 +29,26 @@ async def error_of(ref: aiodaft.Ref[Any]) -> BaseException:
     error = ref.exception()
     assert error is not None
     return error
+
+
+async def test_an_error_that_is_awaited_keeps_nothing_of_its_caller(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    kept: list[weakref.ref[Failing]] = []
+
+    async def step() -> None:
+        value = Failing()
+        kept.append(weakref.ref(value))
+        await failing.raise_value_error()
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            await step()
+        # Dropped refs are freed in the next turn.
+        await asyncio.sleep(0)
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_remote_exception_has_its_own_type_frames_and_a_note(rt: aiodaft.Runtime) -> None:

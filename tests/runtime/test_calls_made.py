@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import socket
-import weakref
 from collections.abc import AsyncIterator, Awaitable, Coroutine
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -331,29 +328,6 @@ async def test_an_answer_that_comes_after_the_grace_time_of_a_cancellation_chang
     assert [type(await error_of(ref)) for ref in (plain, stored)] == [CallCancelled] * 2
     assert not connection.session.calls
     await office.process.tasks.aclose()
-
-
-async def test_an_error_that_is_awaited_keeps_nothing_of_its_caller(office: Office) -> None:
-    kept: list[weakref.ref[Desk]] = []
-
-    def refused() -> Any:
-        ref = office.handle().note(1)
-        office.refuse(THERE, state_of(ref).number, RuntimeClosed("planned"))
-        return ref
-
-    async def step() -> None:
-        value = Desk()
-        kept.append(weakref.ref(value))
-        await refused()
-
-    gc.disable()
-    try:
-        with suppress(RuntimeClosed):
-            await step()
-        await turns()
-        assert kept[0]() is None
-    finally:
-        gc.enable()
 
 
 async def test_an_answer_to_a_call_that_was_not_sent_is_an_error(office: Office) -> None:

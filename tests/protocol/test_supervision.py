@@ -60,7 +60,7 @@ def test_the_strategy_says_who_restarts_and_in_which_order(strategy: Strategy, s
     assert decision == Again(tuple(stop), tuple(start), (), 1, 0)
     assert siblings.down == tuple(start)
     for child in start:
-        siblings.came_up(child)
+        siblings.came_up(child, 0)
     assert siblings.down == ()
 
 
@@ -86,7 +86,7 @@ def test_temporary_siblings_are_stopped_with_the_others_and_stay_away() -> None:
     siblings = family("one_for_all", {"a": "permanent", "b": "temporary", "c": "transient"}, intensity=2)
     assert siblings.failed("a", "died", normal=False, now=0) == Again(("c", "b"), ("a", "c"), ("b",), 1, 0)
     for child in ("a", "c"):
-        siblings.came_up(child)
+        siblings.came_up(child, 0)
     assert siblings.failed("c", "died too", normal=False, now=1) == Again(("a",), ("a", "c"), (), 2, 0)
 
 
@@ -94,7 +94,7 @@ def test_a_death_among_those_that_wait_adds_to_them() -> None:
     siblings = family("rest_for_one", dict.fromkeys("abc", "permanent"), intensity=3)
     assert siblings.failed("c", 1, normal=False, now=0) == Again((), ("c",), (), 1, 0)
     assert siblings.failed("a", 2, normal=False, now=0) == Again(("b",), ("a", "b", "c"), (), 2, 0)
-    siblings.came_up("a")
+    siblings.came_up("a", 0)
     # It could not be made; the one before it is up and stays so.
     assert siblings.failed("b", 3, normal=False, now=0) == Again((), ("b", "c"), (), 3, 0)
 
@@ -105,8 +105,29 @@ def test_the_limit_is_the_number_of_restarts_within_the_period() -> None:
         decision = siblings.failed("a", now, normal=False, now=now)
         assert isinstance(decision, Again)
         assert decision.count == count
-        siblings.came_up("a")
+        siblings.came_up("a", now)
     assert siblings.failed("a", 9.95, normal=False, now=9.95) == GiveUp(("a",), (5.0, 9.9, 9.95))
+
+
+def test_without_a_limit_no_child_is_given_up_and_waits_grow_until_it_has_been_up_for_the_period() -> None:
+    policy = Restart(intensity=None, period=5, backoff=Backoff(base=1, max=30, jitter=0))
+    siblings: Siblings[str, object] = Siblings(policy, lambda: 0.0)
+    siblings.add("a", "permanent")
+    now, waits = 0.0, []
+    # It takes longer to be made than the period, which is no time in which it was up.
+    for lasts in (4.9,) * 7 + (5.0, 4.9):
+        decision = siblings.failed("a", now, normal=False, now=now)
+        assert isinstance(decision, Again)
+        waits.append(decision.delay)
+        siblings.came_up("a", now + decision.delay + 20)
+        now += decision.delay + 20 + lasts
+    assert waits == [1, 2, 4, 8, 16, 30, 30, 30, 1]
+    # One that cannot be made has not been up.
+    for count in (2, 3):
+        decision = siblings.failed("a", object(), normal=False, now=now)
+        assert isinstance(decision, Again)
+        assert decision.count == count
+        now += 100
 
 
 def test_the_end_of_a_process_with_several_siblings_is_one_death() -> None:
@@ -162,7 +183,7 @@ class AnyHistory(RuleBasedStateMachine):
     @rule()
     def start_the_next(self) -> None:
         child = self.siblings.down[0]
-        self.siblings.came_up(child)
+        self.siblings.came_up(child, self.now)
         self.up.add(child)
 
     @precondition(lambda self: self.kinds)
@@ -234,7 +255,7 @@ def test_the_default_waits() -> None:
     [
         ({"kind": "mortal"}, "kind='mortal' is none of permanent, transient, temporary"),
         ({"strategy": "all"}, "strategy='all' is none of one_for_one"),
-        ({"intensity": -1}, "intensity=-1: a number of restarts"),
+        ({"intensity": -1}, "intensity=-1: None or a number from 0 is needed"),
         ({"intensity": True}, "intensity=True"),
         ({"intensity": 1.5}, r"intensity=1\.5"),
         ({"period": 0}, "period=0: a positive number"),
@@ -254,7 +275,13 @@ def test_a_policy_that_cannot_be_is_refused(wrong: dict[str, Any], why: str) -> 
 
 
 @pytest.mark.parametrize(
-    "policy", [{"intensity": 5}, {"intensity": 9, "period": 83.2}, {"intensity": 10, "period": 81.2}]
+    "policy",
+    [
+        {"intensity": None, "backoff": Backoff(max=3600)},
+        {"intensity": 5},
+        {"intensity": 9, "period": 83.2},
+        {"intensity": 10, "period": 81.2},
+    ],
 )
 def test_the_numbers_that_a_refusal_names_are_accepted(policy: dict[str, Any]) -> None:
     Restart(**policy)

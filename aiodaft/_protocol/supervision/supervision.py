@@ -26,7 +26,7 @@ EvidenceT = TypeVar("EvidenceT")
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """How long a restart waits: `base * factor ** (n - 1)` seconds for the n-th one within the period.
+    """How long a restart waits: `base * factor ** (n - 1)` seconds for the n-th one that `Restart` counts.
 
     Attributes:
         base: Seconds before the first restart; 0 for no wait at all.
@@ -49,7 +49,7 @@ class Backoff:
                 raise ValueError(f"{name}={value!r}: a number from {least} to {most:g} is needed")
 
     def delay(self, count: int, chance: float = 0.0) -> float:
-        """Seconds before the restart that is the `count`-th within the period; `chance` is from 0 to 1."""
+        """Seconds before the `count`-th restart; `chance` is from 0 to 1."""
         try:
             wait = min(self.max, self.base * self.factor ** (count - 1))
         except OverflowError:
@@ -75,8 +75,9 @@ class Restart:
             "rest_for_one" the dead actor and the siblings spawned after it. Siblings are started in the order in which
             they were spawned, and stopped in the reverse order.
         intensity: The restarts allowed within the period; one more is `RestartLimitReached`, an error of the scope,
-            which cancels it. A `Runtime` logs the error, and raises it when its block ends.
-        period: Seconds.
+            which cancels it. A `Runtime` logs the error, and raises it when its block ends. None: any number is
+            allowed; those that wait longer and longer are the ones in a row.
+        period: Seconds. With `intensity=None`, a row ends when the actor has been up for so long.
         backoff: The wait before a restart.
         follow: Whether handles lead to the new incarnation. Calls made while it starts wait for it. With False, handles
             of an earlier incarnation raise `StaleHandle`, and `rt.lookup(name, cls)` gives a new one.
@@ -87,7 +88,7 @@ class Restart:
 
     kind: Kind = "permanent"
     strategy: Strategy = "one_for_one"
-    intensity: int = 1
+    intensity: int | None = 1
     period: float = 5.0
     backoff: Backoff = field(default_factory=Backoff)
     follow: bool = True
@@ -96,19 +97,23 @@ class Restart:
         for name, value, known in (("kind", self.kind, KINDS), ("strategy", self.strategy, STRATEGIES)):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
-        if not is_count(self.intensity, 0):
-            raise ValueError(f"intensity={self.intensity!r}: a number of restarts that is not negative is needed")
+        if self.intensity is not None and not is_count(self.intensity, 0):
+            raise ValueError(f"intensity={self.intensity!r}: None or a number from 0 is needed")
         if not (is_number(self.period) and self.period):
             raise ValueError(f"period={self.period!r}: a positive number of seconds is needed")
         if not isinstance(self.backoff, Backoff):
             raise ValueError(f"backoff={self.backoff!r} is no Backoff")
+        if self.intensity is not None:
+            self._check_reachable(self.intensity)
+
+    def _check_reachable(self, intensity: int) -> None:
         waits = 0.0
-        for count in range(1, self.intensity + 1):
+        for count in range(1, intensity + 1):
             waits += self.backoff.delay(count)
             if waits >= self.period:
-                enough = waits + (self.intensity - count) * self.backoff.delay(self.intensity)
+                enough = waits + (intensity - count) * self.backoff.delay(intensity)
                 raise ValueError(
-                    f"intensity={self.intensity} would never be reached: with this backoff {count} restarts wait "
+                    f"intensity={intensity} would never be reached: with this backoff {count} restarts wait "
                     f"{waits:g} s in all, longer than period={self.period:g}. Lower intensity to {count - 1} or less, "
                     f"raise period above {enough:g}, or lower backoff.max (it is {self.backoff.max:g})"
                 )
@@ -163,7 +168,7 @@ class Again(Generic[ChildT]):
     stop: tuple[ChildT, ...]
     start: tuple[ChildT, ...]
     gone: tuple[ChildT, ...]
-    # The number of restarts within the period, with this one.
+    # The number of restarts within the period, or without limit in a row, with this one.
     count: int
     delay: float
 
@@ -186,7 +191,11 @@ class Siblings(Generic[ChildT, EvidenceT]):
         self._chance = chance
         self._children: dict[ChildT, Kind] = {}
         self._down: set[ChildT] = set()
-        self._failures: deque[tuple[float, EvidenceT]] = deque()
+        # Without a limit only the last one is of use.
+        self._failures: deque[tuple[float, EvidenceT]] = deque(maxlen=1 if policy.intensity is None else None)
+        # The failures since a child was last up for the period.
+        self._in_a_row = 0
+        self._up_since = 0.0
         self._failed_together: set[ChildT] = set()
 
     def add(self, child: ChildT, kind: Kind) -> None:
@@ -198,9 +207,10 @@ class Siblings(Generic[ChildT, EvidenceT]):
         self._children.pop(child, None)
         self._down.discard(child)
 
-    def came_up(self, child: ChildT) -> None:
+    def came_up(self, child: ChildT, now: float) -> None:
         """A child runs again."""
         self._down.discard(child)
+        self._up_since = now
 
     @property
     def down(self) -> tuple[ChildT, ...]:
@@ -218,17 +228,20 @@ class Siblings(Generic[ChildT, EvidenceT]):
         if homeless or kind == "temporary" or (kind == "transient" and normal):
             self.remove(child)
             return Gone(child)
+        lasted = child not in self._down and now - self._up_since >= self._policy.period
         self._down.add(child)
         if self._failures and self._failures[-1][1] is evidence and child not in self._failed_together:
             # The end of a process is one failure, however many of its actors are siblings.
             self._failed_together.add(child)
         else:
             self._failures.append((now, evidence))
+            self._in_a_row = 1 if lasted else self._in_a_row + 1
             self._failed_together = {child}
         while self._failures and self._failures[0][0] <= now - self._policy.period:
             self._failures.popleft()
-        count = len(self._failures)
-        if count > self._policy.intensity:
+        limit = self._policy.intensity
+        count = self._in_a_row if limit is None else len(self._failures)
+        if limit is not None and count > limit:
             return self._give_up()
         stop = tuple(other for other in reversed(self._concerned(child)) if other not in self._down)
         gone = tuple(other for other in stop if self._children[other] == "temporary")

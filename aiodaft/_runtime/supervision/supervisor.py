@@ -205,10 +205,10 @@ class Supervisor:
                 self._begin(child, again)
 
     def _begin(self, child: Child, again: Again[Child]) -> None:
-        siblings = len(again.start) - 1
+        siblings, limit = len(again.start) - 1, self.policy.intensity
         logger.warning(
-            "%s died: restart %d (of %d within %g s)%s in %.3g s: %s",
-            child.label, again.count, self.policy.intensity, self.policy.period,
+            "%s died: restart %d (%s)%s in %.3g s: %s",
+            child.label, again.count, "in a row" if limit is None else f"of {limit} within {self.policy.period:g} s",
             f", with {siblings} siblings," if siblings else "", again.delay, printable(str(child.last_error)),
         )  # fmt: skip
         for sibling in again.gone:
@@ -355,7 +355,7 @@ class Supervisor:
             if error is not None:
                 self.crashed(child, error)
             else:
-                self._siblings.came_up(child)
+                self._siblings.came_up(child, self._process.env.monotonic())
                 child.restarts += 1
                 child.handle(ChildEvent.MADE)
                 child.target.move(child.place)

@@ -26,8 +26,8 @@ def open_runtime() -> aiodaft.Runtime:
 @asynccontextmanager
 async def make_actors(rt: aiodaft.Runtime) -> AsyncGenerator[dict[str, object], None]:
     """What requests have in their `state`."""
-    # An actor that dies is made again; its calls wait for that.
-    placed = rt.on(restart=aiodaft.Restart(follow=True))
+    # An actor that dies is made again, however often; its calls wait for that.
+    placed = rt.on(restart=aiodaft.Restart(intensity=None))
     yield {"readers": await placed.group(2, Reader), "totals": await placed.spawn(Totals)}
 
 

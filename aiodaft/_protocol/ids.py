@@ -102,6 +102,11 @@ def awaits_turn(call: CallId) -> bool:
     return call < 0 and bool(-call & _TURN)
 
 
+def serial_of(call: CallId) -> int:
+    """The place of a call in the order in which its process makes calls: one place for the calls of a group's call."""
+    return call if call >= 0 else -call >> _TAIL_BITS + (-call & _TURN - 1)
+
+
 def group_call_of(caller: PeerId, call: CallId) -> tuple[PeerId, int] | None:
     """Names the call of a group that a call belongs to, in the cluster; None if it was made by itself."""
-    return None if call >= 0 else (caller, -call >> _TAIL_BITS + (-call & _TURN - 1))
+    return None if call >= 0 else (caller, serial_of(call))

@@ -12,6 +12,7 @@ from aiodaft._protocol.ids import (
     PeerId,
     awaits_turn,
     group_call_of,
+    serial_of,
     sibling_ids,
 )
 
@@ -32,9 +33,11 @@ def test_the_ids_of_the_calls_of_a_group_say_that_they_belong_together() -> None
             assert {awaits_turn(number) for number in numbers} == {in_turn}
             assert seen.isdisjoint(numbers)
             seen.update(numbers)
+            assert {serial_of(number) for number in numbers} == {serial * 10_000 + count}
             assert {group_call_of(caller, number) for number in numbers} == {(caller, serial * 10_000 + count)}
     # Numbers of calls that are made by themselves are positive. What goes over a wire has 64 bits.
     assert -(1 << 63) < min(seen) < max(seen) < 0
+    assert [serial_of(CallId(number)) for number in (0, 7)] == [0, 7]
     assert group_call_of(caller, CallId(0)) is group_call_of(caller, CallId(7)) is None
     assert not awaits_turn(CallId(7))
     assert not sibling_ids(CallId(1), 0)

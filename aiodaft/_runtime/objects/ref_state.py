@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Final, Protocol, Self, cast
 
 from aiodaft._protocol.diagnostics import trace
-from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.ids import CallId, PeerId, serial_of
 from aiodaft._protocol.objects.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict, first_error
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.into_tensor import IntoTensor
@@ -231,7 +231,7 @@ class RefState(Value):
         if self.status is not HERE or self.uses or self.shared or self.stored is not None or not self.own:
             self.dropped = self.process.next_number()
             # Refs that a call holds when it is cancelled; 0 until then.
-            self._given_up = self.number < getattr(self.maker and self.maker(), "interrupted", 0)
+            self._given_up = serial_of(self.number) < getattr(self.maker and self.maker(), "interrupted", 0)
             self.objects.drop_soon(self)
 
     def drop_handle(self) -> None:
@@ -306,7 +306,9 @@ class RefState(Value):
     def _report(self) -> None:
         error, objects = self.error, self.objects
         assert error is not None
-        if self.maker is not None and objects.failed_awaits.excuse(self.maker, self.number, self.failed, self.dropped):
+        if self.maker is not None and objects.failed_awaits.excuse(
+            self.maker, serial_of(self.number), self.failed, self.dropped
+        ):
             why = "its ref was dropped after the await of another call of the same task had failed"
             log_error(f"{self.label} failed as well; {why}", error, logging.INFO)
             return
@@ -357,7 +359,7 @@ class RefState(Value):
     def _note_failed_await(self) -> None:
         """Note that an await raises: the code after it, which may await siblings of this call, does not run."""
         if self.maker is not None:
-            self.objects.failed_awaits.note(self.maker, self.number, self.process.next_number())
+            self.objects.failed_awaits.note(self.maker, serial_of(self.number), self.process.next_number())
 
     def result(self, ref: Ref[Any], timeout: float | None) -> Any:
         """Return the value, or raise the error; where it is not here, another thread than that of the loop waits."""

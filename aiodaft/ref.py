@@ -97,11 +97,11 @@ else:
 class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant because it can be set, a ref cannot
     """A value that an actor makes or has made; await it, or pass it to another actor without awaiting it.
 
-    It can be awaited any number of times; the value is fetched once. Pass it to any actor's method, also inside lists,
-    tuples, dicts and dataclasses: that actor gets the value straight from its producer. asyncio's own tools (`gather`,
-    `wait`, `wait_for`, `shield`, `as_completed`, `timeout`) accept refs. Await it on the loop of its runtime; `def`
-    methods and other threads wait with `result()`, and may also make calls, cancel and free. Two refs are equal if they
-    are the same object; comparing a ref with a number, a text or a container is an error.
+    It can be awaited any number of times; the value is fetched once. Pass it to any actor's method, also inside
+    containers and records (see `lazy`): that actor gets the value straight from its producer. asyncio's own tools
+    (`gather`, `wait`, `wait_for`, `shield`, `as_completed`, `timeout`) accept refs. Await it on the loop of its
+    runtime; `def` methods and other threads wait with `result()`, and may also make calls, cancel and free. Two refs
+    are equal if they are the same object; comparing a ref with a number, a text or a container is an error.
 
     Cancellation: cancelling the only awaiter cancels the remote call, unless another actor was given the ref.
     """
@@ -593,8 +593,8 @@ def parts_of(ref: Ref[Any]) -> tuple[Ref[Any], ...] | None:
 
 
 def lazy(ref: Ref[T], /) -> T:
-    """Tell type checkers that a ref is its value: for keyword arguments, and inside containers.
+    """Tell type checkers that a ref is its value: for keyword arguments, and inside containers and records.
 
-    Does nothing at run time.
+    Does nothing: an actor gets the values of refs in containers, dataclasses, and records of attrs, pydantic, msgspec.
     """
     return cast(T, ref)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from actors import Echo
 from odd_actors import Odd
+from odd_containers import CONTAINERS, Packer, facts
 
 import aiodaft
 from aiodaft import Channel, Ref, Refs
@@ -30,6 +31,20 @@ class Listing(list[Any]):
     """A list of its own kind."""
 
 
+class ByName(list[Any]):
+    """A list that pickle finds by a name."""
+
+    def __reduce__(self) -> str:
+        return "NAME"
+
+
+class Plain:
+    """Neither a container nor a record."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 @dataclasses.dataclass
 class Extended:
     """Has more than its fields."""
@@ -40,21 +55,34 @@ class Extended:
         self.extra = 5
 
 
-CONTAINERS = {
-    "OrderedDict": lambda ref: collections.OrderedDict(a=ref),
-    "defaultdict": lambda ref: collections.defaultdict(list, {"a": ref}),
-    "Counter": lambda ref: collections.Counter({"a": ref}),
-    "Listing": lambda ref: Listing([ref]),
-}
-
-
-@pytest.mark.parametrize("kind", CONTAINERS)
 @pytest.mark.parametrize("near", [False, True], ids=["other process", "same process"])
-async def test_a_ref_in_another_container_travels_as_a_ref(rt: aiodaft.Runtime, kind: str, near: bool) -> None:
-    one = await rt.spawn(Odd)
-    odd = await rt.on(with_=one).spawn(Odd) if near else await rt.spawn(Odd)
+async def test_refs_in_containers_and_records_stand_for_their_values(rt: aiodaft.Runtime, near: bool) -> None:
+    packer = await rt.spawn(Packer)
+    echo = await rt.on(with_=packer).spawn(Echo) if near else await rt.spawn(Echo)
+    for kind, make in CONTAINERS.items():
+        assert facts(await packer.pass_on(kind, echo)) == facts(make(1)), kind
+
+
+async def test_refs_in_other_objects_stay_refs(rt: aiodaft.Runtime) -> None:
     echo = await rt.spawn(Echo)
-    assert await odd.kind(CONTAINERS[kind](echo.echo(1))) == kind
+    ref = echo.echo(1)
+    kept = await echo.echo([collections.deque([Plain(ref)]), ref])
+    assert kept[1] == 1
+    assert await kept[0][0].value == 1
+
+
+async def test_a_graph_finds_refs_in_every_container(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+    async with aiodaft.compile(lambda x: collections.OrderedDict(a=echo.echo(collections.deque([x], 2)))) as graph:
+        out = graph(1)
+        assert type(out) is collections.OrderedDict
+        assert await out["a"] == collections.deque([1])
+
+
+async def test_a_class_that_hides_its_refs_is_named(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+    with pytest.raises(aiodaft.SerializationError, match="ByName has refs inside and is pickled by its name"):
+        echo.echo(ByName([echo.echo(1)]))
 
 
 async def test_a_dataclass_with_a_ref_keeps_what_is_no_field(rt: aiodaft.Runtime) -> None:

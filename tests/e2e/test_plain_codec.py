@@ -178,6 +178,7 @@ THING_GROUP = pack_exts(codes.THING, "builtins:BaseExceptionGroup")
     ("code", "content", "why"),
     [
         (codes.PICKLE, [pickle.dumps(1), b"", 0, 0], "refuses"),
+        (codes.REBUILT, [THING_OS, ["true"], None, [], {}, None], "refuses"),
         (codes.NAMEDTUPLE, [THING_OS, ["true"]], "is no named tuple"),
         (codes.NAMEDTUPLE, [pack_exts(codes.THING, "subprocess:Popen"), ["true"]], "is no named tuple"),
         (codes.DATACLASS, [pack_exts(codes.THING, "builtins:dict"), {}], "is no dataclass"),

@@ -31,7 +31,7 @@ class Arguments:
         """
         self.method = spec.name
         self.outside: list[Ref[Any]] = []
-        # Refs inside objects other than plain containers: the method gets the refs themselves.
+        # Refs inside objects other than containers and records: the method gets the refs themselves.
         self.refs: list[Ref[Any]] = []
         self.payload = b""
         self.blob: bytes | None = None
@@ -44,7 +44,7 @@ class Arguments:
         else:
             slots = self._encode(target, spec, args, kwargs)
         if any(ref._state in numbers for ref in self.refs):
-            raise TypeError(f"{spec.label}: a ref of the graph is inside an object that is no plain container")
+            raise TypeError(f"{spec.label}: a ref of the graph is inside an object that is no container or record")
         # For each slot the number of a value of the graph; for refs from outside, numbers from -1 down.
         self.slots = tuple(self._number_of(ref, numbers) for ref in slots)
 

@@ -13,7 +13,7 @@ from enum import Enum
 from importlib import import_module
 from typing import Any, Final, TypeVar
 
-from aiodaft._runtime.serialization.containers import rebuild_dataclass
+from aiodaft._runtime.serialization.containers import is_namedtuple, rebuild_dataclass
 from aiodaft._runtime.serialization.error_parts import Parts, bare_error, fill_error
 
 BuilderT = TypeVar("BuilderT", bound=Callable[..., Any])
@@ -24,7 +24,7 @@ _builders: Final[dict[str, Callable[..., Any]]] = {}
 # What a class that a received value names has to be.
 _ALLOWED: Final[Mapping[str, Callable[[type], bool]]] = {
     "dataclass": is_dataclass,
-    "named tuple": lambda cls: issubclass(cls, tuple) and hasattr(cls, "_fields"),
+    "named tuple": is_namedtuple,
     "enumeration": lambda cls: issubclass(cls, Enum),
     "exception": lambda cls: issubclass(cls, BaseException),
 }

@@ -1,15 +1,30 @@
-"""Walks plain containers: lists, tuples, dicts, named tuples and dataclass instances, at any depth."""
+"""Walks containers and records, at any depth.
+
+Containers are lists, tuples, dicts, sets, deques, and instances of their subclasses; `UserDict`, `UserList` and
+`SimpleNamespace`, too. Records are instances of dataclasses, and of classes of attrs, pydantic and msgspec.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from copyreg import dispatch_table
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
+from aiodaft.actor import Actor
 from aiodaft.ref import Ref
 
 # Types without parts.
 FLAT: Final = frozenset({type(None), bool, int, float, str})
+_ITEMS: Final = cast("tuple[Any, ...]", (list, tuple, set, frozenset, deque))
+_CONTAINERS: Final[tuple[Any, ...]] = (dict, *_ITEMS, UserDict, UserList, SimpleNamespace)
+# What classes of records have.
+_RECORDS: Final = ("__dataclass_fields__", "__attrs_attrs__", "__pydantic_fields__", "__struct_fields__")
+_have_parts: Final[dict[weakref.ref[type], bool]] = {}
 
 
 def text_size(values: Iterable[Any]) -> int:
@@ -18,43 +33,116 @@ def text_size(values: Iterable[Any]) -> int:
 
 
 def contains_ref(value: Any) -> bool:
-    """Whether a value is a ref or has one in its plain containers."""
+    """Whether a value is a ref or has one in its containers and records."""
     if isinstance(value, Ref):
         return True
-    kind: type = type(value)
-    items: Iterable[Any] | None = None
-    if kind is list or kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
-        items = value
-    elif kind is dict:
-        items = value.values()
-    if items is not None:
-        return any(contains_ref(item) for item in items if type(item) not in FLAT)
-    return any(contains_ref(getattr(value, name, None)) for name in field_names(value))
+    return any(contains_ref(part) for part in _parts_of(value) if type(part) not in FLAT)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    """The parts of a container or record, without code of its class; none of another object."""
+    kind = type(value)
+    if kind in _ITEMS:
+        return cast("Iterable[Any]", value)
+    if kind is dict:
+        return chain(value, value.values())
+    known = _have_parts.get(weakref.ref(kind))
+    if not (_has_parts(kind) if known is None else known):
+        return ()
+    parts: list[Any] = []
+    if isinstance(value, dict):
+        parts += [*dict.__iter__(value), *dict.values(value)]
+    for items in _ITEMS:
+        if isinstance(value, items):
+            parts += items.__iter__(value)
+    state: Any = object.__getstate__(value)
+    for attributes in state if type(state) is tuple else (state,):
+        parts += (attributes or {}).values()
+    return parts
+
+
+def _has_parts(cls: type) -> bool:
+    marked = not issubclass(cls, Actor) and any(hasattr(cls, mark) for mark in _RECORDS)
+    known = _have_parts[weakref.ref(cls, _have_parts.pop)] = marked or issubclass(cls, _CONTAINERS)
+    return known
 
 
 def map_refs(value: Any, replace: Callable[[Ref[Any]], Any]) -> Any:
-    """Replace each ref in the plain containers of a value; other objects stay the same objects."""
+    """Replace each ref in the containers and records of a value; other objects stay the same objects."""
     if isinstance(value, Ref):
         return replace(value)
     if not contains_ref(value):
         return value
-    if isinstance(value, dict):
-        return {key: map_refs(item, replace) for key, item in value.items()}
-    if isinstance(value, list):
-        return [map_refs(item, replace) for item in value]
-    if isinstance(value, tuple):
-        items = [map_refs(item, replace) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    fields = {name: map_refs(getattr(value, name), replace) for name in field_names(value)}
-    return rebuild_dataclass(type(value), fields)
+    kind: Any = type(value)
+    if kind is dict:
+        return {map_refs(key, replace): map_refs(item, replace) for key, item in value.items()}
+    if kind in _ITEMS and kind is not deque:
+        return kind(map_refs(item, replace) for item in value)
+    if is_namedtuple(kind):
+        return tuple.__new__(kind, [map_refs(item, replace) for item in value])
+    if is_pure_dataclass(kind):
+        return rebuild_dataclass(kind, {name: map_refs(getattr(value, name), replace) for name in field_names(value)})
+    return rebuild(*(map_refs(part, replace) for part in reduced(value)))
+
+
+def reduced(value: Any) -> tuple[Any, ...]:
+    """The arguments of `rebuild`, as its class says for pickle."""
+    reduce = dispatch_table.get(type(value))
+    found: Any = value.__reduce_ex__(5) if reduce is None else reduce(value)
+    if isinstance(found, str):
+        raise TypeError(f"{type(value).__name__} has refs inside and is pickled by its name {found!r}")
+    function, args, *more = found
+    state, items, pairs, setter = [*more, None, None, None, None][:4]
+    return function, args, state, list(items or ()), dict(pairs or ()), setter
+
+
+def rebuild(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    state: Any,
+    items: list[Any],
+    pairs: dict[Any, Any],
+    setter: Any,
+) -> Any:
+    """Make a container or record again, as pickle does."""
+    made = function(*args)
+    for item in items:
+        made.append(item)
+    for key, item in pairs.items():
+        made[key] = item
+    if setter is not None:
+        setter(made, state)
+    elif state is not None and hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+    elif state is not None:
+        attributes, slots = state if type(state) is tuple else (state, None)
+        if attributes:
+            made.__dict__.update(attributes)
+        for name, item in (slots or {}).items():
+            setattr(made, name, item)
+    return made
 
 
 async def resolved(value: Any) -> Any:
-    """Replace each ref in the plain containers of a value by its value."""
-    refs: list[Ref[Any]] = []
-    map_refs(value, refs.append)
-    values = {ref: await ref for ref in refs}
+    """Replace each ref in the containers and records of a value by its value."""
+    values = {ref: await ref for ref in refs_in(value)}
     return map_refs(value, values.__getitem__)
+
+
+def refs_in(value: Any) -> list[Ref[Any]]:
+    """The refs in the containers and records of a value."""
+    if isinstance(value, Ref):
+        return [value]
+    return [ref for part in _parts_of(value) if type(part) not in FLAT for ref in refs_in(part)]
+
+
+def is_namedtuple(cls: type) -> bool:
+    return issubclass(cls, tuple) and hasattr(cls, "_fields")
+
+
+def is_pure_dataclass(cls: type) -> bool:
+    """Whether the instances of a class are their fields and other attributes."""
+    return dataclasses.is_dataclass(cls) and not issubclass(cls, (BaseException, *_CONTAINERS))
 
 
 def rebuild_dataclass(cls: type, fields: dict[str, Any]) -> Any:

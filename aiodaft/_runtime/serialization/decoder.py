@@ -20,9 +20,10 @@ from aiodaft._runtime.serialization.building import (
     builder_named,
     checked,
 )
+from aiodaft._runtime.serialization.containers import rebuild
 from aiodaft._runtime.serialization.definitions import NONE_HEARD, Definition, find
 from aiodaft._runtime.serialization.encoded import digest_of
-from aiodaft._runtime.serialization.pickling import decoding_in, unpickle, yield_gil
+from aiodaft._runtime.serialization.pickling import check_pickle, decoding_in, unpickle, yield_gil
 from aiodaft._runtime.serialization.small import NAMED, SIZE_BYTES, SMALL
 from aiodaft._runtime.serialization.tensors import Spec, TensorMaker, as_bytes, tensor_in
 from aiodaft.exceptions import SerializationError
@@ -158,6 +159,10 @@ class Decoder:
         with decoding_in(self):
             return [build(*args) for args in zip(*(column * (count // len(column)) for column in columns), strict=True)]
 
+    def load_rebuilt(self, content: list[Any]) -> Any:
+        check_pickle()
+        return rebuild(*content)
+
     def load_large_array(self, content: list[Any]) -> Any:
         dtype, index, shape, order = content
         if index < 0:
@@ -205,6 +210,7 @@ _EXTENSIONS: Final[Mapping[int, Callable[[Decoder, Any], Any]]] = {
     codes.ALIKE: Decoder.build_alike,
     codes.EXCEPTION: lambda _, content: build_error(*content),
     codes.LARGE_ARRAY: Decoder.load_large_array,
+    codes.REBUILT: Decoder.load_rebuilt,
 }
 # Kinds of payloads that are the skeleton alone.
 _WHOLE: Final = frozenset({wire.PLAIN, SMALL, NAMED})

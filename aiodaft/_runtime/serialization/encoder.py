@@ -12,7 +12,6 @@ skeleton or pickle) has its digest in the payload, which comes in a message.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from aiodaft._protocol.connections.codec import pack, pack_exts
@@ -21,7 +20,15 @@ from aiodaft._protocol.objects.blobs import blob_table, lay_out
 from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization import small as codes
 from aiodaft._runtime.serialization.building import builder_name
-from aiodaft._runtime.serialization.containers import FLAT, contains_ref, field_names, text_size
+from aiodaft._runtime.serialization.containers import (
+    FLAT,
+    contains_ref,
+    field_names,
+    is_namedtuple,
+    is_pure_dataclass,
+    reduced,
+    text_size,
+)
 from aiodaft._runtime.serialization.diagnosis import advice_on, cause_of, find_path
 from aiodaft._runtime.serialization.encoded import Encoded, Source, digest_of
 from aiodaft._runtime.serialization.error_parts import parts_of_error
@@ -229,27 +236,37 @@ class Encoder(SmallEncoder):
         if isinstance(value, Ref):
             return self._walk_ref(value)
         if self.resolve and contains_ref(value):
-            cls = self.thing(type(value))
-            if isinstance(value, tuple):
-                return pack_exts(codes.NAMEDTUPLE, [cls, [self.walk(item) for item in value]])
-            fields = {name: self.walk(getattr(value, name)) for name in field_names(value)}
-            return pack_exts(codes.DATACLASS, [cls, fields])
+            record = self._record(value)
+            return self._rebuilt(value) if record is None else record
         # A node takes no pickle, whatever the codec of the runtime.
         return self._build(value) if refuses_pickle() or _is_value_of_runtime(type(value)) else self._pickle(value)
+
+    def _record(self, value: Any) -> Any:
+        """A named tuple or an instance of a dataclass, without code of its class; None for others."""
+        cls = type(value)
+        if is_namedtuple(cls):
+            return pack_exts(codes.NAMEDTUPLE, [self.thing(cls), [self.walk(item) for item in value]])
+        if is_pure_dataclass(cls) and not issubclass(cls, Actor):
+            fields = {name: self.walk(getattr(value, name)) for name in field_names(value)}
+            return pack_exts(codes.DATACLASS, [self.thing(cls), fields])
+        return None
+
+    def _rebuilt(self, value: Any) -> Any:
+        """A container or record with refs, as its class has it pickled, but part by part."""
+        return (
+            self._pickle(value) if refuses_pickle() else pack_exts(codes.REBUILT, list(map(self.walk, reduced(value))))
+        )
 
     def _build(self, value: Any) -> Any:
         """Something without pickle, from its class and its parts."""
         cls: type[Any] = type(value)
-        if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-            return pack_exts(codes.NAMEDTUPLE, [self.thing(cls), [self.walk(item) for item in value]])
+        if (record := self._record(value)) is not None:
+            return record
         if issubclass(cls, BaseException):
             # Its frames stay here.
             args, state, fields = parts_of_error(value)
             parts = [list(args), state, value.__cause__, fields]
             return pack_exts(codes.EXCEPTION, [self.thing(cls), *map(self.walk, parts)])
-        if is_dataclass(cls) and not issubclass(cls, Actor):
-            fields = {name: self.walk(getattr(value, name)) for name in field_names(value)}
-            return pack_exts(codes.DATACLASS, [self.thing(cls), fields])
         if cls.__module__ == "numpy" and cls.__name__ == "ndarray" and _is_simple(value.dtype):
             order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
             content = value.ravel(order)
@@ -311,7 +328,7 @@ def encode(
         value: The value.
         names: Its name, and the names of its parts, in errors.
         places: The tensors that may stay where they are.
-        resolve: Whether refs in plain containers stand for their values.
+        resolve: Whether refs in containers and records stand for their values.
         limit: Bytes of a pickle, or 50,000 elements, are too long; None: nothing is.
         small: Whether it may be small; False if `encode_small` was tried.
 

@@ -233,10 +233,15 @@ class Context(Protocol):
         ...
 
 
-def unpickle(data: Any, buffers: list[memoryview], context: Context, pause: Callable[[], None] | None = None) -> Any:
-    """Load the output of `pickle_into`; calls `pause` from time to time."""
+def check_pickle() -> None:
+    """Raise TypeError if received values may not run code."""
     if refuses_pickle():
         raise TypeError('it has a pickle, which Runtime(codec="msgpack") refuses')
+
+
+def unpickle(data: Any, buffers: list[memoryview], context: Context, pause: Callable[[], None] | None = None) -> Any:
+    """Load the output of `pickle_into`; calls `pause` from time to time."""
+    check_pickle()
     with decoding_in(context):
         if pause is None:
             return pickle.loads(data, buffers=buffers)

@@ -39,7 +39,8 @@ _NAMED_HEAD: Final = bytes((NAMED,))
 (
     TUPLE, SET, FROZENSET, BYTEARRAY, BUFFER, TENSOR, SLOT, REF, PICKLE, DATACLASS, NAMEDTUPLE, CHUNKS,
     RECORD, MEMBER, ARRAY, SMALL_TENSOR, THING, BUILT, EXCEPTION, LARGE_ARRAY, ALIKE,
-) = range(2, 23)  # fmt: skip
+    REBUILT,
+) = range(2, 24)  # fmt: skip
 # Elements of a container; and containers, tensors and arrays of a value.
 _MOST: Final = 64
 # Extensions in each other: the stack of whoever decodes them has 40 KB for each.

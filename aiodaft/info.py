@@ -51,7 +51,7 @@ class ActorInfo:
         stored_bytes: Bytes of results that its process stores for others.
         epoch: The number of its incarnation; each attempt to restart it takes the next.
         restarts: The number of successful restarts.
-        last_error: What ended the previous incarnation, or made the last restart fail.
+        last_error: What ended the previous incarnation, or made the last restart fail. Of a dead actor: how it died.
         process: The id of its process; "" if that has ended.
         failed: Calls, and steps of compiled graphs, that raised; not those that were cancelled or late.
         restarting: Whether it has no process now, and is being restarted.
@@ -156,7 +156,9 @@ async def look_at(controller: Owner, target: Target, cls: type) -> ActorInfo:
     if child is not None:
         info = replace(info, epoch=child.epoch, restarts=child.restarts, last_error=child.last_error)
     if process is None:
-        return replace(info, alive=False, restarting=child is not None and child.state not in REACHABLE)
+        if child is None:
+            return replace(info, alive=False, last_error=controller.directory.death_of(target))
+        return replace(info, alive=False, restarting=child.state not in REACHABLE)
     view, stored_bytes = report or (None, 0)
     return in_process(info, process, view, stored_bytes)
 

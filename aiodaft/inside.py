@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import NoReturn
 
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.agent import acting
+from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.owning import Owner, WorkerOwner
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.process import Process, current_process
@@ -87,6 +89,10 @@ class ActorRuntimes:
             runtime = self._runtimes[hosted] = ActorRuntime(self._owner)
             hosted.stop_spawned = partial(_leave, runtime._owned)
         return runtime
+
+    def all_actors(self) -> Iterator[Target]:
+        """The actors that the actors of this process have spawned."""
+        return chain.from_iterable(runtime._owned.all_actors() for runtime in self._runtimes.values())
 
     # What the owner tells.
 

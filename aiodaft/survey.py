@@ -17,7 +17,7 @@ from aiodaft._protocol.ids import PeerId, is_node, is_worker
 from aiodaft._protocol.node.liveness import LastHeartbeat
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.diagnostics.process_stack import answer_to
-from aiodaft._runtime.diagnostics.process_view import ChildView, ProcessView, Viewer
+from aiodaft._runtime.diagnostics.process_view import ChildView, ProcessView, Viewer, class_in
 from aiodaft._runtime.node.worker import WorkerProcess
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.serialization.errors import decode_error
@@ -176,11 +176,11 @@ def _process_info(seen: Seen, node: str) -> ProcessInfo:
 
 
 def _actors(owner: Owner, seen: Iterable[Seen], names: Iterable[NamedActor]) -> Iterator[ActorInfo]:
-    """The actors in processes, then those that have none because they are being restarted."""
+    """The actors in processes, then those that have none: they are being restarted, or dead."""
     named: dict[tuple[PeerId, str], tuple[str, ...]] = {}
     for one in names:
         named[one.peer, one.label] = (*named.get((one.peer, one.label), ()), one.name)
-    # The owner of a supervised actor has its name.
+    # The owner of a supervised actor has its name. One that counts as dead may have been only out of reach.
     children = {
         (child.peer, child.label): (child, named.get((view.id, child.label), ()))
         for _, view in seen
@@ -192,15 +192,13 @@ def _actors(owner: Owner, seen: Iterable[Seen], names: Iterable[NamedActor]) -> 
         for label, actor in views.items():
             child, child_names = children.pop((process.id, label), (None, ()))
             own_names = child_names or named.get((process.id, label), ())
-            info = ActorInfo(
-                label, owner.class_in(label), own_names, None, owner.nodes.name_of(process.id), (), alive=True
-            )
+            info = ActorInfo(label, class_in(label), own_names, None, owner.nodes.name_of(process.id), (), alive=True)
             info = in_process(info, process, actor, 0 if view is None else view.stored_bytes)
-            yield info if child is None else _with_restarts(info, child)
+            yield info if child is None or child.state == "dead" else _with_restarts(info, child)
     for (peer, label), (child, child_names) in children.items():
-        if child.is_down:
-            info = ActorInfo(label, "", child_names, None, owner.nodes.name_of(peer), (), alive=False, restarting=True)
-            yield _with_restarts(info, child)
+        if child.state != "up":
+            info = ActorInfo(label, "", child_names, None, owner.nodes.name_of(peer), (), alive=False)
+            yield _with_restarts(replace(info, restarting=child.state == "restarting"), child)
 
 
 def _with_restarts(info: ActorInfo, child: ChildView) -> ActorInfo:

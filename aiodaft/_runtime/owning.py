@@ -174,11 +174,6 @@ class Owner(ABC):
         self._labels[cls.__name__] += 1
         return f"{cls.__name__}-{self._labels[cls.__name__]}"
 
-    @staticmethod
-    def class_in(label: str) -> str:
-        """The class in the name of an actor, also of a member of a group."""
-        return label.partition("-")[0]
-
     def new_group(self, cls: type) -> str:
         """The id of the next group of a class."""
         self._group_labels[cls.__name__] += 1

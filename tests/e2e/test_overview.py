@@ -179,6 +179,41 @@ async def test_an_actor_that_is_restarted_is_there_without_a_process(log_only: a
     assert plain["processes"][0]["title"] == "the controller"
 
 
+async def test_actors_that_died_for_good_are_there_until_they_are_stopped(log_only: aiodaft.Runtime) -> None:
+    rt = log_only
+    given_up = await rt.on(restart=aiodaft.Restart(intensity=0), name="given-up").spawn(Source)
+    plain, group = await rt.spawn(Source), await rt.on(restart="temporary").group(2, Source)
+    # Its death is no failure, and leaves no place in a group empty.
+    guest = await rt.on(restart="temporary").spawn(Source)
+    missed = {(await rt.info(actor)).name: actor for actor in (given_up, plain, group[1])}
+    names = [(await rt.info(group[0])).name, *missed]
+    for actor in (guest, *missed.values()):
+        with pytest.raises(aiodaft.ActorDied):
+            await actor.die()
+    while len((overview := await rt.overview()).processes) > 2:
+        pass
+    assert {actor.name: actor.state for actor in overview.actors} == dict.fromkeys(names, "dead") | {names[0]: "idle"}
+    for name, actor in missed.items():
+        found, info = named(overview, name), await rt.info(actor)
+        assert (found.pid, found.process, found.class_name, found.alive) == (None, "", "Source", False)
+        expected = aiodaft.RestartLimitReached if actor is given_up else aiodaft.ActorDied
+        assert [type(one.last_error) for one in (found, info)] == [expected] * 2
+        assert info.state == "dead"
+        await rt.stop(actor)
+    assert [actor.name for actor in (await rt.overview()).actors] == names[:1]
+
+
+async def test_the_dead_of_a_scope_are_there_until_its_end(log_only: aiodaft.Runtime) -> None:
+    rt = log_only
+    async with rt.scope() as scope:
+        group = await scope.on(restart="temporary").group(1, Source)
+        with pytest.raises(aiodaft.ActorDied):
+            await group[0].die()
+        while [actor.state for actor in (await rt.overview()).actors] != ["dead"]:
+            pass
+    assert (await rt.overview()).actors == ()
+
+
 async def test_actors_of_actors_are_there_with_their_restarts(log_only: aiodaft.Runtime) -> None:
     rt = log_only
     parent = await rt.spawn(Parent)

@@ -14,6 +14,7 @@ from actors import Echo, Sleeper, Trainer
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
+from supervised import Mortal
 
 import aiodaft
 from aiodaft.prometheus import Metrics
@@ -102,6 +103,21 @@ async def test_a_process_that_is_stopped_delays_no_scrape_and_its_counters_do_no
         gone = {key for key, its in found if ("actor", info.name) in its or ("process", info.name) in its}
         assert gone.isdisjoint({"aiodaft_actor_calls_total", "aiodaft_process_cpu_seconds_total"})
     assert value(await scrape(metrics), "aiodaft_actor_calls_total", actor=info.name) == 1
+
+
+async def test_an_actor_that_died_for_good_is_dead(module_rt: aiodaft.Runtime) -> None:
+    dying = await module_rt.spawn(Mortal)
+    info = await module_rt.info(dying)
+    with pytest.raises(aiodaft.ActorDied):
+        await dying.die()
+    found = await scrape(Metrics(module_rt))
+    # With the labels that it had before.
+    who = {"actor": info.name, "class": "Mortal", "node": info.node}
+    assert {state: value(found, "aiodaft_actor_state", state=state, **who) for state in ("idle", "dead")} == {
+        "idle": 0, "dead": 1,
+    }  # fmt: skip
+    await module_rt.stop(dying)
+    assert not any(("actor", info.name) in its for _, its in await scrape(Metrics(module_rt)))
 
 
 async def test_deaths_are_counted_by_class_and_node(module_rt: aiodaft.Runtime) -> None:

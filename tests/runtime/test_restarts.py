@@ -80,7 +80,9 @@ class House(Bench, CallSink):
         )
         # The searches for places on other nodes: the incarnation, the process to share, and the result to be.
         self.moves: list[tuple[ActorId, PeerId | None, asyncio.Future[Place]]] = []
-        root = SimpleNamespace(fail=lambda error, what: None, actor_died=lambda peer, actor, error: None)
+        # The actors of the open scopes.
+        self.owned: list[Target] = []
+        root: Any = SimpleNamespace(all_actors=lambda: self.owned)
         self.directory = Directory(cast(Caller, self.caller), nodes, root)
         self.supervisor = self.directory.new_supervisor(policy, 0, lambda error, what: self.failed.append(error))
         self.followers = Followers(cast(Caller, self.caller), self._locate)
@@ -210,6 +212,17 @@ async def test_an_actor_that_dies_while_it_is_made_again_is_not_taken_for_up(hou
     await house.directory.process_ended(ELSEWHERE, died(), wanted=False)
     await house.answer("host", None)
     assert [type(error) for error in house.failed] == [RestartLimitReached]
+
+
+async def test_an_owner_shows_some_of_the_actors_that_were_given_up_as_long_as_a_scope_has_them() -> None:
+    house = House(Restart(intensity=0))
+    children = [house.child(f"Echo-{number}", ActorId(ACTOR + number)) for number in range(70)]
+    house.owned = [child.target for child in children]
+    await house.directory.process_ended(THERE, died(), wanted=False)
+    shown = house.directory.look()
+    assert [(view.label, view.state) for view in shown] == [(f"Echo-{number}", "dead") for number in range(6, 70)]
+    del house.owned[10:]
+    assert [view.label for view in house.directory.look()] == ["Echo-6", "Echo-7", "Echo-8", "Echo-9"]
 
 
 async def test_a_transient_actor_that_ended_by_itself_is_over(house: House) -> None:

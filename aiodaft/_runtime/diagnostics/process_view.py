@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from aiodaft._protocol.diagnostics.failures import Failure
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
@@ -40,12 +40,12 @@ class ActorView:
 
 @dataclass(frozen=True, slots=True)
 class ChildView:
-    """A supervised actor, as its owner sees it; `peer` is the process of the current or last incarnation."""
+    """A supervised or dead actor, as its owner sees it; `peer` is the process of the current or last incarnation."""
 
     peer: PeerId
     label: str
     class_name: str
-    is_down: bool
+    state: Literal["up", "restarting", "dead"]
     epoch: int
     restarts: int
     # Encoded: another process may not be able to rebuild it.
@@ -113,7 +113,7 @@ class Viewer:
         self._host = host
         self._connections = connections
         self._objects = objects
-        # The supervised actors that this process owns.
+        # The actors that this process owns and restarts, or that are dead.
         self.supervised: Callable[[], Sequence[ChildView]] = lambda: ()
 
     def look(self) -> ProcessView:
@@ -180,6 +180,11 @@ def look_at_actor(hosted: HostedActor) -> ActorView:
         failed=hosted.failed,
         abandoned=len(hosted.abandoned),
     )
+
+
+def class_in(label: str) -> str:
+    """The class in the name of an actor, also of a member of a group."""
+    return label.partition("-")[0]
 
 
 def _is_users(hosted: HostedActor) -> bool:

@@ -139,6 +139,11 @@ class ChildSpec:
         return Ref(state)
 
     @property
+    def is_member(self) -> bool:
+        """Whether the actor has a place in a group."""
+        return self._enrolment is not None
+
+    @property
     def is_behind(self) -> bool:
         """Whether the group of the actor has changed since it was told."""
         return self._enrolment is not None and self._enrolment.is_behind

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from itertools import islice
+from typing import Any, Final, Literal, Protocol, cast
 
 from aiodaft._protocol.calls.following import NOWHERE, Location
 from aiodaft._protocol.groups.roster import Roster
@@ -17,18 +18,23 @@ from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
 from aiodaft._runtime.calls.rosters import Rosters
 from aiodaft._runtime.contacts import OwnerContact
-from aiodaft._runtime.diagnostics.process_view import ChildView
+from aiodaft._runtime.diagnostics.process_view import ChildView, class_in
 from aiodaft._runtime.logs.entries import Written
 from aiodaft._runtime.node.nodes import Nodes
 from aiodaft._runtime.serialization.errors import copy_error, decode_error, encode_error
 from aiodaft._runtime.supervision.child_spec import WHY_STOPPED
 from aiodaft._runtime.supervision.supervisor import Child, Supervisor
-from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown
+from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, RestartLimitReached
 from aiodaft.methods import method
+
+# Dead actors that an owner shows.
+_MAX_DEAD: Final = 64
 
 
 class Root(Protocol):
-    """What an owner tells its outermost scope."""
+    """The outermost scope of an owner: what that tells it, and the actors in it."""
+
+    def all_actors(self) -> Iterable[Target]: ...
 
     def fail(self, error: BaseException, what: str) -> None: ...
 
@@ -50,6 +56,8 @@ class Directory(OwnerContact):
         self.on_shown: Callable[[Sequence[Written]], Awaitable[None]]
         self._children: dict[ActorId, Child] = {}
         self._ended = Latest[ActorId, DaftError](caller.process.env.remembered)
+        # Those of them that were neither stopped nor allowed to end.
+        self._missed = Latest[ActorId, ChildView](_MAX_DEAD)
 
     def new_supervisor(self, policy: Restart, grace: float, fail: Callable[[BaseException, str], object]) -> Supervisor:
         made = Supervisor(self._caller, self._nodes, self.end, policy, grace, fail)
@@ -133,6 +141,8 @@ class Directory(OwnerContact):
             return
         self.forget(child)
         self._ended[child.number] = error
+        if child.final is None or isinstance(child.final, RestartLimitReached):
+            self._missed[child.number] = _view(child, "dead", error)
         child.target.end(error)
         self.on_over(child.number)
         # Before callers have the error: what the actor had is free when they ask.
@@ -159,19 +169,32 @@ class Directory(OwnerContact):
                     pass
 
     def look(self) -> list[ChildView]:
-        """The supervised actors that are not over."""
-        return [
-            ChildView(
-                child.place.peer,
-                child.label,
-                child.spec.cls.__name__,
-                child.state not in REACHABLE,
-                child.epoch,
-                child.restarts,
-                None if child.last_error is None else encode_error(child.last_error),
-            )
+        """The supervised actors that are not over, and some of the dead ones that were to live."""
+        known = [
+            _view(child, "up" if child.state in REACHABLE else "restarting", child.last_error)
             for child in self._children.values()
         ]
+        return [*known, *islice(self._dead(), _MAX_DEAD)]
+
+    def _dead(self) -> Iterator[ChildView]:
+        """The dead actors that no code has stopped, and whose scope is open."""
+        for target in self._root.all_actors():
+            if isinstance(target, FollowingTarget):
+                if target.number in self._missed:
+                    yield self._missed[target.number]
+            elif not target.stopped and (error := self.death_of(target)) is not None:
+                name = target.label
+                yield ChildView(target.remote, name, class_in(name), "dead", 0, 0, encode_error(error))
+
+    def death_of(self, target: Target) -> BaseException | None:
+        """The error of the calls of a dead actor, as far as this process knows; None of one that may live."""
+        if isinstance(target, FollowingTarget):
+            return target.ended
+        connection = self._caller.connections.get(target.remote)
+        if connection is None or connection.explanation is None or not connection.explanation.done():
+            return None
+        may_live = connection.renewable and self._nodes.is_member(node_of(target.remote))
+        return None if may_live else connection.explanation.result()
 
     def processes_on(self, name: str) -> set[PeerId]:
         """The processes of a node in which there are actors that take calls."""
@@ -251,3 +274,10 @@ class Directory(OwnerContact):
         child = self.find(target)
         if child is not None and child.final is not None:
             self.end(child, child.final)
+
+
+def _view(child: Child, state: Literal["up", "restarting", "dead"], error: BaseException | None) -> ChildView:
+    encoded = None if error is None else encode_error(error)
+    return ChildView(
+        child.place.peer, child.label, child.spec.cls.__name__, state, child.epoch, child.restarts, encoded
+    )

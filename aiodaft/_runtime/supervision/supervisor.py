@@ -71,7 +71,7 @@ class Child:
         self.crash: OutcomeUnknown | None = None
         # The error that ends it if it shares the process of an actor that is gone for good.
         self.homeless: ActorDied | None = None
-        # The error that callers get once it is over.
+        # The error that callers get once it is over: its end is no loss, or its policy allows no more restarts.
         self.final: DaftError | None = None
         # The time of its next start.
         self.due = 0.0
@@ -196,7 +196,10 @@ class Supervisor:
         match self._siblings.failed(child, error, normal=normal, homeless=homeless, now=now):
             case Gone():
                 logger.info("%s ended, and is not restarted: %s", child.label, printable(str(error)))
-                self._end(child, error if isinstance(error, OutcomeUnknown) else ActorDied(str(error)))
+                ended = error if isinstance(error, OutcomeUnknown) else ActorDied(str(error))
+                if not (homeless or child.spec.is_member):
+                    child.final = ended
+                self._end(child, ended)
                 if homeless:
                     self._fail(error, f"{child.label} cannot be made again")
             case GiveUp(down, evidence):

@@ -56,5 +56,6 @@ def _one_of(actors: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]
             f"{len(found)} actors are called {name!r}: {where}. Kill one by a name that `rt.name` has given it"
         )
     if not found[0]["process"]:
-        raise Failed(f"{name} has no process: it is being restarted")
+        state = "dead" if found[0]["state"] == "dead" else "being restarted"
+        raise Failed(f"{name} has no process: it is {state}")
     return found[0]

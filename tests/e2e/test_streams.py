@@ -89,9 +89,9 @@ async def test_an_error_comes_after_the_items_before_it(rt: aiodaft.Runtime) -> 
     assert items == list(range(40))
 
 
-async def test_a_failed_argument_is_told_once() -> None:
-    async with aiodaft.Runtime(preload=()) as rt:
-        source, streamer = await rt.spawn(Failing), await rt.spawn(Streamer)
+async def test_a_failed_argument_is_told_once(rt: aiodaft.Runtime) -> None:
+    async with rt.scope() as scope:
+        source, streamer = await scope.spawn(Failing), await scope.spawn(Streamer)
         stream = streamer.numbers(source.raise_value_error())  # type: ignore[arg-type]  # a ref for the value
         with pytest.raises(ValueError, match="bad value"):
             await anext(stream)

@@ -76,10 +76,10 @@ def map_refs(value: Any, replace: Callable[[Ref[Any]], Any]) -> Any:
     kind: Any = type(value)
     if kind is dict:
         return {map_refs(key, replace): map_refs(item, replace) for key, item in value.items()}
-    if kind in _ITEMS and kind is not deque:
-        return kind(map_refs(item, replace) for item in value)
     if is_namedtuple(kind):
         return tuple.__new__(kind, [map_refs(item, replace) for item in value])
+    if kind in _ITEMS and kind is not deque:
+        return kind(map_refs(item, replace) for item in value)
     if is_pure_dataclass(kind):
         return rebuild_dataclass(kind, {name: map_refs(getattr(value, name), replace) for name in field_names(value)})
     return rebuild(*(map_refs(part, replace) for part in reduced(value)))

@@ -162,6 +162,7 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
             TimeoutError: Members did not come; the error names their ranks.
             CallCancelled: The call of another member, of the same call of the group, failed before it came.
             GroupChanged: Another member was restarted before all had come.
+            ResourceExhausted: This process has no file descriptor for it.
             RuntimeError: Another member left by an error, and an operation failed because of that. This is an `async
                 def` method, or the process has a process group.
             ValueError: There is no such interface, or one is needed.

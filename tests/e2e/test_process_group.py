@@ -213,3 +213,11 @@ async def test_wrong_uses_are_refused(module_rt: aiodaft.Runtime) -> None:
     assert await alone.sum_ranks() == 0.0
     with pytest.raises(RuntimeError, match="is no member of a group"):
         await (await module_rt.spawn(Rank)).sum_ranks()
+
+
+async def test_a_block_without_descriptors_says_so_and_the_next_one_works(module_rt: aiodaft.Runtime) -> None:
+    (alone,) = await module_rt.group(1, Rank)
+    for left in (0, 1):
+        with pytest.raises(aiodaft.ResourceExhausted, match=r"process_group\(\) of .* no file descriptors .*ulimit"):
+            await alone.come_without_descriptors(left)
+    assert await alone.sum_ranks() == 0.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import struct
 
+from transport_probes import no_more_files
+
 from aiodaft._runtime.groups.torch_sockets import TorchSockets
 
 
@@ -21,3 +23,13 @@ def test_each_pair_is_given_one_connection_however_often_they_are_shut() -> None
                 with listener.accept()[0] as accepted:
                     pairs.append(struct.unpack("=q", accepted.recv(8))[0])
     assert pairs == [0, 1, 2, 99]
+
+
+def test_without_descriptors_nothing_is_shut_and_the_next_time_it_is() -> None:
+    sockets = TorchSockets(1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with no_more_files():
+            sockets.shut()
+        sockets.shut()
+        with listener.accept()[0] as accepted:
+            assert struct.unpack("=q", accepted.recv(8)) == (0,)

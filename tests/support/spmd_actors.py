@@ -18,6 +18,7 @@ import torch.distributed as dist
 from inside import connect_to_stores_within, end_blocks_that_stand_still
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transport_probes import no_more_files
 
 import aiodaft
 from aiodaft._runtime.groups.blocks import Blocks
@@ -286,6 +287,11 @@ class Rank(aiodaft.Actor):
     def come_twice(self) -> None:
         with aiodaft.current_group().process_group("gloo"), aiodaft.current_group().process_group("gloo"):
             pass
+
+    @aiodaft.method
+    def come_without_descriptors(self, left: int) -> None:
+        with no_more_files(left):
+            self.sum_ranks()
 
     @aiodaft.method
     def come_over(self, interface: str) -> None:

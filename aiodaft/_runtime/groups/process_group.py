@@ -8,6 +8,7 @@ its process until it has left the block. So all that waits ends, at every member
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import sys
@@ -29,6 +30,7 @@ from aiodaft._runtime.groups.keyed import Keyed, belongs_to
 from aiodaft._runtime.groups.meeting_place import Whereabouts, whereabouts_of
 from aiodaft._runtime.groups.torch_sockets import TorchSockets
 from aiodaft._runtime.objects.ref_state import state_of
+from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.serialization.errors import add_note, copy_error
 from aiodaft.exceptions import DaftError
 from aiodaft.ref import Ref
@@ -62,7 +64,8 @@ class Membership:
         self.group = group
         self.name = f"{hosted.name}, rank {rank} of {group}"
         self.others = Others(group, [member.label for member in members])
-        self.sockets = TorchSockets(self.size)
+        with _in_need_of_descriptors(self):
+            self.sockets = TorchSockets(self.size)
         self._caller = caller
         # The members meet those of the same call of the group.
         self._place = hosted.id, epoch, belongs_to()
@@ -299,10 +302,21 @@ def process_group(
 
 def _open_store(me: Membership, interface: str, patience: float, what: str) -> Any:
     """Come together at the store, which is at rank 0."""
-    if me.rank == 0:
-        return _serve_store(me, _ip_of(interface), patience, what)
-    host, _, port = block_on(me.process, me.come(patience), what).rpartition(":")
-    return _connect_store(host, int(port), me.size, patience)
+    with _in_need_of_descriptors(me):
+        if me.rank == 0:
+            return _serve_store(me, _ip_of(interface), patience, what)
+        host, _, port = block_on(me.process, me.come(patience), what).rpartition(":")
+        return _connect_store(host, int(port), me.size, patience)
+
+
+@contextmanager
+def _in_need_of_descriptors(me: Membership) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in {errno.EMFILE, errno.ENFILE}:
+            raise exhausted(error, f"process_group() of {me.name}") from error
+        raise
 
 
 def _serve_store(me: Membership, ip: str, patience: float, what: str) -> Any:

@@ -32,6 +32,9 @@ class TorchSockets:
 
     Args:
         size: The number of members.
+
+    Raises:
+        OSError: There is no descriptor to look for those that are open.
     """
 
     def __init__(self, size: int) -> None:
@@ -43,8 +46,8 @@ class TorchSockets:
         self.store_port: int | None = None
 
     def shut(self) -> None:
-        """End what waits for them now. What torch opens later needs another call."""
-        with self._opened() as (listeners, accepted):
+        """End what waits for them now. What torch opens later, or a lack of descriptors, needs another call."""
+        with suppress(OSError), self._opened() as (listeners, accepted):
             for connection in accepted:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)

@@ -106,18 +106,6 @@ def test_a_call_with_a_turn_waits_for_it_and_only_calls_of_its_caller_wait_behin
     assert taken == [waits]
 
 
-def test_turns_decide_among_calls_of_one_caller_and_pass_no_call_without_a_turn() -> None:
-    mailbox: Mailbox[Call] = Mailbox()
-    calls = [call("a", on_thread=True) for _ in range(4)]
-    for one in calls[0], calls[1], calls[3]:
-        one.turn = Turn()
-    kept(mailbox, *calls)
-    for one, starts in ((calls[3], []), (calls[1], [calls[1]]), (calls[0], [calls[0], calls[2], calls[3]])):
-        assert one.turn is not None
-        one.turn.is_here = True
-        assert [*mailbox.startable()] == starts
-
-
 def test_a_call_whose_turn_is_here_waits_for_a_place() -> None:
     mailbox: Mailbox[Call] = Mailbox()
     running, waits = call("a", concurrency=1), call("b", concurrency=1)

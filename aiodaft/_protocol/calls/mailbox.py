@@ -138,7 +138,6 @@ class Mailbox(Generic[EntryT]):
         """
         self.watching = False
         for caller, lane in list(self._lanes.items()):
-            _let_turns_decide(lane)
             first = lane[0]
             while lane and (lane[0].stage in GONE or self._may_start(lane[0])):
                 entry = lane.popleft()
@@ -232,17 +231,6 @@ class Mailbox(Generic[EntryT]):
             self._running[rules.name] += 1
         if entry.turn is not None and entry.turn.taken is not None:
             entry.turn.taken()
-
-
-def _let_turns_decide(lane: deque[EntryT]) -> None:
-    """Put the call whose turn is here before those of its caller that wait for theirs, which came first."""
-    for index, entry in enumerate(lane):
-        if entry.turn is None:
-            return
-        if entry.turn.is_here:
-            del lane[index]
-            lane.appendleft(entry)
-            return
 
 
 def _has_begun(entry: Entry) -> bool:

@@ -192,7 +192,7 @@ class Group(Generic[ActorT]):
         unit = self._choose()
         if spec.is_stream:
             return self._calls.stream(unit, spec, args, kwargs)
-        return self._calls.call(self._roster, unit, spec, args, kwargs)
+        return self._calls.call(unit, spec, args, kwargs)
 
     @overload
     def map(
@@ -243,7 +243,7 @@ class Group(Generic[ActorT]):
         spec = self._spec(m)
 
         def call(unit: Unit, item: Any) -> Ref[Any]:
-            return self._calls.call(self._roster, unit, spec, (item, *args), kwargs)
+            return self._calls.call(unit, spec, (item, *args), kwargs)
 
         window = (spec.rules.concurrency or 1) + 1
         group_map = GroupMap(items, self._choose, call, self.__len__, window, keeps_on=return_exceptions)
@@ -528,7 +528,7 @@ class Group(Generic[ActorT]):
     ) -> Refs[Any]:
         whole = self if self._of is None else self._of
         # The members of a slice may meet the rest of the group in collectives.
-        return self._calls.call_all(self._roster, calls, spec, kwargs, meet=whole._is_whole)
+        return self._calls.call_all(calls, spec, kwargs, meet=whole._is_whole)
 
 
 @builder

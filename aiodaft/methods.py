@@ -464,10 +464,10 @@ def check_overrides(cls: type) -> None:
 class PlainMethods:
     """The methods of a plain class."""
 
-    def __init__(self, cls: type, *more: MethodSpec) -> None:
+    def __init__(self, cls: type) -> None:
         self._class = cls
         get = MethodSpec(f"{cls.__name__}.get", ATTRIBUTE, getattr, Options(Rules(ATTRIBUTE, on_thread=True)))
-        self._by_name: dict[str, MethodSpec | None] = {spec.name: spec for spec in (get, *more)}
+        self._by_name: dict[str, MethodSpec | None] = {ATTRIBUTE: get}
         self._by_function: dict[Any, MethodSpec] = {}
 
     def of(self, fn: Any) -> MethodSpec:

@@ -25,15 +25,11 @@ RESHARDING: Final = ActorId(7)
 BLOCKS: Final = ActorId(8)
 INBOXES: Final = ActorId(9)
 KEYED: Final = ActorId(10)
-ORDERING: Final = ActorId(11)
 FIRST_USER_ACTOR: Final = ActorId(16)
 
 _EPOCH_SHIFT: Final = 32
 # In the id of a call of a group: what says how many bits the number of the member takes.
 _WIDTH_BITS: Final = 5
-# Beside these bits: the call waits for its turn.
-_TURN: Final = 1 << _WIDTH_BITS
-_TAIL_BITS: Final = _WIDTH_BITS + 1
 _UPPER_HALF: Final = 1 << 31
 
 
@@ -85,26 +81,20 @@ def epoch_of(actor: ActorId) -> int:
     return actor >> _EPOCH_SHIFT
 
 
-def sibling_ids(serial: CallId, count: int, *, in_turn: bool = False) -> Sequence[CallId]:
+def sibling_ids(serial: CallId, count: int) -> Sequence[CallId]:
     """The ids of the calls of one call of a group, which is told from others by a number that nothing else has.
 
-    So each of them says which call of the group it belongs to, and whether it waits for its turn. No message has to.
+    So each of them says which call of the group it belongs to, and no message has to.
     """
     width = (count - 1).bit_length()
-    # Each is, with the sign turned: the serial number, that of the member, whether it waits for its turn, and how many
-    # bits the number of the member takes.
-    first = serial << width + _TAIL_BITS | _TURN * in_turn | width
-    return cast("Sequence[CallId]", range(-first, -first - (count << _TAIL_BITS), -1 << _TAIL_BITS))
-
-
-def awaits_turn(call: CallId) -> bool:
-    """Whether a call starts when the owner of its group says that it is its turn."""
-    return call < 0 and bool(-call & _TURN)
+    # Each is, with the sign turned: the serial number, that of the member, and how many bits the latter takes.
+    first = serial << width + _WIDTH_BITS | width
+    return cast("Sequence[CallId]", range(-first, -first - (count << _WIDTH_BITS), -1 << _WIDTH_BITS))
 
 
 def serial_of(call: CallId) -> int:
     """The place of a call in the order in which its process makes calls: one place for the calls of a group's call."""
-    return call if call >= 0 else -call >> _TAIL_BITS + (-call & _TURN - 1)
+    return call if call >= 0 else -call >> _WIDTH_BITS + (-call & (1 << _WIDTH_BITS) - 1)
 
 
 def group_call_of(caller: PeerId, call: CallId) -> tuple[PeerId, int] | None:

@@ -21,7 +21,6 @@ from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.fence import Fence
 from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor, current_call, serving
-from aiodaft._runtime.actors.turns import TURN
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.diagnostics.attach import Visits
@@ -114,8 +113,8 @@ class Agent(Actor):
         epoch = serving().attempt
         if all(hosted < FIRST_USER_ACTOR for hosted in self._host.actors):
             self._host.on_first(label, epoch)
-        specs = {**specs_of(cls), TURN.name: TURN} if issubclass(cls, Actor) else {}
-        find_spec = specs.get if issubclass(cls, Actor) else PlainMethods(cls, TURN).find
+        specs = specs_of(cls) if issubclass(cls, Actor) else {}
+        find_spec = specs.get if issubclass(cls, Actor) else PlainMethods(cls).find
         hosted = HostedActor(self._host, incarnation(ActorId(actor), epoch), label, find_spec)
         hosted.birth = Birth(cls, serving().caller, follow)
         if max_queue is not None or any(spec.rules.max_queue is not None for spec in specs.values()):

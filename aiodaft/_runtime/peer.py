@@ -18,7 +18,6 @@ from aiodaft._protocol.ids import (
     INBOXES,
     KEYED,
     NODE,
-    ORDERING,
     RESHARDING,
     SUPERVISOR,
     ActorId,
@@ -32,7 +31,6 @@ from aiodaft._runtime.actors.fence import Fence
 from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.actors.inbound import Inbound
-from aiodaft._runtime.actors.turns import Turns
 from aiodaft._runtime.agent import Agent, agent_of
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.calls.following import Followers
@@ -55,7 +53,6 @@ from aiodaft._runtime.groups.blocks import Blocks
 from aiodaft._runtime.groups.collectives import Collectives
 from aiodaft._runtime.groups.inboxes import Inboxes
 from aiodaft._runtime.groups.keyed import Keyed
-from aiodaft._runtime.groups.ordering import Ordering, ask_over
 from aiodaft._runtime.groups.resharding import Resharding
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.ref_state import state_of
@@ -128,10 +125,6 @@ class Peer:
         self.add_actor(BLOCKS, "blocks", blocks)
         process.provide(Inboxes, self.inboxes)
         self.add_actor(INBOXES, "inboxes", self.inboxes)
-        process.provide(Turns, Turns(process, partial(ask_over, self.caller)))
-        ordering = Ordering(self.caller)
-        process.provide(Ordering, ordering)
-        self.add_actor(ORDERING, "order of calls", ordering)
         keyed = Keyed(self.caller, self.store, enlisted, collectives, self.running_call)
         self.host.on_undone = keyed.withdraw
         process.provide(Keyed, keyed)

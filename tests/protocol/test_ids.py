@@ -10,7 +10,6 @@ from aiodaft._protocol.ids import (
     NODE,
     CallId,
     PeerId,
-    awaits_turn,
     group_call_of,
     serial_of,
     sibling_ids,
@@ -27,10 +26,8 @@ def test_the_ids_of_the_calls_of_a_group_say_that_they_belong_together() -> None
     caller, seen = PeerId("controller"), set[CallId]()
     for serial in (1, 2, 3, 1 << 30):
         for count in (1, 2, 3, 4, 5, 64, 65, 1000):
-            in_turn = count % 2 == 0
-            numbers = sibling_ids(CallId(serial * 10_000 + count), count, in_turn=in_turn)
+            numbers = sibling_ids(CallId(serial * 10_000 + count), count)
             assert len(numbers) == count
-            assert {awaits_turn(number) for number in numbers} == {in_turn}
             assert seen.isdisjoint(numbers)
             seen.update(numbers)
             assert {serial_of(number) for number in numbers} == {serial * 10_000 + count}
@@ -39,5 +36,4 @@ def test_the_ids_of_the_calls_of_a_group_say_that_they_belong_together() -> None
     assert -(1 << 63) < min(seen) < max(seen) < 0
     assert [serial_of(CallId(number)) for number in (0, 7)] == [0, 7]
     assert group_call_of(caller, CallId(0)) is group_call_of(caller, CallId(7)) is None
-    assert not awaits_turn(CallId(7))
     assert not sibling_ids(CallId(1), 0)

@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from aiodaft._protocol.calls.call import FETCHING, QUEUED, WITHDRAWN, Stage, Turn
+from aiodaft._protocol.calls.call import FETCHING, QUEUED, WITHDRAWN, Stage
 from aiodaft._protocol.calls.mailbox import BoundedMailbox, Mailbox, Rules, check_concurrency, check_max_queue
 from aiodaft._protocol.ids import PeerId
 
@@ -25,7 +25,6 @@ class Call:
     behind: bool = False
     begun: bool = False
     last_begun: bool = False
-    turn: Turn | None = None
     # Shown when a test fails.
     number: int = field(default_factory=lambda: next(_numbers))
 
@@ -90,32 +89,6 @@ def test_unordered_calls_that_wait_for_arguments_are_not_looked_at_again_and_aga
         assert mailbox.take_ready(one)
         assert not mailbox.finished(one)
     assert not mailbox.holds_some
-
-
-def test_a_call_with_a_turn_waits_for_it_and_only_calls_of_its_caller_wait_behind_it() -> None:
-    mailbox: Mailbox[Call] = Mailbox()
-    taken: list[Call] = []
-    waits, behind = call("a", on_thread=True), call("a", on_thread=True)
-    waits.turn = Turn()
-    waits.turn.taken = lambda: taken.append(waits)
-    kept(mailbox, waits, behind)
-    started(mailbox, call("b", on_thread=True))
-    assert [*mailbox.startable()] == []
-    waits.turn.is_here = True
-    assert [*mailbox.startable()] == [waits, behind]
-    assert taken == [waits]
-
-
-def test_a_call_whose_turn_is_here_waits_for_a_place() -> None:
-    mailbox: Mailbox[Call] = Mailbox()
-    running, waits = call("a", concurrency=1), call("b", concurrency=1)
-    started(mailbox, running)
-    waits.turn = Turn()
-    waits.turn.is_here = True
-    kept(mailbox, waits)
-    assert mailbox.ahead_of(waits, lambda: [running]) == [running]
-    assert mailbox.finished(running)
-    assert [*mailbox.startable()] == [waits]
 
 
 def test_an_unordered_call_that_is_ready_waits_for_a_place() -> None:

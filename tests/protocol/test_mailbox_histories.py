@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from aiodaft._protocol.calls.call import FETCHING, QUEUED, WITHDRAWN, Stage, Turn
+from aiodaft._protocol.calls.call import FETCHING, QUEUED, WITHDRAWN, Stage
 from aiodaft._protocol.calls.mailbox import Mailbox, Rules
 from aiodaft._protocol.ids import PeerId
 
@@ -36,7 +36,6 @@ class Call:
     behind: bool = False
     begun: bool = False
     last_begun: bool = False
-    turn: Turn | None = None
     started: bool = False
     ended: bool = False
 

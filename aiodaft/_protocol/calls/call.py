@@ -14,7 +14,6 @@ loop withdraws it, so each of them first has to claim the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
@@ -86,15 +85,6 @@ GIVEN_UP: Final = frozenset({CANCELLED, LATE, ABANDONED})
 ANSWERED: Final = frozenset({ABANDONED, OVER})
 
 
-class Turn:
-    """The turn of a call among those of other callers."""
-
-    # Whether the call may start.
-    is_here = False
-    # Called when it starts.
-    taken: Callable[[], object] | None = None
-
-
 class Life:
     """The stage of one call, whether it has begun, and its times."""
 
@@ -105,8 +95,6 @@ class Life:
     # `begun`: its first line has run. `last_begun`: the first line of the last step of a segment has run.
     begun = False
     last_begun = False
-    # If the owner of its group says when it may start.
-    turn: Turn | None = None
     # Its caller has cancelled it, and drops what it returns.
     dropped = False
     # On the loop's clock.

@@ -6,7 +6,6 @@ arguments. Different callers do not block each other. `ordered=False` opts out.
 `def` methods run on the actor's one thread, `async def` methods on the loop; each of the two begins its calls in
 order. If two successive calls of a caller run on different ones, the later call waits until the earlier one has begun.
 A call after a segment (see `Rules.segment`) waits until the last call of the segment has begun.
-A call with a `Turn` waits for that.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from aiodaft._protocol.calls.call import GONE, QUEUED, Stage, Turn
+from aiodaft._protocol.calls.call import GONE, QUEUED, Stage
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.numbers import is_count
 
@@ -45,7 +44,6 @@ class Entry(Protocol):
     behind: bool
     begun: bool
     last_begun: bool
-    turn: Turn | None
 
 
 EntryT = TypeVar("EntryT", bound=Entry)
@@ -86,7 +84,6 @@ class Mailbox(Generic[EntryT]):
             rules.ordered
             and rules.concurrency is None
             and entry.stage is QUEUED
-            and entry.turn is None
             and not (self._lanes or caller in self._last)
         ):
             # `_may_start` and `_start` for the usual case: there is no call to wait for.
@@ -200,7 +197,7 @@ class Mailbox(Generic[EntryT]):
 
     def _may_start(self, entry: EntryT) -> bool:
         rules = entry.rules
-        if entry.stage is not QUEUED or not (entry.turn is None or entry.turn.is_here):
+        if entry.stage is not QUEUED:
             return False
         if rules.concurrency is not None and self._running[rules.name] >= rules.concurrency:
             return False
@@ -229,8 +226,6 @@ class Mailbox(Generic[EntryT]):
             self._last[entry.caller] = entry
         if rules.concurrency is not None:
             self._running[rules.name] += 1
-        if entry.turn is not None and entry.turn.taken is not None:
-            entry.turn.taken()
 
 
 def _has_begun(entry: Entry) -> bool:

@@ -7,13 +7,12 @@ from typing import Any
 from aiodaft._protocol.calls.call import ANSWER, FETCHING
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import CALL, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
-from aiodaft._protocol.ids import ActorId, CallId, PeerId, awaits_turn, number_of
+from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
 from aiodaft._protocol.objects.stream import CREDIT_WINDOW
 from aiodaft._runtime.actors.arguments import Arguments
 from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.actors.responders import LocalResponder, RemoteResponder
-from aiodaft._runtime.actors.turns import Turns
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_table import RefTable
@@ -144,8 +143,6 @@ class Inbound:
         """A call from this process to one of its own actors."""
         if hosted.bounds is not None and not hosted.admits(call):
             return
-        if awaits_turn(call.number):
-            self._process.part(Turns).came(call)
         if call.mode == WANT_STREAM:
             call.credit = CREDIT_WINDOW
         if (call.kwargs or not all_plain(call.args)) and _contains_ref((call.args, call.kwargs)):
@@ -169,8 +166,6 @@ class Inbound:
         call = InboundCall(responder, connection.remote, number, hosted, spec, mode, args)
         if mode == WANT_NOTHING:
             call.dropped = True
-        if awaits_turn(number):
-            self._process.part(Turns).came(call)
         if responder.calls.setdefault(number, call) is not call:
             raise RemoteProtocolError(f"{connection.remote} uses the number of call {number} twice")
         return call if hosted.bounds is None or hosted.admits(call) else None

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice, repeat
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
-from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import CallId
-from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.groups import siblings
-from aiodaft._runtime.groups.ordering import Ordering
 from aiodaft.actor import CallTarget
 from aiodaft.methods import MethodSpec
 from aiodaft.policies import Load, Policy
@@ -64,29 +61,22 @@ class MemberCalls:
         return free[policy(loads)]
 
     def call_all(
-        self,
-        roster: Roster[Any],
-        calls: Sequence[tuple[Unit, tuple[Any, ...]]],
-        spec: MethodSpec,
-        kwargs: dict[str, Any],
-        *,
-        meet: bool,
+        self, calls: Sequence[tuple[Unit, tuple[Any, ...]]], spec: MethodSpec, kwargs: dict[str, Any], *, meet: bool
     ) -> Refs[Any]:
-        """Call several units of a group, with their arguments; `meet` if the members meet each other in collectives."""
+        """Call several units, with their arguments; `meet` if their members meet each other in collectives."""
         each = [(target, args) for unit, args in calls for target in (unit.target, *unit.others)]
-        refs = self._make(each, spec, kwargs, roster if meet else None)
+        numbers = siblings.numbers(each[0][0], len(each)) if calls and meet else _ALONE
+        refs = self._make(each, spec, kwargs, numbers)
         siblings.join(refs)
         made = iter(refs)
         units = [list(islice(made, 1 + len(unit.others))) for unit, _ in calls]
         return Refs([first for first, *_ in units], [other for _, *others in units for other in others])
 
-    def call(
-        self, roster: Roster[Any], unit: Unit, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Ref[Any]:
-        """Call one unit of a group."""
+    def call(self, unit: Unit, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
+        """Call one unit."""
         targets = (unit.target, *unit.others)
-        together = roster if unit.others else None
-        ref, *others = self._make([(target, args) for target in targets], spec, kwargs, together)
+        numbers = siblings.numbers(unit.target, len(targets)) if unit.others else _ALONE
+        ref, *others = self._make([(target, args) for target in targets], spec, kwargs, numbers)
         if others:
             # Until then, they are held: an error that no code sees goes to the scope when the ref is dropped.
             ref._state.watch(partial(_end_others, others))
@@ -105,20 +95,13 @@ class MemberCalls:
 
     def _make(
         self,
-        calls: Sequence[tuple[CallTarget, tuple[Any, ...]]],
+        calls: Iterable[tuple[CallTarget, tuple[Any, ...]]],
         spec: MethodSpec,
         kwargs: dict[str, Any],
-        together: Roster[Any] | None,
+        numbers: Iterator[CallId | None],
     ) -> list[Ref[Any]]:
-        """Make calls: all of them or none, because members may wait for each other; `together`: of this group."""
+        """Make calls that belong together: all of them or none, because members may wait for each other."""
         refs: list[Ref[Any]] = []
-        numbers, ordering = _ALONE, None
-        if together is not None and calls:
-            first = calls[0][0]
-            ordering = cast("Target", first).process.part(Ordering)
-            if len(calls) == 1 or not ordering.needs_turns(together, spec):
-                ordering = None
-            numbers = siblings.numbers(first, len(calls), in_turn=ordering is not None)
         try:
             for target, args in calls:
                 refs.append(target.call(spec, args, kwargs, next(numbers)))
@@ -128,8 +111,6 @@ class MemberCalls:
         except BaseException:
             _take_back(refs)
             raise
-        if ordering is not None and together is not None:
-            ordering.ask(together, refs)
         return refs
 
 

@@ -29,9 +29,9 @@ _LONGEST_PAUSE: Final = 0.5
 Say: TypeAlias = Callable[[Keyed, CallId], Ref[bool]]
 
 
-def numbers(first: CallTarget, count: int, *, in_turn: bool) -> Iterator[CallId | None]:
+def numbers(first: CallTarget, count: int) -> Iterator[CallId | None]:
     """The ids of the calls that one call of a group makes; `first` is the target of one."""
-    return iter(sibling_ids(cast("Target", first).caller.next_number(), count, in_turn=in_turn))
+    return iter(sibling_ids(cast("Target", first).caller.next_number(), count))
 
 
 def join(refs: Sequence[Ref[Any]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 from actors import Echo, Log
-from blocking import Blocking, Inheriting, in_thread
+from blocking import Blocking, Inheriting, Locking, in_thread
 from failing import Failing
 
 import aiodaft
@@ -280,3 +280,10 @@ async def test_a_call_of_a_thread_has_its_small_arguments_as_they_were(module_rt
     refs = in_thread(call)
     value.append(2)
     assert [await ref for ref in refs] == [[1], [1], 5]
+
+
+async def test_a_def_method_that_holds_a_lock_calls_while_the_loop_waits_for_it(module_rt: aiodaft.Runtime) -> None:
+    echo, locking, value = await module_rt.spawn(Echo), await module_rt.spawn(Locking), list(range(1000))
+    asked, waited = locking.ask(echo, value), locking.wait_for_lock()
+    assert await asked == value
+    await waited

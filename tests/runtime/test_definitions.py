@@ -19,6 +19,7 @@ import pytest
 import aiodaft
 from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.definitions import Definition, find, named
+from aiodaft._runtime.serialization.scripts import mark_of
 from aiodaft._runtime.serialization.small import NAMED, encode_small
 
 SCALE = 2
@@ -302,3 +303,14 @@ def test_a_function_of_main_goes_by_its_name_and_a_lambda_by_value(monkeypatch: 
     assert encode_small((helper,), by_name=False) is None
     # It is made for one call.
     assert encode_small((lambda: 1,), by_name=True) is None
+
+
+def test_a_function_has_changed_with_its_attributes() -> None:
+    def limited() -> None:
+        """A function that keeps a setting."""
+
+    vars(limited)["limit"] = 3
+    before = mark_of(limited)
+    assert mark_of(limited) == before
+    vars(limited)["limit"] = 10
+    assert mark_of(limited) != before

@@ -104,3 +104,26 @@ class Inheriting(Blocking):
     @method
     def one(self) -> int:
         return local(super().one)() + 10
+
+
+class Locking(Actor):
+    """Methods on the thread and on the loop that share a lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waits = threading.Event()
+
+    @method
+    def ask(self, other: Any, value: Any) -> Any:
+        """Call another actor while the loop waits for the lock."""
+        with self._lock:
+            self._waits.wait()
+            ref = other.echo(value)
+        return ref.result()
+
+    @method
+    async def wait_for_lock(self) -> None:
+        """Stop the loop until the lock is free."""
+        self._waits.set()
+        with self._lock:
+            pass

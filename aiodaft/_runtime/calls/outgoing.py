@@ -344,7 +344,9 @@ class Outgoing:
             if small is not None:
                 request.stored = StoredValue.again(ReceivedValue(small[0], None, [], []))
             elif request.target.remote != self._process.id:
-                request.stored = self._keep_from_thread(request)
+                # Here: the loop may wait for a lock that this thread holds.
+                request.stored = self._store.keep(*_value_of(request), resolve=True, small=False)
+                self._store.pack_now(request.stored)
         context = current_call.get()
 
         def submit() -> None:
@@ -362,17 +364,6 @@ class Outgoing:
                 current_call.reset(token)
 
         self._process.call_soon(submit)
-
-    def _keep_from_thread(self, request: Request) -> StoredValue:
-        store = self._store
-
-        def keep() -> StoredValue:
-            stored = store.keep(*_value_of(request), resolve=True, small=False)
-            store.pack_now(stored)
-            return stored
-
-        # The loop may wait for a thread that is not an actor's.
-        return keep() if current_call.get() is None else store.on_loop(keep)
 
 
 def _encode_small(connection: Connection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes | None:

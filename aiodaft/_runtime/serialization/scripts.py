@@ -244,7 +244,7 @@ def _parts_of(thing: Any) -> Any:
         return None
     if thing.__code__ is DISPATCHER:
         return dict(vars(thing)["registry"])
-    parts = thing.__defaults__, thing.__kwdefaults__, thing.__closure__
+    parts = thing.__defaults__, thing.__kwdefaults__, thing.__closure__, vars(thing)
     return parts if any(parts) else None
 
 

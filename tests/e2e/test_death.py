@@ -233,6 +233,7 @@ class Ticking(aiodaft.Actor):
         self.keeper = keeper
         self.told: list[str] = []
         self.broken = asyncio.Event()
+        self.awaited: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> None:
         aiodaft.create_task(self.tick())
@@ -247,10 +248,18 @@ class Ticking(aiodaft.Actor):
             if self.keeper is not None:
                 await self.keeper.tell(f"{aiodaft.current_actor() is not None}, cancelled")
             raise
+        if self.awaited is not None:
+            await self.awaited
         raise ConnectionError("the database is gone")
 
     @aiodaft.method
     async def break_it(self) -> None:
+        self.broken.set()
+
+    @aiodaft.method
+    async def break_by_cancellation(self) -> None:
+        self.awaited = asyncio.get_running_loop().create_future()
+        self.awaited.cancel()
         self.broken.set()
 
     @aiodaft.method
@@ -276,6 +285,14 @@ async def test_the_error_of_a_background_task_is_the_actors(rt: aiodaft.Runtime)
     assert "tick" in "".join(caught.value.last_lines[:3])
     task = r"the background task 'Ticking.tick' of Ticking-\d+ \(pid \d+, \S+\) failed: "
     assert re.fullmatch(task + re.escape("ConnectionError('the database is gone')"), caught.value.last_lines[-1])
+
+
+async def test_a_background_task_that_awaited_something_cancelled_has_failed(rt: aiodaft.Runtime) -> None:
+    ticking = await rt.on(restart="temporary").spawn(Ticking)
+    await ticking.break_by_cancellation()
+    with pytest.raises(aiodaft.ActorDied, match="what it awaited was cancelled"):
+        while True:
+            await ticking.all_told()
 
 
 async def test_a_supervised_actor_is_restarted_when_its_background_task_fails(rt: aiodaft.Runtime) -> None:

@@ -23,7 +23,14 @@ def start(hosted: HostedActor, coro: Coroutine[Any, Any, T], name: str) -> async
 
 def _over(hosted: HostedActor, name: str, task: asyncio.Task[Any]) -> None:
     hosted.background.discard(task)
-    if task.cancelled() or not isinstance(error := task.exception(), Exception):
+    error: BaseException | None
+    if not task.cancelled():
+        error = task.exception()
+    else:
+        # Cancelled by itself: what it awaited was.
+        error = None if task.cancelling() else asyncio.CancelledError("what it awaited was cancelled")
+    # asyncio lets those end the process.
+    if error is None or isinstance(error, SystemExit | KeyboardInterrupt):
         return
     what = f"the background task {name!r} of {hosted.where} failed"
     if hosted.stopping is None and hosted._process.closed is None:

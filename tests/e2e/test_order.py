@@ -21,6 +21,19 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 LARGE = bytes(4 << 20)
 
 
+class Stranger(aiodaft.Actor):
+    """Calls the members of a group in a process that has not called them before."""
+
+    @aiodaft.method
+    async def mark_all(self, group: aiodaft.Group[Node]) -> None:
+        refs: list[Any] = []
+        for number in range(0, 9, 3):
+            refs += group.all(Node.mark, (number, None))
+            refs += group.all(Node.mark, (number + 1, LARGE))
+            refs += [member.mark((number + 2, None)) for member in group]
+        await ends(refs)
+
+
 async def spawn(rt: aiodaft.Runtime, count: int) -> list[Any]:
     return list(await asyncio.gather(*(rt.spawn(Node, f"n{index}") for index in range(count))))
 
@@ -96,6 +109,15 @@ async def test_calls_and_runs_that_cross_do_not_wait_for_each_other_in_a_circle(
         await ends([first, second, third, run])
         assert await a.notes() == [0, 1, 2]
         assert await b.notes() == [1, 2]
+
+
+async def test_a_process_that_has_to_ask_where_members_are_calls_them_and_their_group_in_order(
+    module_rt: aiodaft.Runtime,
+) -> None:
+    group = await module_rt.on(restart=aiodaft.Restart()).group(2, Node)
+    stranger = await module_rt.spawn(Stranger)
+    await stranger.mark_all(group)
+    assert await group.all(Node.notes) == [list(range(9))] * 2
 
 
 async def test_any_mix_of_calls_and_runs_starts_in_its_order_on_every_actor(module_rt: aiodaft.Runtime) -> None:

@@ -12,7 +12,7 @@ from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.codec import FrameDecoder, FrameEncoder
 from aiodaft._protocol.connections.messages import Message
 from aiodaft._protocol.connections.session import WINDOW_BYTES, Session
-from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.ids import CallId, PeerId, sibling_ids
 from aiodaft.exceptions import LocalProtocolError, Overloaded, RemoteProtocolError
 
 _quick = settings(deadline=None, derandomize=True, database=None, max_examples=100)
@@ -398,6 +398,19 @@ def test_a_call_behind_large_arguments_does_not_overtake() -> None:
     assert sent(one) == [1]
     one.settle(CallId(1))
     assert sent(one) == [2, 3]
+
+
+def test_calls_of_a_group_wait_for_room_and_none_is_mistaken_for_what_lines_up() -> None:
+    one = greeted(window=1)
+    first, second, third = sibling_ids(CallId(1), 3)
+    submit(one, first, second, third, cost=WINDOW_BYTES)
+    for _ in range(-third):
+        one.line_up((m.SKIP, 7, 0))
+    assert (sent(one), one.waiting) == ([first], 2)
+    assert one.settle(first) == f"call {first}"
+    assert (sent(one), one.waiting) == ([second], 1)
+    one.settle(second)
+    assert (sent(one), one.waiting) == ([third, *[7] * -third], 0)
 
 
 def test_one_call_may_exceed_the_byte_window_alone() -> None:

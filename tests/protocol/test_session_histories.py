@@ -7,16 +7,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from aiodaft._protocol.connections.codec import FrameDecoder
-from aiodaft._protocol.connections.messages import CALL, Message
+from aiodaft._protocol.connections.messages import CALL, SKIP, Message
 from aiodaft._protocol.connections.session import WINDOW_BYTES, Session
-from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.ids import CallId, PeerId, serial_of, sibling_ids
 from aiodaft.exceptions import Overloaded
 
 MAX_PENDING = 8
 
 
+def id_of(number: int) -> CallId:
+    """The id of a call: each second one belongs to a call of a group."""
+    return sibling_ids(CallId(number), 3)[1] if number % 2 else CallId(number)
+
+
 def call(number: int) -> Message:
-    return (CALL, number, 16, "method", (number,))
+    return (CALL, id_of(number), 16, "method", ())
 
 
 def make_session(window: int) -> Session[str]:
@@ -27,8 +32,9 @@ def make_session(window: int) -> Session[str]:
 
 
 def sent(one: Session[str]) -> list[int]:
-    """Numbers of the calls that went out since the last time."""
-    return [message[1] for message in FrameDecoder().feed(one.data_to_send())]
+    """Numbers of the calls, and negative ones of the runs, that went out since the last time."""
+    messages = FrameDecoder().feed(one.data_to_send())
+    return [serial_of(message[1]) if message[0] == CALL else -message[1] for message in messages]
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -90,7 +96,7 @@ class AnyHistory(RuleBasedStateMachine):
         pending = len(self.waiting_calls) + len(self.flying)
         self.waiting[number] = cost
         try:
-            self.one.submit(CallId(number), f"call {number}", None if cost is None else call(number), cost or 0)
+            self.one.submit(id_of(number), f"call {number}", None if cost is None else call(number), cost or 0)
         except Overloaded:
             del self.waiting[number]
             assert pending == MAX_PENDING
@@ -104,7 +110,7 @@ class AnyHistory(RuleBasedStateMachine):
         number, self.next = self.next, self.next + 1
         self.own[number] = self.unprepared
         self.submitted.append(number)
-        self.one.submit_own(CallId(number), f"call {number}", call(number))
+        self.one.submit_own(id_of(number), f"call {number}", call(number))
         self._collect()
 
     @precondition(lambda self: self.own_flying)
@@ -121,7 +127,7 @@ class AnyHistory(RuleBasedStateMachine):
         """A run goes behind the calls that wait, and needs no place in the window."""
         self.runs += 1
         self.waiting[-self.runs] = 0
-        self.one.line_up(call(-self.runs))
+        self.one.line_up((SKIP, self.runs, 0))
         self._collect()
 
     @precondition(lambda self: None in self.waiting.values())
@@ -135,7 +141,7 @@ class AnyHistory(RuleBasedStateMachine):
     def withdraw(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(self.submitted))
         waits = number in self.waiting or number in self.own
-        assert self.one.withdraw(CallId(number)) is waits
+        assert self.one.withdraw(id_of(number)) is waits
         if waits:
             self.waiting.pop(number, None)
             self.own.pop(number, None)
@@ -150,7 +156,7 @@ class AnyHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.over)
     @rule(data=st.data())
     def answer_again(self, data: st.DataObject) -> None:
-        assert self.one.settle(CallId(data.draw(st.sampled_from(sorted(self.over))))) is None
+        assert self.one.settle(id_of(data.draw(st.sampled_from(sorted(self.over))))) is None
         self._collect()
 
     @rule()
@@ -165,7 +171,7 @@ class AnyHistory(RuleBasedStateMachine):
     def nothing_is_lost_or_sent_twice(self) -> None:
         assert len(set(self.went)) == len(self.went)
         assert self.went == sorted(self.went)
-        assert set(self.one.calls) == {*self.waiting_calls, *self.flying, *self.own, *self.own_flying}
+        assert set(map(serial_of, self.one.calls)) == {*self.waiting_calls, *self.flying, *self.own, *self.own_flying}
         assert self.one.waiting == len(self.waiting_calls)
 
     @invariant()
@@ -191,20 +197,20 @@ class AnyHistory(RuleBasedStateMachine):
 
     def provide_now(self, number: int, cost: int) -> None:
         self.waiting[number] = cost
-        self.one.provide(CallId(number), call(number), cost)
+        self.one.provide(id_of(number), call(number), cost)
         self._collect()
 
     def answer_now(self, number: int) -> None:
         del self.flying[number]
         self.over.add(number)
         self.answers += 1
-        assert self.one.settle(CallId(number)) == f"call {number}"
+        assert self.one.settle(id_of(number)) == f"call {number}"
         self._collect()
 
     def answer_own_now(self, number: int) -> None:
         self.own_flying.remove(number)
         self.over.add(number)
-        assert self.one.settle(CallId(number)) == f"call {number}"
+        assert self.one.settle(id_of(number)) == f"call {number}"
         self._collect()
 
 

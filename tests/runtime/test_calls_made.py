@@ -18,7 +18,16 @@ from aiodaft import Actor, method
 from aiodaft._protocol.calls.following import NOWHERE, Location
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.codec import FrameDecoder
-from aiodaft._protocol.ids import COLLECTIVES, FIRST_USER_ACTOR, SUPERVISOR, ActorId, CallId, PeerId, incarnation
+from aiodaft._protocol.ids import (
+    COLLECTIVES,
+    FIRST_USER_ACTOR,
+    SUPERVISOR,
+    ActorId,
+    CallId,
+    PeerId,
+    incarnation,
+    sibling_ids,
+)
 from aiodaft._runtime.calls.call import Caller, CallState, Target
 from aiodaft._runtime.calls.following import Followers, FollowingTarget, PinnedTarget
 from aiodaft._runtime.calls.outgoing import Outgoing
@@ -449,20 +458,20 @@ async def test_a_call_with_an_argument_that_has_failed_is_not_sent(office: Offic
 
 async def test_calls_wait_for_a_restarted_actor_and_go_to_its_new_place_in_order(office: Office) -> None:
     target, desk = office.followed(Location(NOWHERE, NEXT))
-    words = [desk.note(word) for word in ("a", "b")]
+    desk.note("a")
+    for word in ("b", "c"):
+        # Each is one of three calls of a call of a group.
+        number = sibling_ids(office.process.next_number(), 3)[1]
+        target.call(specs_of(Desk)["note"], (word,), {}, number)
     await turns()
-    words.append(desk.note("c"))
+    desk.note("d")
     await turns()
     (question,) = office.asked
     question.on_plain(Location(ELSEWHERE, NEXT))
     await turns()
-    assert [(actor, args) for _, actor, _, args in office.sent_to(ELSEWHERE)] == [
-        (NEXT, ("a",)),
-        (NEXT, ("b",)),
-        (NEXT, ("c",)),
-    ]
-    desk.note("d")
-    assert office.words_to(ELSEWHERE) == ["d"]
+    assert [(actor, *args) for _, actor, _, args in office.sent_to(ELSEWHERE)] == [(NEXT, word) for word in "abcd"]
+    desk.note("e")
+    assert office.words_to(ELSEWHERE) == ["e"]
     assert (target.place, len(office.asked)) == (Location(ELSEWHERE, NEXT), 1)
 
 

@@ -50,6 +50,12 @@ _PLAIN: Final = (CALL, TELL)
 STALL: Final = 1.0
 
 
+class _Other:
+    """The key of a waiting message that is no call: the ids of calls are positive and negative numbers."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True)
 class _OwnCall:
     """A waiting call of the runtime itself."""
@@ -57,7 +63,7 @@ class _OwnCall:
     # None until `provide`.
     message: Message | None
     # Earlier calls of users that have no message.
-    behind: set[CallId]
+    behind: set[CallId | _Other]
 
 
 class Session(Generic[CallT]):
@@ -70,10 +76,9 @@ class Session(Generic[CallT]):
         # Calls without an answer: sent and waiting ones.
         self.calls: dict[CallId, CallT] = {}
         # Their messages; those of plain calls are packed, because bytes take less memory.
-        self._waiting: OrderedDict[CallId, Message | bytes | None] = OrderedDict()
-        # The number of waiting messages that are no calls; their keys are negative.
+        self._waiting: OrderedDict[CallId | _Other, Message | bytes | None] = OrderedDict()
+        # The number of waiting messages that are no calls.
         self._others = 0
-        self._last_other = 0
         # The runtime's own calls: all, and the waiting ones.
         self._own: set[CallId] = set()
         self._own_waiting: OrderedDict[CallId, _OwnCall] = OrderedDict()
@@ -238,8 +243,7 @@ class Session(Generic[CallT]):
             self.send(message)
             return
         self._others += 1
-        self._last_other -= 1
-        self._waiting[CallId(self._last_other)] = message
+        self._waiting[_Other()] = message
 
     def withdraw(self, call_id: CallId) -> bool:
         """Take back a waiting call; False if it is not waiting."""
@@ -309,7 +313,7 @@ class Session(Generic[CallT]):
             call_id, message = next(iter(self._waiting.items()))
             if message is None:
                 return
-            if call_id < 0:
+            if isinstance(call_id, _Other):
                 self._others -= 1
             else:
                 cost = self._costs.get(call_id, 0)

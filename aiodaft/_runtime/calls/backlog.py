@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from aiodaft._protocol.ids import CallId
+from aiodaft._protocol.ids import CallId, serial_of
 from aiodaft._runtime.calls.call import Caller, Request, TellState
 from aiodaft._runtime.platform.context import deadline_of
 from aiodaft._runtime.serialization.errors import unsent
@@ -52,7 +52,8 @@ class Backlog:
 
     def take_all(self) -> Iterator[Request]:
         """Take out all calls, in the order in which they were made: some of them may have been turned away before."""
-        return (request for _, (request, _) in sorted(self._waiting.items()) if self.take(request))
+        waiting = (request for request, _ in self._waiting.values())
+        return filter(self.take, sorted(waiting, key=lambda request: serial_of(request.number)))
 
     def forget(self, number: CallId) -> None:
         """A call does not wait any more."""

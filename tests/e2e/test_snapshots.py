@@ -132,7 +132,10 @@ async def test_arguments_are_what_they_were_when_the_call_was_made(module_rt: ai
         shelf.check.tell(kind, value)
         spoil(value)
         assert (await shelf.checked())[-1]
-        assert await group[1].call_from_thread(shelf, kind)
+        # The process of the caller has to ask where a supervised actor is.
+        supervised = await rt.on(restart=aiodaft.Restart(), with_=shelf).spawn(Shelf)
+        for callee in (supervised, shelf):
+            assert await group[1].call_from_thread(callee, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

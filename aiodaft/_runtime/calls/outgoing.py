@@ -343,7 +343,7 @@ class Outgoing:
             small = encode_small(request.args, request.kwargs, by_name=False)
             if small is not None:
                 request.stored = StoredValue.again(ReceivedValue(small[0], None, [], []))
-            elif request.target.remote != self._process.id:
+            elif request.target.remote != self._process.id or request.target.actor not in self._caller.actors:
                 # Here: the loop may wait for a lock that this thread holds.
                 request.stored = self._store.keep(*_value_of(request), resolve=True, small=False)
                 self._store.pack_now(request.stored)

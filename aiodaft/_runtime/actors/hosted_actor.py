@@ -332,7 +332,10 @@ class HostedActor:
                 given = capture(result, call.label, "result", call.spec.transport, small=False)
                 if not (given.packed or given.wholly_lent):
                     # Nothing can change it.
-                    store.pack_here(given) if on_thread else await store.pack(given)
+                    if on_thread:
+                        store.pack_here(given)
+                    else:
+                        await store.pack(given)
         except (SystemExit, KeyboardInterrupt) as error:
             answer, given = (lambda _, error: self._shared.on_exit(error)), error
         except BaseException as error:  # noqa: BLE001 - the caller gets every error of a method

@@ -219,11 +219,11 @@ class Store:
     def capture_from_thread(
         self, result: Any, label: str, what: str, via: str | None, *, small: bool = True
     ) -> StoredValue:
-        """The same of a `def` method, whose thread waits: code of the loop could change the result, too."""
-        return self.on_loop(partial(self.capture, result, label, what, via, small=small))
+        """The same of a `def` method, on the loop, whose code could change the result; the thread waits for it.
 
-    def on_loop(self, job: Callable[[], T]) -> T:
-        """Run a job on the loop, after the work of this thread's streams, and block this thread until it is done."""
+        It comes after the work of the thread's streams.
+        """
+        job = partial(self.capture, result, label, what, via, small=small)
         return self.process.on_loop(partial(self._run_in_order, self.current_streams(), job))
 
     async def decode(

@@ -44,7 +44,7 @@ from aiodaft._runtime.serialization.scripts import (
 )
 
 # Attributes that are made with what has them.
-_OFDISPATCHER: Final = frozenset({"register", "dispatch", "registry", "_clear_cache"})
+_OF_DISPATCHER: Final = frozenset({"register", "dispatch", "registry", "_clear_cache"})
 _OF_CACHED: Final = frozenset({"__wrapped__", "cache_parameters"})
 _NAMES: Final = ("__name__", "__qualname__", "__module__", "__doc__")
 # Arguments of cloudpickle's function that makes a class.
@@ -108,7 +108,7 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
 
     def _function(self, function: FunctionType) -> Any:
         if function.__code__ is DISPATCHER and not importable(function):
-            own = {name: value for name, value in vars(function).items() if name not in _OFDISPATCHER}
+            own = {name: value for name, value in vars(function).items() if name not in _OF_DISPATCHER}
             filling = dict(vars(function)["registry"]), own, {name: getattr(function, name) for name in _NAMES}
             return self._made(function, make_dispatcher, (function.__name__,), fill_dispatcher, filling)
         reduced: Any = super().reducer_override(function)

@@ -28,7 +28,7 @@ KEYED: Final = ActorId(10)
 FIRST_USER_ACTOR: Final = ActorId(16)
 
 _EPOCH_SHIFT: Final = 32
-# In the id of a call of a group: what says how many bits the number of the member takes.
+# In the id of a call of a group: the field with the number of bits that the number of the member takes.
 _WIDTH_BITS: Final = 5
 _UPPER_HALF: Final = 1 << 31
 
@@ -44,7 +44,6 @@ def is_attached(peer: PeerId) -> bool:
 
 
 def is_node(peer: PeerId) -> bool:
-    """Whether a process serves a machine of a cluster."""
     return peer.startswith("node-")
 
 
@@ -59,7 +58,6 @@ def can_share_memory(first: PeerId, second: PeerId) -> bool:
 
 
 def incarnation(actor: ActorId, epoch: int) -> ActorId:
-    """The id of another incarnation of an actor."""
     return ActorId(number_of(actor) | epoch << _EPOCH_SHIFT)
 
 
@@ -77,12 +75,12 @@ def first_number_beside(actor: ActorId) -> int:
 
 
 def epoch_of(actor: ActorId) -> int:
-    """How often the actor has been restarted."""
+    """The number of restarts of the actor."""
     return actor >> _EPOCH_SHIFT
 
 
 def sibling_ids(serial: CallId, count: int) -> Sequence[CallId]:
-    """The ids of the calls of one call of a group, which is told from others by a number that nothing else has.
+    """The ids of the calls of one call of a group, which is told from others by a number that is its own.
 
     So each of them says which call of the group it belongs to, and no message has to.
     """

@@ -1,4 +1,4 @@
-"""A table of what is remembered for a while. Pure."""
+"""A table whose entries are remembered for a while. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which values are numbers, where a user gives one as an option. Pure.
+"""The check that a value is a number, where a user gives one as an option. Pure.
 
-True and False are none, nor is NaN. A limit that may be infinite says so.
+True, False and NaN are none. A limit that may be infinite says so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ _LARGEST: Final = sys.float_info.max
 
 
 def is_count(value: object, least: int = 1) -> TypeGuard[int]:
-    """Whether a value is an integer, and not below the least."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

@@ -1,4 +1,4 @@
-"""How tables of states and events are read. Pure."""
+"""The lookup in tables of states and events. Pure."""
 
 from __future__ import annotations
 

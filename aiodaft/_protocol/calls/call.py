@@ -35,7 +35,7 @@ class Stage(Enum):
 
 
 class Event(Enum):
-    """What happens to a call."""
+    """The events in the life of a call."""
 
     FETCHED = "its arguments are here"
     START = "the mailbox lets it start"
@@ -95,7 +95,7 @@ class Life:
     # `begun`: its first line has run. `last_begun`: the first line of the last step of a segment has run.
     begun = False
     last_begun = False
-    # Its caller has cancelled it, and drops what it returns.
+    # Its caller has cancelled it, and drops its result.
     dropped = False
     # On the loop's clock.
     deadline: float | None = None
@@ -118,10 +118,8 @@ class Life:
 
     @property
     def given_up(self) -> bool:
-        """Whether it has begun, and its result is not wanted."""
         return self.stage in GIVEN_UP
 
     @property
     def answered(self) -> bool:
-        """Whether its caller has its answer, or is gone."""
         return self.stage in ANSWERED

@@ -1,4 +1,4 @@
-"""Where a supervised actor is, as one process knows it, and which of its calls are made again. Pure.
+"""The location of a supervised actor, as one process knows it, and the calls that are made again. Pure.
 
 The process of the actor's supervisor, its owner, is told of every move. Every other process learns that the actor has
 moved when a call does not find it, and then asks the owner.
@@ -20,7 +20,7 @@ NOWHERE: Final = PeerId("")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a supervised actor is.
+    """The location of a supervised actor.
 
     Attributes:
         peer: Its process; NOWHERE while it is down.
@@ -39,7 +39,7 @@ class Location:
 
 
 class Whereabouts:
-    """What one process knows of the location of an actor. An end is final."""
+    """The location of an actor, as far as one process knows. An end is final."""
 
     def __init__(self, place: Location, *, told: bool) -> None:
         self.place = place
@@ -55,12 +55,14 @@ class Whereabouts:
         return True
 
     def leave(self) -> None:
-        """Note that the actor is down."""
         if self.place.ended is None:
             self.place = Location(NOWHERE, self.place.actor)
 
     def not_found(self, remote: PeerId) -> None:
-        """The actor is not in a process, or that is gone. The owner's process must keep what it was told."""
+        """The actor is not in a process, or that is gone.
+
+        The owner's process must keep the location that it was told.
+        """
         if remote == self.place.peer and not self.told:
             self.leave()
 
@@ -77,7 +79,7 @@ class Whereabouts:
 
 
 class Failure(Enum):
-    """What the error of a call means for a further attempt."""
+    """The verdict on a further attempt, from the error of a call."""
 
     FINAL = "the call ran, or another attempt would fail in the same way"
     DOUBTFUL = "the call may have run"
@@ -86,7 +88,6 @@ class Failure(Enum):
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What the error of a call means for a further attempt."""
     if not isinstance(error, NotDelivered | ActorDied | PeerLost) or error.executed:
         return Failure.FINAL
     if isinstance(error, Overloaded):
@@ -98,7 +99,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def check_retries(retries: object, what: str, *, idempotent: bool, is_stream: bool) -> int:
-    """How often a call of a method may be made again; `retries` is the user's wish.
+    """Return the number of times that a call of a method may be repeated; `retries` is the user's wish.
 
     Raises:
         TypeError: Calls of the method cannot be made again.

@@ -1,4 +1,4 @@
-"""How the value of a ref gets to the process of a call that has it as an argument, without a question. Pure.
+"""The ways of a ref's value to the process of a call that has it as an argument, without a question. Pure.
 
 The owner of the ref, which makes the call, chooses the way:
 
@@ -8,7 +8,7 @@ The owner of the ref, which makes the call, chooses the way:
                 or names itself if it has to be asked
     PULLED      the consumer asks; always possible, and needed for consumers that pass a value on to each other
 
-A FORWARD is answered once, and each call consumes one answer, whichever comes first. An answer does not come if the
+A FORWARD is answered once, and each call consumes one answer, the first that comes. An answer does not come if the
 producer is lost, or if the connection from the owner to the producer is: then the owner tells the consumer with ASK.
 Nor if the connection from the producer to the consumer is: if the consumer does not notice that, the producer says so
 as soon as there is another one (RENEWED). In each case the consumer asks the owner.
@@ -37,7 +37,7 @@ Expected: TypeAlias = tuple[PeerId, Key]
 
 
 class Way(Enum):
-    """How a value gets to a call."""
+    """The way of a value to a call."""
 
     IN_MESSAGE = "it travels in the call"
     IN_PLACE = "the process of the call has or makes it"
@@ -103,7 +103,7 @@ class Handover(Generic[AnswerT, TakerT]):
         return [taker for _, taker in found]
 
     def doubt(self, peer: PeerId) -> list[tuple[Key, TakerT]]:
-        """A process has another connection in place of a lost one: as `lost`, and what comes of it is dropped."""
+        """A process has another connection in place of a lost one: as `lost`, and its answers are dropped."""
         found = self.lost(peer)
         self._renewed.add(peer)
         return found
@@ -131,5 +131,4 @@ class Handover(Generic[AnswerT, TakerT]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is expected or kept."""
         return not (self._takers or self._early or self._doubtful)

@@ -63,16 +63,13 @@ class Mailbox(Generic[EntryT]):
 
     @property
     def holds_some(self) -> bool:
-        """Whether calls wait for their turn."""
         return bool(self._lanes or self._unordered)
 
     @property
     def queued(self) -> int:
-        """The number of calls that wait for their turn."""
         return len(self.waiting())
 
     def waiting(self) -> list[EntryT]:
-        """The calls that wait for their turn."""
         waiting = [*(entry for lane in self._lanes.values() for entry in lane), *self._unordered]
         return [entry for entry in waiting if entry.stage not in GONE]
 

@@ -1,6 +1,6 @@
 """The order in which one process submits calls, and runs of graphs, to actors. Pure: it says what may go out.
 
-The rule: what the process submits to one actor goes out in the order of submission. An entry stands in the lanes of all
+The rule: the entries for one actor go out in the order of submission. An entry stands in the lanes of all
 actors that it is for. It goes out when it may and stands first in each of them. It enters all of them at once, so no
 two entries wait for each other.
 """
@@ -17,9 +17,7 @@ class Entry(Protocol):
     """A call or a run that is submitted."""
 
     @property
-    def lanes(self) -> Sequence[Hashable]:
-        """The actors that it is for."""
-        ...
+    def lanes(self) -> Sequence[Hashable]: ...
 
     def may_go(self) -> bool:
         """Whether it could go out now; asked when it stands first."""
@@ -30,7 +28,7 @@ EntryT = TypeVar("EntryT", bound=Entry)
 
 
 class Order(Generic[EntryT]):
-    """What one process has submitted and not sent. Only entries that cannot go at once, and those behind, are here."""
+    """The entries that one process has submitted and not sent: those that cannot go at once, and those behind them."""
 
     def __init__(self) -> None:
         # By actor: its entries, each with its place in the order of submission. An actor without entries has no lane.
@@ -41,11 +39,10 @@ class Order(Generic[EntryT]):
         self._taking = False
 
     def holds_up(self, lanes: Iterable[Hashable]) -> bool:
-        """Whether what is submitted now, for these lanes, has to wait behind something."""
+        """Whether an entry that is submitted now, for these lanes, has to wait behind another."""
         return not self.lanes.keys().isdisjoint(lanes)
 
     def enter(self, entry: EntryT) -> None:
-        """Let an entry wait behind everything that was submitted before it."""
         place = next(self._places)
         for lane in entry.lanes:
             self.lanes.setdefault(lane, OrderedDict())[entry] = place
@@ -73,9 +70,9 @@ class Order(Generic[EntryT]):
                 del self.lanes[lane]
 
     def ready(self, lanes: Iterable[Hashable]) -> Iterator[EntryT]:
-        """Take out what may go now, one after the other, because something has changed in these lanes.
+        """Take out the entries that may go now, one after the other, because something has changed in these lanes.
 
-        Each entry has to be sent before the next is asked for. What changes meanwhile is looked at here, too.
+        Each entry has to be sent before the next is asked for. Changes that happen meanwhile are seen here, too.
         """
         self._changed.extend(lanes)
         if self._taking:

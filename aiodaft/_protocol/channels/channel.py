@@ -121,7 +121,7 @@ Command: TypeAlias = Tell | Settle
 
 
 class Place(Enum):
-    """Where the queue is, as far as a keeper knows; see the table above."""
+    """The place of the queue, as far as a keeper knows; see the table above."""
 
     NEW = auto()
     SETTLED = auto()
@@ -164,12 +164,10 @@ class Keeper:
 
     @property
     def is_here(self) -> bool:
-        """Whether the queue is in this process."""
         return self.place in {Place.NEW, Place.SETTLED}
 
     @property
     def waiting(self) -> int:
-        """Items in the queue."""
         return len(self._items)
 
     @property
@@ -178,7 +176,6 @@ class Keeper:
         return self._counts and not self._holders
 
     def handle(self, sender: PeerId, message: Message) -> list[Command]:
-        """Handle a message."""
         if message.kind is Kind.HELD:
             return self.holder_came(message.body)
         if message.kind is Kind.LEFT:
@@ -201,7 +198,6 @@ class Keeper:
         return self._take_out()
 
     def holder_came(self, peer: PeerId) -> list[Command]:
-        """Note that a process holds the channel."""
         if self.is_here:
             self._hold(peer)
             return self._take_out()
@@ -213,7 +209,6 @@ class Keeper:
         return self._take_out()
 
     def holder_left(self, peer: PeerId, how: Leaving) -> list[Command]:
-        """Note that a process no longer holds the channel."""
         if how is Leaving.DROPPED:
             self._holders.pop(peer, None)
         else:
@@ -427,7 +422,7 @@ class Keeper:
 
 
 def refusal(message: Message) -> Message | None:
-    """The answer of a process that does not know a channel: it was dropped, or its maker is gone."""
+    """The answer of a process that does not know a channel: the channel was dropped, or its maker is gone."""
     if message.kind not in _REQUESTS:
         return None
     return Message(Kind.OVER if message.kind is Kind.CLOSE else Kind.LOST, message.ticket)

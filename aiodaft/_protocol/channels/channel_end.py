@@ -28,7 +28,7 @@ _ENDINGS: Final = {Kind.OVER: Outcome.CLOSED, Kind.ORPHANED: Outcome.ORPHANED, K
 
 
 class Want(Enum):
-    """How far a receive is; see the table above."""
+    """The progress of a receive; see the table above."""
 
     IDLE = auto()
     ASKED = auto()
@@ -51,7 +51,7 @@ class End:
         # The process that has the queue, as far as this one knows; and whether it is gone.
         self.keeper = keeper
         self.is_lost = False
-        # How many users may send, and what the keeper was last told of that; see above.
+        # The number of users that may send, and whether the keeper was last told that there are any; see above.
         self.senders = 0
         self.was_handed_on = False
         self._said_may_send: bool | None = None
@@ -74,15 +74,13 @@ class End:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way."""
         return not self._offers and self._want is Want.IDLE and not self._closes
 
     @property
     def may_send(self) -> bool:
-        """Whether this process may send."""
         return self.senders > 0
 
-    # What users do.
+    # Actions of users.
 
     def say_whether_it_may_send(self) -> list[Command]:
         """Say so if this has changed: to be called after each change."""
@@ -90,25 +88,22 @@ class End:
         if self._said_may_send not in {None, may_send}:
             self._said_may_send = may_send
             commands += self._say(Kind.MAY_SEND, 0, may_send)
-        # What was handed on once may be handed on again.
+        # An end that was handed on once may be handed on again.
         if self.is_alone and not may_send and not self.was_handed_on:
             commands += self._say(Kind.FINISH, 0)
         return commands
 
     def send(self, ticket: int, item: Any) -> list[Command]:
-        """Offer an item."""
         self._offers[ticket] = item
         return self._ask(Kind.OFFER, ticket, item)
 
     def stop_sending(self, ticket: int) -> list[Command]:
-        """Give up a send, if it is under way."""
         if ticket not in self._offers:
             return []
         del self._offers[ticket]
         return [Tell(self._asked.pop(ticket), Message(Kind.WITHDRAW, ticket))]
 
     def receive(self, ticket: int) -> list[Command]:
-        """Ask for the next item."""
         if self._want is Want.RETURNING:
             self._next_want = ticket
             return []
@@ -124,7 +119,6 @@ class End:
         return self._say(Kind.GOT, ticket)
 
     def took(self) -> None:
-        """The user has the item."""
         self._want, self._item = Want.IDLE, None
         self._asked.pop(self._want_ticket, None)
 
@@ -147,24 +141,21 @@ class End:
         return []
 
     def close(self, ticket: int) -> list[Command]:
-        """Close the channel for all processes."""
         self._closes.add(ticket)
         return self._ask(Kind.CLOSE, ticket)
 
-    # What happens.
+    # Events.
 
     def leave(self, here: PeerId) -> list[Command]:
-        """This process no longer holds the channel."""
         return self._say(Kind.LEFT, 0, (here, int(Leaving.DROPPED))) if self._is_counted else []
 
     def handle(self, sender: PeerId, message: Message) -> list[Command]:
-        """The keeper, or the maker, says something."""
         kind, ticket, body = message
         if kind is Kind.COUNTING:
             self._is_counted = True
             return self._follow(0, sender)
         if kind is Kind.MOVED:
-            # It has taken none of what was offered there: that comes before all later offers.
+            # The old keeper has taken none of the items that were offered there: they come before all later offers.
             moved = [offer for offer in self._offers if self._asked[offer] == sender != body]
             return [*self._follow(ticket, body), *(one for offer in moved for one in self._offer_again(offer))]
         if kind is Kind.ALONE:
@@ -189,7 +180,6 @@ class End:
         return []
 
     def peer_lost(self, peer: PeerId) -> list[Command]:
-        """The connection to a process is gone."""
         self.is_lost |= peer == self.keeper
         commands: list[Command] = []
         for ticket in [ticket for ticket, asked in self._asked.items() if asked == peer]:

@@ -31,7 +31,6 @@ class ChannelTable:
         self.ends: dict[ChannelId, End] = {}
 
     def create(self, channel_id: ChannelId, capacity: int) -> None:
-        """Keep the queue of a channel that is made here."""
         self.keepers[channel_id] = Keeper(self.here, self.here, capacity)
 
     def run(self, channel_id: ChannelId, commands: list[Command]) -> list[Command]:
@@ -49,7 +48,7 @@ class ChannelTable:
         return others
 
     def handle(self, channel_id: ChannelId, sender: PeerId, message: Message) -> list[Command]:
-        """Handle a message about a channel, which this process may not know any more."""
+        """Handle a message about a channel that this process may not know any more."""
         if message.kind not in FOR_KEEPERS:
             end = self.ends.get(channel_id)
             if end is not None:
@@ -66,7 +65,6 @@ class ChannelTable:
         return [] if refused is None else [Tell(sender, refused)]
 
     def peer_lost(self, channel_id: ChannelId, peer: PeerId, how: Leaving) -> list[Command]:
-        """The connection to a process is lost."""
         keeper, end = self.keepers.get(channel_id), self.ends.get(channel_id)
         commands = [] if keeper is None else keeper.peer_lost(peer, how)
         return commands if end is None else [*commands, *end.peer_lost(peer)]
@@ -79,12 +77,10 @@ class ChannelTable:
         return [] if end is None else [Tell(end.keeper, Message(Kind.HELD, 0, self.here))]
 
     def holder_came(self, channel_id: ChannelId, peer: PeerId) -> list[Command]:
-        """A process holds a channel that was made here."""
         keeper = self.keepers.get(channel_id)
         return [] if keeper is None else keeper.holder_came(peer)
 
     def holder_left(self, channel_id: ChannelId, peer: PeerId, how: Leaving) -> list[Command]:
-        """A process no longer holds a channel that was made here."""
         keeper = self.keepers.get(channel_id)
         return [] if keeper is None else keeper.holder_left(peer, how)
 

@@ -1,1 +1,1 @@
-"""What two processes say to each other: frames, messages, the session of a connection, and its rings."""
+"""The language of two processes: frames, messages, the session of a connection, and its rings."""

@@ -12,7 +12,7 @@ _MAX_PORT: Final = (1 << 16) - 1
 
 
 class Address(NamedTuple):
-    """Where a node listens. `host` is a name or an IP address, without brackets."""
+    """The address at which a node listens. `host` is a name or an IP address, without brackets."""
 
     host: str
     port: int
@@ -25,7 +25,7 @@ def parse_address(text: str, *, to_listen: bool = False) -> Address:
     """Read an address. Port 0, for any free port, is one to listen at only.
 
     Raises:
-        ValueError: It is none; the message says what one looks like.
+        ValueError: The text is no address; the message shows one.
     """
     found = _FORM.fullmatch(text)
     if found is None:
@@ -39,7 +39,7 @@ def parse_address(text: str, *, to_listen: bool = False) -> Address:
         try:
             return Address(str(ipaddress.IPv6Address(six)), int(port))
         except ValueError:
-            raise _none(text, "what is in the brackets is no IPv6 address") from None
+            raise _none(text, "the brackets hold no IPv6 address") from None
     if _HOST_NAME.fullmatch(host) is None:
         raise _none(text, "its host is neither a name nor an IP address" if host else "it has no host")
     return Address(host, int(port))

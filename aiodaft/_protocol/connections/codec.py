@@ -52,7 +52,6 @@ class FrameEncoder:
         self.frames: list[bytes] = []
 
     def pack(self, frame: Any) -> None:
-        """Add a frame."""
         self.frames.append(self.frame(frame))
 
     def take(self) -> bytes:
@@ -114,7 +113,6 @@ class FrameDecoder:
         return frames
 
     def close(self) -> None:
-        """Free its buffer: no data comes any more."""
         self._unpacker = None
 
 

@@ -1,4 +1,4 @@
-"""Which classes and functions the two ends of a connection have told each other. Pure.
+"""The classes and functions that the two ends of a connection have told each other. Pure.
 
 A class or function that a process cannot import is sent once over each connection, under a name. Later values only have
 the name. The sender takes the name back when its class or function is gone.
@@ -19,33 +19,33 @@ class Definitions(Generic[T]):
 
     def __init__(self) -> None:
         self._told: set[bytes] = set()
-        # Is replaced, and never changed: a value that came keeps what was known then, until it is decoded.
+        # Is replaced, and never changed: a value that arrives keeps the definitions of that moment, until it is
+        # decoded.
         self.heard: Mapping[bytes, T] = MappingProxyType({})
-        # How often each was told and not taken back: a name may be told again before it is known to be taken back.
+        # By name, how often it was told and not taken back: a name may be told again before it is known to be taken
+        # back.
         self._times: Counter[bytes] = Counter()
 
     def tell(self, name: bytes) -> bool:
-        """Whether the other end has to be told what has this name, before a value that has it."""
+        """Whether the other end has to be told the definition of this name, before a value that uses it."""
         if name in self._told:
             return False
         self._told.add(name)
         return True
 
     def take_back(self, name: bytes) -> bool:
-        """No value will have this name any more: whether the other end has to be told."""
+        """No later value uses this name: whether the other end has to be told."""
         if name not in self._told:
             return False
         self._told.remove(name)
         return True
 
     def hear(self, name: bytes, definition: T) -> None:
-        """The other end told what has this name."""
         self._times[name] += 1
         if name not in self.heard:
             self.heard = MappingProxyType({**self.heard, name: definition})
 
     def forget(self, name: bytes) -> None:
-        """The other end took a name back."""
         self._times[name] -= 1
         if not self._times[name]:
             del self._times[name]

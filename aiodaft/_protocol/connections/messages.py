@@ -12,7 +12,7 @@ SEND       caller -> callee      call id, actor, method, mode (WANT_*), *terms*,
 REPLY      callee -> caller      call id, plain value
 OVER       callee -> caller      call ids: these have ended, and the caller does not want their results
 RESULT     callee -> caller      call id, *value*
-STORED     callee -> caller      call id, size of the value, which stays at the callee, and what it is, for people
+STORED     callee -> caller      call id, size of the value, which stays at the callee, and its description, for people
 ERROR      callee -> caller      call id, encoded exception, whether the call ran; without exception: the caller has
                                  cancelled it (None), or the actor moves to another process, or has moved, and did not
                                  accept it (False)
@@ -40,7 +40,7 @@ RUN        owner -> participant  graph of the sender, run, its oldest run that i
 FLOW       any -> participant    owner of the graph, graph, run, *inputs*: results that the receiver's steps need
 REPORT     participant -> owner  graph of the receiver, run, *inputs*: results that it wants, or that are over
 SKIP       owner -> participant  graph of the sender, run: its results are not wanted any more
-DEFINE     any -> any            name of a class or function, and what it is, pickled by value
+DEFINE     any -> any            name of a class or function, and its definition, pickled by value
 FORGET     any -> any            name that no later value has
 ADMIT      node -> any process   process of another machine, and the key of the connection that it has made, the socket
                                  of which comes along
@@ -213,7 +213,7 @@ def check_all(messages: list[Any]) -> list[Message]:
 
 
 def _outline(message: Any) -> str:
-    # Types only: the repr of what a stranger sends may take any time, memory and depth of the stack.
+    # Types only: the repr of a stranger's object may take any time, memory and depth of the stack.
     if message.__class__ is not tuple:
         return str(message.__class__.__name__)
     return f"({', '.join(type(field).__name__ for field in message[:10])})"

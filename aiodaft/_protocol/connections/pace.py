@@ -26,7 +26,7 @@ _WEIGHT: Final = 1 / 8
 
 
 class Idle(Enum):
-    """What a process does that found no message."""
+    """The next action of a process that found no message."""
 
     LOOK = "look again in the next turn of the loop"
     YIELD = "let other processes run before that"
@@ -52,13 +52,12 @@ class Pace:
         self.crowded = False
 
     def came(self, now: float) -> None:
-        """A message came."""
         gap = now - self.since
         self.since = now
         self._gap += ((gap if gap < _LONG else _LONG) - self._gap) * _WEIGHT
 
     def idle(self, now: float) -> Idle:
-        """What to do after a turn in which nothing came."""
+        """The next action after a turn in which nothing came."""
         if not self.may_poll or self.threads or self._gap >= POLL or now - self.since >= POLL:
             return Idle.SLEEP
         return Idle.YIELD if self.crowded or now - self.since > ALONE else Idle.LOOK

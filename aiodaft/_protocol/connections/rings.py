@@ -21,7 +21,7 @@ from aiodaft.exceptions import RemoteProtocolError
 
 
 class Way(Enum):
-    """How one side of the connection sends and receives."""
+    """The way in which one side of the connection sends and receives."""
 
     SOCKET = "messages go over the socket"
     OFFERED = "this side has made rings, and the peer has not answered"
@@ -30,7 +30,7 @@ class Way(Enum):
 
 
 class Step(Enum):
-    """What one side does."""
+    """An action of one side."""
 
     NOTHING = "nothing"
     ASK = "send RING_WANTED"
@@ -65,7 +65,7 @@ class Upgrade:
     """The move of one connection, as one side sees it.
 
     Attributes:
-        way: How this side sends and receives.
+        way: The way in which this side sends and receives.
     """
 
     def __init__(self, *, makes: bool) -> None:

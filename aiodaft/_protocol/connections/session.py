@@ -96,7 +96,7 @@ class Session(Generic[CallT]):
         self._encoder = FrameEncoder()
         self.send: Callable[[Message], None] = self._encoder.pack
         self.data_to_send = self._encoder.take
-        # Frees what receiving needs, when the connection has ended. Calls stay.
+        # Frees the memory of the decoder, when the connection has ended. Calls stay.
         self.close = self._decoder.close
         # Packed messages that `data_to_send` has not taken.
         self.packed = self._encoder.frames
@@ -109,7 +109,6 @@ class Session(Generic[CallT]):
 
     @property
     def has_room(self) -> bool:
-        """Whether the next call is sent at once."""
         return not self._waiting and len(self.calls) < self._window and self._bytes <= self._window_bytes
 
     @property
@@ -118,7 +117,6 @@ class Session(Generic[CallT]):
         return not self._own_waiting and None not in self._waiting.values()
 
     def is_waiting(self, call_id: CallId) -> bool:
-        """Whether a call is waiting."""
         return call_id in self._waiting or call_id in self._own_waiting
 
     def unsent(self, call_id: CallId) -> Message | None:
@@ -139,7 +137,7 @@ class Session(Generic[CallT]):
         """
         messages = self._decoder.feed(data)
         if self.remote_pid is None and messages:
-            # First: what follows may be of a version that this process does not know.
+            # HELLO first: later messages may be of a version that this process does not know.
             self._greet(*check_all(messages[:1]))
             del messages[0]
         return check_all(messages)

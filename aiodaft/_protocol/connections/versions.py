@@ -1,4 +1,4 @@
-"""Which processes of a cluster understand each other: by their releases of aiodaft and their versions of Python."""
+"""The check that processes of a cluster understand each other, by the versions of aiodaft and of Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 
 class Software(NamedTuple):
-    """What a process runs.
+    """The software that a process runs.
 
     Attributes:
         release: That of aiodaft, such as "0.1.0".

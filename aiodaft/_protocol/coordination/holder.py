@@ -27,7 +27,7 @@ _PER_LEASE: Final = 4
 
 
 class HolderState(enum.Enum):
-    """What a node may do."""
+    """The right of a node to act."""
 
     OUTSIDE = "it has no lease"
     HOLDING = "it may act under its lease"
@@ -35,7 +35,7 @@ class HolderState(enum.Enum):
 
 
 class HolderEvent(enum.Enum):
-    """What happens to the holder of a lease."""
+    """The events in the life of a lease, on the side of its holder."""
 
     JOINED = "the coordinator has taken it in"
     KEPT = "the coordinator has prolonged the lease"
@@ -98,21 +98,20 @@ class LeaseHolder:
             self._handle(HolderEvent.LOST)
 
     def sent(self, now: float) -> None:
-        """A keepalive was sent."""
         self._send_at = now + self._ttl / _PER_LEASE
 
     def state(self, now: float) -> HolderState:
-        """What the node may do now. Ask for each act under the lease: a process that was stopped has no timers."""
+        """The state of the lease now. Ask for each act under it: a process that was stopped has no timers."""
         if self._state is HolderState.HOLDING and now >= self.fence_at:
             self._handle(HolderEvent.SILENT)
         return self._state
 
     def is_alone(self, now: float) -> bool:
-        """Whether the coordinator has not answered for the time of a lease, dead or alive."""
+        """Whether the coordinator, dead or alive, has not answered for the time of a lease."""
         return now >= self._granted_until
 
     def get_timer(self) -> float:
-        """When to send the next keepalive, or to look at the state."""
+        """The time to send the next keepalive, or to look at the state."""
         return min(self._send_at, self.fence_at) if self._state is HolderState.HOLDING else self._send_at
 
     def _renew(self, good_for: float, sent_at: float) -> None:

@@ -2,7 +2,7 @@
 
     UNSEEN --KEPT--> HELD        ENDED leads from both to OVER
 
-A holder stops by itself a while before (see `holder`), so that what ends with a lease can be given to another.
+A holder stops by itself a while before (see `holder`), so that names that end with a lease can be given to others.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Final
 from aiodaft._protocol.transitions import next_state
 from aiodaft.exceptions import LeaseLost
 
-# A coordinator that has not looked for this part of a lease was stopped: what its members sent may wait to be read.
+# A coordinator that has not looked for this part of a lease was stopped: its members' messages may wait to be read.
 _STOPPED: Final = 0.5
 
 
 class LeaseState(enum.Enum):
-    """What is known of the holder."""
+    """The coordinator's knowledge of the holder."""
 
     UNSEEN = "it held the lease before the coordinator started"
     HELD = "it has said that it is alive"
@@ -27,7 +27,7 @@ class LeaseState(enum.Enum):
 
 
 class LeaseEvent(enum.Enum):
-    """What happens to a lease."""
+    """The events in the life of a lease."""
 
     KEPT = "its holder says that it is alive"
     ENDED = "its holder gives it up, or has been silent for too long"
@@ -77,12 +77,10 @@ class LeaseTable:
         lease.deadline = max(lease.deadline, now + self.ttl)
 
     def end(self, epoch: int) -> None:
-        """Forget a lease that is over."""
         lease = self._leases.pop(epoch)
         lease.state = next_state(TRANSITIONS, lease.state, LeaseEvent.ENDED)
 
     def is_late(self, epoch: int, now: float) -> bool:
-        """Whether the time of a lease is over."""
         return self._leases[epoch].deadline <= now
 
     def state(self, epoch: int) -> LeaseState:
@@ -90,7 +88,6 @@ class LeaseTable:
         return LeaseState.OVER if lease is None else lease.state
 
     def expired(self, now: float) -> list[int]:
-        """The leases whose time is over."""
         if now - self._looked_at > _STOPPED * self.ttl:
             for lease in self._leases.values():
                 lease.deadline = max(lease.deadline, now + _STOPPED * self.ttl)
@@ -98,6 +95,6 @@ class LeaseTable:
         return [epoch for epoch, lease in self._leases.items() if lease.deadline <= now]
 
     def next_look(self) -> float:
-        """When to ask again for expired leases."""
+        """The time to ask again for expired leases."""
         usual = self._looked_at + _STOPPED * self.ttl / 2
         return min([usual, *(lease.deadline for lease in self._leases.values())])

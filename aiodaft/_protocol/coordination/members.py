@@ -13,7 +13,7 @@ from aiodaft.exceptions import LeaseLost, NameTaken
 
 
 class MemberTable:
-    """Members by name. What decides changes nothing; `put` does."""
+    """Members by name. Only `put` changes anything; decisions do not."""
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
@@ -23,11 +23,9 @@ class MemberTable:
         return self._members.get(name)
 
     def of(self, epoch: int) -> Member | None:
-        """The member with a lease."""
         return self._by_epoch.get(epoch)
 
     def all(self) -> list[Member]:
-        """The members by name."""
         return [self._members[name] for name in sorted(self._members)]
 
     def admit(self, wanted: Member) -> int:
@@ -63,12 +61,12 @@ class MemberTable:
             raise LeaseLost(f"node {claimed.name!r} is not a member any more; it has to join as a new incarnation")
 
     def note_free(self, epoch: int, free: Mapping[str, float]) -> None:
-        """A member has said what is left of its resources."""
+        """A member reported its free resources."""
         member = self._by_epoch[epoch]
         self._members[member.name] = self._by_epoch[epoch] = replace(member, free=dict(free))
 
     def put(self, name: str, record: Member | None) -> Member | None:
-        """Carry out a change; returns what was there."""
+        """Carry out a change; returns the former record."""
         before = self._members.pop(name, None)
         if before is not None:
             del self._by_epoch[before.epoch]

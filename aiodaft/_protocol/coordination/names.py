@@ -26,7 +26,7 @@ KeyT = TypeVar("KeyT")
 
 
 class NameState(enum.Enum):
-    """What a name is."""
+    """The state of a name."""
 
     FREE = "no actor has it"
     RESERVED = "a process makes the actor that is to have it"
@@ -34,7 +34,7 @@ class NameState(enum.Enum):
 
 
 class NameEvent(enum.Enum):
-    """What happens to a name."""
+    """The events in the life of a name."""
 
     RESERVE = "a process begins to make an actor of that name"
     REGISTER = "an actor gets it, or is known by it again after a restart of the coordinator"
@@ -56,7 +56,7 @@ TRANSITIONS: Final[dict[tuple[NameState, NameEvent], NameState]] = {
 
 
 class NameTable:
-    """Names, and the actors that have them. What decides changes nothing; `put` does."""
+    """Names, and the actors that have them. Only `put` changes anything; decisions do not."""
 
     def __init__(self) -> None:
         self._names: dict[str, NamedActor] = {}
@@ -89,12 +89,12 @@ class NameTable:
         return self._names.values()
 
     def held_by(self, peer: PeerId, actor: ActorId | None = None) -> list[NamedActor]:
-        """What an actor, or every actor of a process, holds; for a process also what it has reserved."""
+        """The names that an actor, or every actor of a process, holds; for a process also its reserved ones."""
         held = self._of_process.get(peer, {}).values()
         return [one for one in held if actor is None or (one.actor == actor and not one.reserved)]
 
     def under(self, lease: int) -> list[NamedActor]:
-        """What ends with a lease."""
+        """The names that end with a lease."""
         return list(self._of_lease.get(lease, {}).values())
 
     # Decisions.

@@ -1,4 +1,4 @@
-"""What the coordinator keeps: actors with names, and members (nodes). Pure.
+"""The records of the coordinator: actors with names, and members (nodes). Pure.
 
 Every change has a revision. The epoch of a record is the revision at which it was granted: the next holder of the same
 name has a greater one. Both only grow, and no coordinator uses one again: the high bits are the term of the
@@ -69,7 +69,7 @@ def first_revision(term: int, lot: int = 0) -> int:
 
 
 class Kind(enum.IntEnum):
-    """What a change is about."""
+    """The kind of record that a change is about."""
 
     NAME = 0
     MEMBER = 1
@@ -83,11 +83,11 @@ class NamedActor:
         name: The name.
         peer: The process of the actor; of a supervised one, the process that has its directory.
         actor: Its id there.
-        label: What it is called in errors.
+        label: Its name in errors.
         class_names: Its class with all bases.
         lease: The lease with which the name ends: the epoch of a member. 0: none, as in an embedded runtime.
         reserved: Whether the actor is still to be made, by `peer`.
-        supervised: Whether it may be restarted: `peer` knows where it is.
+        supervised: Whether it may be restarted: `peer` knows its process.
         epoch: The grant of the name; 0 in a request for a new one.
         revision: The last change.
     """
@@ -114,10 +114,10 @@ class Member:
     Attributes:
         name: The node's name.
         peer: The node process.
-        address: Where it listens, such as "tcp://10.0.0.1:7777".
-        labels: What placement may ask for.
+        address: The address at which it listens, such as "tcp://10.0.0.1:7777".
+        labels: Labels that placement may ask for.
         totals: Its resources.
-        free: What was left of them when it last said so.
+        free: The free part of them, when it last said so.
         epoch: The incarnation of the node, and its lease; 0 in a request for a new one.
         revision: The last change.
     """
@@ -153,7 +153,6 @@ class Change:
 
 
 def plain_of(record: Record) -> dict[str, Any]:
-    """A record as plain data, for stores."""
     return asdict(record)
 
 
@@ -164,7 +163,7 @@ def record_of(kind: Kind, plain: object) -> Record:
     """The record that `plain_of` made this of.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is no record.
     """
     cls = _CLASSES[kind]
     types = {each.name: str(each.type) for each in fields(cls)}

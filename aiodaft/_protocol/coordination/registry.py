@@ -1,11 +1,11 @@
 """The coordinator's tables together. Pure.
 
-A decision returns changes and alters nothing (but prolongs leases, and notes what nodes have free): the coordinator
-stores them, then applies them, one decision at a time. So what is answered and told to watchers is what a restart would
-find.
+A decision returns changes and alters nothing (but prolongs leases, and notes the free resources of nodes): the
+coordinator stores them, then applies them, one decision at a time. So callers and watchers are told nothing that a
+restart would not find.
 
 A coordinator that starts where another one was does not know which members live. For the time of one lease it expires
-none, while they join again with the epochs that they hold; what they hold belongs to them still. If nothing was stored,
+none, while they join again with the epochs that they hold; their names belong to them still. If nothing was stored,
 it grants no names in that time, because any name may be held.
 """
 
@@ -39,11 +39,11 @@ _REMEMBERED: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a coordinator begins with.
+    """The state with which a coordinator begins.
 
     Attributes:
         term: Greater than that of each coordinator before it.
-        records: What was stored.
+        records: The stored records.
         forgot: Whether there may be names and members that were not stored.
         lot: Tells it from other coordinators with this term: its first epoch is so much greater.
     """
@@ -72,7 +72,6 @@ class Registry:
 
     @property
     def revision(self) -> int:
-        """The last change."""
         return self._history.revision
 
     def recovering_for(self, now: float) -> float:
@@ -129,7 +128,6 @@ class Registry:
         return self._changes(gone=self.names.held_by(peer, actor))
 
     def release_name(self, name: str, epoch: int) -> list[Change]:
-        """Free a name if it still is that grant."""
         held = self.names.get(name)
         return [] if held is None or held.epoch != epoch else self._changes(gone=[held])
 
@@ -162,14 +160,14 @@ class Registry:
             self.leases.keep(member.epoch, now)
         claimed = [replace(one, name=check_name(one.name), lease=member.epoch, reserved=False) for one in names]
         kept = [one for one in claimed if self.names.regains(one, recovering=recovering)]
-        # No grant may have an epoch again that was given before, whatever the clock that made the term.
+        # No grant may have the epoch of an earlier one, even if the clock that made the term went back.
         self._last = max([self._last, member.epoch, *(one.epoch for one in kept)])
         before = [] if held is None or held.epoch == member.epoch else self.names.under(held.epoch)
         names_kept = {one.name for one in kept}
         return self._changes([member, *kept], [one for one in before if one.name not in names_kept])
 
     def keep(self, epoch: int, free: Mapping[str, float], now: float) -> list[Change]:
-        """Prolong a node's lease, and note what it has free: that is neither stored nor told to watchers.
+        """Prolong a node's lease, and note its free resources: these are neither stored nor told to watchers.
 
         Raises:
             LeaseLost: The lease is over.
@@ -204,7 +202,7 @@ class Registry:
     # Changes.
 
     def _changes(self, there: Iterable[Record] = (), gone: Iterable[Record] = ()) -> list[Change]:
-        """The changes that make records `there` and others `gone`; none for what is so already."""
+        """The changes that make records `there` and others `gone`; no change for a record that is so already."""
         changes: list[Change] = []
         for record in there:
             known = self.names.get(record.name) if isinstance(record, NamedActor) else self.members.get(record.name)
@@ -217,7 +215,7 @@ class Registry:
         return changes
 
     def apply(self, changes: Sequence[Change], now: float) -> None:
-        """Carry out what was decided, once it is stored."""
+        """Carry out changes, once they are stored."""
         for change in changes:
             self._put(change.kind, change.key, change.record, now, seen=True)
         self._history.append(changes)
@@ -241,7 +239,7 @@ class Registry:
     # Watchers.
 
     def news(self, kind: Kind, prefix: str, since: int) -> Batch | None:
-        """What a watcher that knows the revision `since` has to know; None: nothing yet.
+        """The news for a watcher that knows the revision `since`; None: there are none yet.
 
         Reservations are told to no watcher.
         """

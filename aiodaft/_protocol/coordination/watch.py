@@ -19,10 +19,10 @@ _REMEMBERED: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a watcher gets.
+    """An answer to a watcher.
 
     Attributes:
-        revision: What it knows with this; it asks again from here.
+        revision: The last one that it covers; the watcher asks again from here.
         whole: Whether these are all records there are, instead of the changes since it asked.
         changes: The changes, oldest first.
     """
@@ -36,7 +36,7 @@ class History:
     """The last changes, oldest first."""
 
     def __init__(self, revision: int, remembered: int = _REMEMBERED) -> None:
-        # What is not after this is forgotten.
+        # Changes up to this one are forgotten.
         self._floor = revision
         self.revision = revision
         self._remembered = remembered

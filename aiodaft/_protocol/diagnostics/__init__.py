@@ -1,1 +1,1 @@
-"""Deadlocks, errors that no code has seen, and what actors print."""
+"""Deadlocks, errors that no code has seen, and the output of actors."""

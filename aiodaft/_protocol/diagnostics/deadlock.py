@@ -4,9 +4,9 @@ The rule is that of the communication model of Chandy, Misra and Haas ("Distribu
 that waits for others goes on as soon as *one* of them does, so a call is deadlocked only if everything it waits for,
 directly or not, waits too. For a call that needs all of several others that is too strict by a little, never too lax.
 
-A search asks for every call what it waits for, and once it knows them all, asks again. A call that gives the same
-answer twice (the stamp says that it did not wake in between) waited at the moment between the two rounds, and so did
-all the others: what it finds was true at one moment, and a deadlock stays one.
+A search asks each call for the calls that it waits for, and once it knows all of them, asks again. A call that gives
+the same answer twice (the stamp says that it did not wake in between) waited at the moment between the two rounds, and
+so did all the others: the deadlock was real at one moment, and a deadlock stays one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Reason(Enum):
 
 
 class Place(Enum):
-    """Where a call waits."""
+    """The place at which a call waits."""
 
     TASK = "in its task"
     THREAD = "on the actor's thread"
@@ -54,14 +54,13 @@ class Place(Enum):
 
     @property
     def reason(self) -> Reason:
-        """Why it waits there."""
         if self in (Place.TASK, Place.THREAD):
             return Reason.AWAITS
         return Reason.NEEDS if self in (Place.ARGUMENTS, Place.INPUTS) else Reason.QUEUED
 
 
 def place_of(stage: Stage, *, begun: bool, on_thread: bool, fetching: bool) -> Place | None:
-    """Where a call waits, if it waits; None for a call that is about to begin."""
+    """The place at which a call waits; None for a call that is about to begin."""
     if begun:
         return Place.THREAD if on_thread else Place.TASK
     if fetching:
@@ -73,14 +72,14 @@ def place_of(stage: Stage, *, begun: bool, on_thread: bool, fetching: bool) -> P
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What its process knows of a call that waits.
+    """A call that waits, as its process knows it.
 
     Attributes:
         actor: Name of the actor that was called.
-        method: What was called, such as "Model.step".
-        line: Where in the source it waits, if it has begun.
+        method: The method, such as "Model.step".
+        line: The line of the source at which it waits, if it has begun.
         begun: Whether its first line has run.
-        reason: How it waits.
+        reason: The way in which it waits.
         stamp: Changes whenever it wakes, also if it then waits for the same.
         on: The calls of which one has to move on before it can.
     """
@@ -106,7 +105,6 @@ class Deadlock(NamedTuple):
 
     @property
     def victim(self) -> CallAt:
-        """The call to give up."""
         return self.calls[-1]
 
     @property
@@ -123,7 +121,7 @@ class Deadlock(NamedTuple):
 
 
 class Phase(Enum):
-    """How far a search is."""
+    """The stage of a search."""
 
     EXPLORING = "exploring"
     CONFIRMING = "confirming"
@@ -138,7 +136,7 @@ class Search:
         self.deadlocks: list[Deadlock] = []
         self._asked: set[CallAt] = set(roots)
         self._known: dict[CallAt, Waiting | None] = {}
-        # Everything that was waiting in the first round; what waits unchanged in the second.
+        # All calls that waited in the first round; those of them that wait unchanged in the second.
         self._stuck: dict[CallAt, Waiting] = {}
         self._still: dict[CallAt, Waiting] = {}
 
@@ -149,7 +147,7 @@ class Search:
         return {host: list(calls) for host, calls in hosts}
 
     def handle_answers(self, answers: Mapping[CallAt, Waiting | None]) -> None:
-        """Take what calls wait for; None for a call that does not wait, is over, or waits for something not visible."""
+        """Take the answers; None for a call that does not wait, is over, or waits for something not visible."""
         if not answers.keys() <= self._asked:
             raise LocalProtocolError(f"no question was asked about {answers.keys() - self._asked}")
         self._asked -= answers.keys()

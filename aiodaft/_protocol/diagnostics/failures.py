@@ -1,4 +1,4 @@
-"""Failures of actors: what a process remembers of them, and which failure came of which. Pure."""
+"""Failures of actors: the records of them in a process, and the failures that led to others. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_MESSAGE: Final = 1 << 10
 _MAX_PATH: Final = 16
 # Begins the note that each call adds to an error that its method raises.
 _RAISED_BY: Final = "raised by "
-# Where the runtime's own code is: no line of it is what the user looks for.
+# The folder of the runtime's own code: the user looks for no line of it.
 _OWN_CODE: Final = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
 Kind: TypeAlias = Literal["call", "death", "start", "node", "limit"]
@@ -54,9 +54,9 @@ class Failure:
         method: The method, such as "Model.step"; "" if it was no call.
         process: The id of the process that failed.
         pid: Its pid; None if it had not started.
-        line: Where the first cause was raised, such as "model.py:12 in step"; "" if that is not known.
-        causes: The chain of exceptions: the root cause first, what callers got last.
-        times: How often this failed in this way.
+        line: The line that raised the first cause, such as "model.py:12 in step"; "" if that is not known.
+        causes: The chain of exceptions: the root cause first, the callers' error last.
+        times: The number of failures of this kind.
         first: The time of the first failure, in seconds since the epoch.
         last: The time of the last one.
         followed: The failures that came of this one, oldest first.
@@ -76,12 +76,11 @@ class Failure:
 
     @property
     def error(self) -> str:
-        """The root cause as text."""
         return str(self.causes[0])
 
 
 class Subject(NamedTuple):
-    """What failed: see `Failure`."""
+    """The subject of a failure; see `Failure`."""
 
     what: Kind
     actor: str
@@ -94,7 +93,7 @@ class FailureLog:
     """The last different failures of one process. It keeps texts, no exceptions: these would keep frames.
 
     Attributes:
-        deaths: How many processes have ended by accident, by the class of their first actor.
+        deaths: The number of processes that ended by accident, by the class of their first actor.
     """
 
     def __init__(self) -> None:
@@ -119,7 +118,6 @@ class FailureLog:
 
 
 def raised_by(where: str) -> str:
-    """The note for an error of a call."""
     return _RAISED_BY + where
 
 
@@ -174,7 +172,7 @@ def _trees(alike: Sequence[Failure]) -> list[Failure]:
 
 
 def _depth(failure: Failure) -> tuple[int, int]:
-    """How far its exception has come: how many others it has caused, and how many calls it has passed."""
+    """The distance that its exception has come: the number of errors it has caused, and of calls it has passed."""
     return len(failure.causes), len(failure.causes[-1].path)
 
 

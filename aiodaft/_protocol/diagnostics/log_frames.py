@@ -1,11 +1,11 @@
-"""Log records inside the standard error of a process, so that they stay in order with what it prints. No I/O.
+"""Log records inside the standard error of a process, so that they stay in order with its other output. No I/O.
 
 A record is a JSON object in one or more frames, which are lines that begin with a control character:
 
     \\x1e PID NUMBER INDEX/COUNT PART \\n
 
 Each frame is written at once. The kernel writes up to PIPE_BUF bytes in one piece or not at all, so frames of several
-threads and forked processes do not mix, and what a process that dies has written is whole. A frame may stand behind an
+threads and forked processes do not mix, and the output of a process that dies is whole. A frame may stand behind an
 incomplete line, such as a progress bar, which goes on after it.
 """
 
@@ -38,7 +38,7 @@ def frames_of(record: Record, pid: int, number: int) -> list[bytes]:
 
 
 class Sieve:
-    """Separates the records in a stream from what was printed."""
+    """Separates the records in a stream from other output."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -46,7 +46,7 @@ class Sieve:
         self._parts = Latest[int, tuple[int, list[bytes]]](_MAX_WRITERS)
 
     def take(self, data: bytes) -> Iterator[bytes | Record]:
-        """What is printed, and records, in order; b"" is the end of the stream."""
+        """The output and the records, in order; b"" is the end of the stream."""
         stream, self._rest = self._rest + data, b""
         # `printed` is where the text begins that is not yielded yet.
         printed = at = 0

@@ -1,7 +1,7 @@
 """Lines that several ranks of a group write at the same time, shown as one. No clock, no I/O.
 
-A line waits until all ranks have written it, or for a short time. What a rank has written before, to the same stream,
-is shown before.
+A line waits until all ranks have written it, or for a short time. Earlier lines of a rank, to the same stream, are
+shown first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 class Merged(NamedTuple, Generic[T]):
-    """What is to be shown: the line of the first rank that wrote it, and all that did."""
+    """A line to be shown: that of the first rank that wrote it, with all ranks that did."""
 
     line: T
     group: str
@@ -73,11 +73,9 @@ class Merging(Generic[T]):
         self._waiting: dict[tuple[str, int], list[_Waiting[T]]] = {}
 
     def join(self, member: Member) -> None:
-        """A process of a member has started."""
         self._members.setdefault(member.group, set()).add(member.rank)
 
     def leave(self, member: Member) -> None:
-        """It has ended."""
         ranks = self._members.get(member.group, set())
         ranks.discard(member.rank)
         if not ranks:
@@ -113,11 +111,10 @@ class Merging(Generic[T]):
                 self._show_first(lane, len(waiting))
 
     def get_timer(self) -> float | None:
-        """When `handle_timer` has to be called; None for never."""
+        """The time to call `handle_timer`; None for never."""
         return min((waiting[0].due for waiting in self._waiting.values()), default=None)
 
     def handle_timer(self, now: float) -> None:
-        """Show the lines that have waited for long enough."""
         for lane, waiting in list(self._waiting.items()):
             over = sum(one.due <= now for one in waiting)
             if over:

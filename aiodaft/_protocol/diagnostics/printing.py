@@ -111,5 +111,4 @@ class Screen:
         return self._clear() if self._is_bar else [(self._stream, "\n")]
 
     def _clear(self) -> list[tuple[int, str]]:
-        """The text that takes a bar away."""
         return [(self._stream, f"\r{' ' * len(self._shown)}\r")]

@@ -1,4 +1,4 @@
-"""Whether a process makes progress, judged by what changes between looks at it. No clock, no I/O.
+"""Whether a process makes progress, judged by changes between looks at it. No clock, no I/O.
 
 A process that is stopped, or waits for ever, does not change; a slow process does.
 Looks are counted, not seconds, so that a blocked watcher does not blame the process.

@@ -1,4 +1,4 @@
-"""What one process records for a trace. Pure.
+"""The events that one process records for a trace. Pure.
 
 Events are plain tuples, because traced programs make one or two of them per call: the functions here build them, and
 `trace_file` reads them. Times are seconds on the clock of the process that records.
@@ -42,7 +42,7 @@ def submitted(
     """A call, or a run of a graph, was submitted.
 
     Args:
-        times: When, and when the program went on.
+        times: Of the submission, and of the moment at which the program went on.
         key: Names it.
         what: The method.
         actor: The name of the actor, or the id of a process whose own actor it is; empty for a graph.
@@ -64,9 +64,9 @@ def ran(
     """A call, a strand or a step is over.
 
     Args:
-        times: When it came, when its arguments were there, when it began (None: it never did), and when it ended.
+        times: Of its arrival, of its last argument's arrival, of its beginning (None: it never began), and of its end.
         key: Names it.
-        actor: Where it ran.
+        actor: The actor that ran it.
         what: The method.
         outcome: See `outcome_of`.
         inside: The strand of a step.
@@ -86,21 +86,21 @@ def fetched(began: float, ended: float, kind: str, nbytes: int, source: PeerId) 
 
 
 def outcome_of(error: BaseException) -> str:
-    """How a call ended that raised an error."""
+    """The outcome of a call that raised an error."""
     name = type(error).__name__
     return CANCELLED if name in _CANCELLATIONS else name
 
 
 @dataclass(frozen=True)
 class ProcessTrace:
-    """What one process has recorded.
+    """The record of one process.
 
     Attributes:
         id: The process.
         pid: Its pid.
-        node: Its machine.
+        node: Its node.
         actors: The names of its actors.
-        events: What happened, in the order in which it ended.
+        events: Its events, in the order in which they ended.
         dropped: The number of events for which there was no room.
     """
 
@@ -114,7 +114,7 @@ class ProcessTrace:
 
 @dataclass(frozen=True)
 class Ping:
-    """When a question was sent and its answer came, on this clock, and what the other clock said meanwhile."""
+    """The times of a question and of its answer on this clock, and the other clock's time between them."""
 
     sent: float
     theirs: float
@@ -122,7 +122,7 @@ class Ping:
 
 
 def offset_of(pings: Sequence[Ping]) -> float:
-    """How far another clock is ahead of this one, in seconds: from the quickest answer, as NTP does.
+    """The seconds by which another clock is ahead of this one: from the quickest answer, as NTP does.
 
     It is wrong by at most half of the time that this answer took.
     """

@@ -11,7 +11,7 @@ _TRACEPARENT: Final = re.compile(
     r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
 )
 _PRINTABLE: Final = re.compile(r"[\t\x20-\x7e]*")
-# What has to be passed on at least, and is at most.
+# The least and the greatest length that is passed on.
 _MAX_STATE: Final = 512
 _MAX_BAGGAGE: Final = 8192
 _SAMPLED: Final = 1
@@ -22,8 +22,8 @@ class TraceContext(NamedTuple):
 
     Attributes:
         traceparent: The trace, the operation in it that the calls belong to, and flags: "00-<32 hex>-<16 hex>-01".
-        tracestate: What vendors add to it.
-        baggage: What programs add to it: names and values.
+        tracestate: Fields of vendors.
+        baggage: Fields of programs: names and values.
     """
 
     traceparent: str

@@ -1,9 +1,10 @@
-"""Merges what the processes of a runtime have recorded into the Trace Event Format of Chrome and Perfetto. Pure.
+"""Merges the records of a runtime's processes into the Trace Event Format of Chrome and Perfetto. Pure.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 Slices ("X") on one track must lie beside or inside each other. Calls of one actor may overlap, so an actor has as many
-tracks as its calls need. What a call submits, and the steps of a strand, lie inside of the slice that they belong to.
+tracks as its calls need. The submissions of a call, and the steps of a strand, lie inside of the slice that they belong
+to.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class Slice:
 
     Attributes:
         process: The number of the process.
-        track: The actor, or what else happened there.
-        began: When.
-        ended: When.
-        name: What is shown.
-        category: What it is: "submit", "call", "step", "graph", "collective" or "transfer".
+        track: The actor, or another kind of work.
+        began: Its beginning.
+        ended: Its end.
+        name: The shown name.
+        category: Its kind: "submit", "call", "step", "graph", "collective" or "transfer".
         args: Details.
         inside: The call that it is part of.
         tid: The number of its track.
@@ -84,9 +85,9 @@ class _Merge:
         # A call that was made again has run more than once.
         self.runs: dict[Key, list[Slice]] = {}
         self.submissions: dict[Key, Slice] = {}
-        # What was called.
+        # The method of each call.
         self._calls: dict[Key, str] = {}
-        # What ran, and the results that it needed.
+        # The results that each run needed.
         self.needs: list[tuple[Key, Sequence[Key]]] = []
 
     def read(self, part: ProcessTrace, offset: float, number: int) -> None:
@@ -164,9 +165,10 @@ def trace_file(
     """The content of the file.
 
     Args:
-        parts: What each process has recorded, the program first, and how far its clock is ahead of that of the trace.
-        began: When the trace began. Earlier events are left out, and calls that were under way are cut.
-        ended: When it ended; the same.
+        parts: The record of each process, the program first, and the seconds by which its clock is ahead of the
+            trace's.
+        began: The beginning of the trace. Earlier events are left out, and calls that were under way are cut.
+        ended: Its end; the same.
         left_out: Processes whose events are missing, and why.
     """
     numbers = {process: number for number, process in enumerate(dict.fromkeys(part.id for part, _ in parts), 1)}
@@ -194,7 +196,7 @@ def trace_file(
 
 
 def _titles(parts: Sequence[tuple[ProcessTrace, float]]) -> dict[PeerId, str]:
-    """What processes are called: the names of their actors. One may have handed over its events more than once."""
+    """The names of processes: those of their actors. One may have handed over its events more than once."""
     actors: dict[PeerId, dict[str, None]] = {}
     for part, _ in parts:
         users = (name for actor, name in part.actors.items() if actor >= FIRST_USER_ACTOR)
@@ -301,7 +303,7 @@ def _wait_events(waits: Iterable[_Wait], began: float) -> Iterator[Json]:
 
 
 def _flow_events(merged: _Merge, began: float) -> Iterator[Json]:
-    """Arrows: from what was submitted to where it ran, and from results to the calls and steps that needed them."""
+    """Arrows: from each submission to its run, and from results to the calls and steps that needed them."""
     arrows: list[tuple[str, Slice, float, Slice]] = []
     for key, one in merged.submissions.items():
         arrows += [("call", one, one.began, run) for run in merged.runs.get(key, ())]

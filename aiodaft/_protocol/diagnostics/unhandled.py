@@ -1,4 +1,4 @@
-"""Errors that no code has handled: which of them are kept, how many there were, and what a block raises. Pure."""
+"""Errors that no code has handled: those that are kept, their number, and the error of a block. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ class Unhandled:
         self._count = 0
 
     def __len__(self) -> int:
-        """How many there were."""
         return self._count
 
     def add(self, error: BaseException) -> bool:
@@ -30,7 +29,7 @@ class Unhandled:
         return True
 
     def group(self, body: BaseException | None) -> BaseExceptionGroup[BaseException] | None:
-        """What a block raises instead of the error of its body; None if it raises that error, or none at all."""
+        """The error of a block in place of its body's; None if it raises that error, or none at all."""
         others = [error for error in self._kept if error is not body]
         if not others:
             return None

@@ -1,12 +1,12 @@
-"""The picture of a dataflow as rows and lanes: what stands where, before any coordinates. Pure, in linear time.
+"""The picture of a dataflow as rows and lanes, before it has coordinates. Pure, in linear time.
 
 Lane 0 is the controller's, with the inputs at the top and the outputs below their steps; each actor has a lane, in
-which its steps stand in their order. A step stands below all that it needs, so that every arrow leads down. A row has
-at most one box of each lane.
+which its steps stand in their order. A step stands below all values that it needs, so that every arrow leads down. A
+row has at most one box of each lane.
 
 Two rules keep large graphs readable. Calls of the same method of one actor in a row, each of which takes only the
 result of the one before and nothing else of the graph, are one box with their number. Of more than `MOST_ROWS` rows,
-the first `FIRST_ROWS` and the last `LAST_ROWS` are shown, and a band between them that says what is left out.
+the first `FIRST_ROWS` and the last `LAST_ROWS` are shown, and a band between them for the rest.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ CONTROLLER: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class ValueNote:
-    """What is known of a value of a graph.
+    """The known facts about a value of a graph.
 
     Attributes:
         kind: Its type, or dtype and shape, such as "float32[8, 64]".
         size: The bytes of its encoding; None if it is not known.
-        seconds: For how long the step that made it ran; None if that is not known, and for inputs.
+        seconds: The running time of the step that made it; None if that is not known, and for inputs.
     """
 
     kind: str = ""
@@ -55,7 +55,7 @@ class Box:
         lane: Its lane.
         row: Its row.
         process: The process that has the value.
-        note: What is known of the value; its seconds are those of all calls of the box.
+        note: The known facts about the value; its seconds are those of all calls of the box.
         count: The number of calls; 0 for inputs and outputs.
         line: The line of the user's code.
     """
@@ -103,16 +103,16 @@ class Lane:
 
 @dataclass(slots=True)
 class Layout:
-    """Where everything stands.
+    """The place of everything in the picture.
 
     Attributes:
         lanes: The lanes, from left to right.
         rows: The number of rows, with that of the band.
-        boxes: What is shown.
+        boxes: The shown boxes.
         arrows: The values between them.
         steps: The number of calls of the graph.
         travelled: The bytes that went from process to process, of all values whose size is known.
-        band: The row that stands for what is left out; None if all is shown.
+        band: The row that stands for the rows that are left out; None if all are shown.
         hidden: The number of calls that are left out.
     """
 
@@ -198,7 +198,6 @@ def _sum(one: float | None, other: float | None) -> float | None:
 
 
 def _abbreviate(layout: Layout) -> None:
-    """Leave out the rows in the middle."""
     cut = layout.rows - LAST_ROWS
     layout.band = FIRST_ROWS
     layout.hidden = sum(box.count for box in layout.boxes if FIRST_ROWS <= box.row < cut)

@@ -47,10 +47,9 @@ def duration(seconds: float) -> str:
 
 
 def value_text(note: ValueNote) -> str:
-    """What is known of a value, such as "float32[8, 64] 2 KiB"."""
+    """The known facts about a value, such as "float32[8, 64] 2 KiB"."""
     return " ".join(filter(None, [note.kind, "" if note.size is None else amount(note.size)]))
 
 
 def summary(steps: int, actors: int) -> str:
-    """One line on a dataflow."""
     return f"{count(steps, 'call')} to {count(actors, 'actor')}"

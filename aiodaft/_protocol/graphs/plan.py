@@ -55,7 +55,7 @@ class Step(Generic[DataT]):
 
     @property
     def lane(self) -> tuple[PeerId, str]:
-        """The actor for people. What the runtime does beside an actor has its name, and so counts as its own."""
+        """The actor for people. Work of the runtime beside an actor has the actor's name, and so counts as its own."""
         return self.actor[0], self.name
 
 
@@ -73,7 +73,7 @@ class Segment:
 
 
 class Report(Enum):
-    """What a process reports to the owner of a result."""
+    """A report of a process to the owner of a result."""
 
     NOTE = "the step is over: the owner does not need its value"
     VALUE = "the value, or the error"
@@ -82,7 +82,7 @@ class Report(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Where the result of a step goes, in the process of the step.
+    """The destinations of the result of a step, in the process of the step.
 
     Attributes:
         value: Its number.
@@ -102,7 +102,6 @@ class Result:
 
     @property
     def leaves_segment(self) -> bool:
-        """Whether it is needed before its segment is over."""
         return self.awaited or self.reported or bool(self.sends)
 
     def outlives(self, *, is_inline: bool) -> bool:
@@ -110,7 +109,7 @@ class Result:
         return self.output is not None and self.used and not is_inline
 
     def report(self, *, failed: bool, stays: bool) -> Report:
-        """What to report of it, if it failed or stays with this process."""
+        """The report on it, if it failed or stays with this process."""
         if self.output is not None:
             return Report.STORED if stays else Report.VALUE
         return Report.VALUE if failed else Report.NOTE

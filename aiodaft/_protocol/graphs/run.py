@@ -35,7 +35,7 @@ class GraphState(IntEnum):
 
 
 class GraphEvent(IntEnum):
-    """What happens to a graph at its owner."""
+    """The events in the life of a graph at its owner."""
 
     MOVED = auto()
     INSTALLED = auto()
@@ -68,7 +68,7 @@ _READY: Final = GraphState.READY
 
 
 class RunState(IntEnum):
-    """Where a run is at the owner of the graph."""
+    """The state of a run at the owner of the graph."""
 
     COPYING = auto()
     WAITING = auto()
@@ -79,7 +79,7 @@ class RunState(IntEnum):
 
 
 class RunEvent(IntEnum):
-    """What happens to a run at the owner of the graph."""
+    """The events in the life of a run at the owner of the graph."""
 
     COPY = auto()
     COPIED = auto()
@@ -126,7 +126,7 @@ _SENT: Final = frozenset({RunState.UNDER_WAY, RunState.CANCELLED})
 
 
 class OwnedRun:
-    """Where a run is at the owner of its graph, and which reports are missing.
+    """The state of a run at the owner of its graph, and the reports that are missing.
 
     Attributes:
         number: The number of the run.
@@ -147,7 +147,6 @@ class OwnedRun:
 
     @property
     def is_reported(self) -> bool:
-        """Whether the participants have reported everything, or are lost."""
         return self.state in _SENT and not self.missing
 
     def report(self, item: GraphItem) -> bool:
@@ -216,7 +215,6 @@ class GraphRuns(Generic[RunT]):
         return self.broken
 
     def withdraw(self, run: RunT) -> None:
-        """A waiting run ends before it is sent."""
         self.waiting.remove(run)
         run.on(RunEvent.ENDED)
 
@@ -229,16 +227,14 @@ class GraphRuns(Generic[RunT]):
         return True
 
     def lose(self, process: PeerId) -> list[tuple[RunT, list[int]]]:
-        """A process is gone. Returns the runs under way that miss values of it, with these values."""
         return [(run, lost) for run in self.all.values() if (lost := run.lose(process))]
 
     def sent_with(self, deployment: object) -> list[RunT]:
-        """The runs that the processes of a deployment have."""
         return [run for run in self.all.values() if run.deployment is deployment]
 
 
 class ShareState(IntEnum):
-    """Where a run is at a participant."""
+    """The state of a run at a participant."""
 
     EXPECTED = auto()
     RUNNING = auto()
@@ -246,7 +242,7 @@ class ShareState(IntEnum):
 
 
 class ShareEvent(IntEnum):
-    """What happens to a run at a participant."""
+    """The events in the life of a run at a participant."""
 
     RUN_CAME = auto()
     DONE = auto()
@@ -281,7 +277,7 @@ _RUN_BITS: Final = 64
 
 
 class Needs:
-    """What the segments of a plan wait for and make, the same for all runs.
+    """The values that the segments of a plan wait for and make, the same for all runs.
 
     Attributes:
         plan: The plan.
@@ -327,10 +323,10 @@ class Needs:
 
 
 class Share(Generic[ValueT]):
-    """What a participant does of one run.
+    """The share of a participant in one run.
 
     Attributes:
-        state: Where the run is.
+        state: The state of the run.
         values: The values that are here: inputs, and results of this and other processes.
         missing: For each segment, the number of values that it still waits for.
         unfinished: Strands that have not ended, and results that are not told yet.
@@ -372,7 +368,6 @@ class Share(Generic[ValueT]):
         return self.put(value, content)
 
     def put(self, value: int, content: ValueT) -> Sequence[int]:
-        """A value is here. Returns the segments that have everything now."""
         self.values[value] = content
         missing = self.missing
         ready: list[int] = []
@@ -383,7 +378,6 @@ class Share(Generic[ValueT]):
         return ready
 
     def expected_from(self, process: PeerId) -> list[int]:
-        """The values of a process that have not come."""
         return [value for value in self.needs.plan.receives.get(process, ()) if value not in self.values]
 
     def awaits(self, values: Sequence[int]) -> list[int]:

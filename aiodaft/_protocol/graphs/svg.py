@@ -29,7 +29,6 @@ _GREY, _DARK, _LIGHT = "#64748b", "#0f172a", "#f1f5f9"
 
 
 def svg_of(layout: Layout) -> str:
-    """Draw a layout."""
     return _Drawing(layout).text()
 
 
@@ -161,7 +160,7 @@ class _Drawing:
         )
 
     def _port(self, box: Box) -> float:
-        """Where the next arrow to a box ends, from its middle."""
+        """The end of the next arrow to a box, from the middle of the box."""
         count, place = self._coming[id(box)], self._came.get(id(box), 0)
         self._came[id(box)] = place + 1
         return (place - (count - 1) / 2) * min(14, self._wide / (count + 1))

@@ -1,1 +1,1 @@
-"""Who is in a group, what its members do together, and how tensors are laid out over them."""
+"""The members of a group, their common operations, and the layout of tensors over them."""

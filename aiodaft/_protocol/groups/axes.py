@@ -48,7 +48,6 @@ class Axes:
 
     @property
     def count(self) -> int:
-        """The number of points of the grid; 1 without axes."""
         return prod(size for _, size in self.pairs)
 
     def resized(self, count: int) -> Axes:
@@ -91,7 +90,6 @@ class Axes:
         return Axes(tuple(pair for pair in self.pairs if pair[0] in wanted))
 
     def drop(self, names: Iterable[str]) -> Axes:
-        """The other axes."""
         wanted = set(names)
         return Axes(tuple(pair for pair in self.pairs if pair[0] not in wanted))
 

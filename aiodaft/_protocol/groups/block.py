@@ -1,4 +1,4 @@
-"""A block of code in which the members of a group use one process group of torch: who is lost to the others. Pure."""
+"""A block of code in which the members of a group use one process group of torch: members lost in it. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiodaft.exceptions import ActorDied, DaftError
 
 
 class Left(NamedTuple):
-    """How a member left a block.
+    """The way in which a member left a block.
 
     Attributes:
         error: The error by which it left early; "" if it did not.
@@ -24,7 +24,7 @@ class Left(NamedTuple):
 
 
 class Others:
-    """What a member in a block knows of the others.
+    """A member's knowledge of the others in a block.
 
     Args:
         group: The name of the group.
@@ -34,23 +34,23 @@ class Others:
     def __init__(self, group: str, labels: Sequence[str]) -> None:
         self._group = group
         self._labels = labels
-        # What happened to the first one that is gone or has left by an error.
+        # The error of the first member that is gone or has left by an error.
         self.lost: Exception | None = None
 
     def hear(self, rank: int, left: Left | DaftError) -> bool:
-        """Note how a member has left, or why it is gone; returns whether others may wait for it in vain."""
+        """Note a member's departure, or the reason why it is gone; returns whether others may wait for it in vain."""
         if isinstance(left, Left):
             if not left.error and not left.gone:
                 return False
             if left.follows:
-                # What that came of will be heard as well.
+                # The failure that led to it will be heard as well.
                 return True
         if self.lost is None:
             self.lost = self._name(rank, left)
         return True
 
     def leave(self, error: BaseException, *, inside: bool, broken: bool) -> Left:
-        """How this member leaves by an error.
+        """The departure of this member by an error.
 
         Args:
             error: The error.
@@ -74,7 +74,7 @@ def torchrun_variables(rank: int, processes: Sequence[PeerId], host: str, port: 
     Args:
         rank: The member.
         processes: Those of all members, by rank.
-        host: Where the store listens.
+        host: The host at which the store listens.
         port: The port of the store.
         interface: The network interface of gloo and NCCL.
     """

@@ -1,7 +1,7 @@
-"""Collectives as dataflows: which member makes what out of which values.
+"""Collectives as dataflows: for each member, the values that it makes and those that it needs.
 
-A plan names no moment and no message: a step runs when its inputs exist, wherever they were made. No two collectives
-can therefore wait for each other, whatever the order in which they are issued and the members that they share.
+A plan names no moment and no message: a step runs when its inputs exist, at any member. So no two collectives wait for
+each other, in any order of issue and with any shared members.
 
 Algorithms: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
 """
@@ -25,7 +25,7 @@ QUICK: Final = 4 << 20
 
 
 class Work(enum.IntEnum):
-    """What a step does with its inputs."""
+    """The work of a step on its inputs."""
 
     TAKE = 0  # gives its only input
     REDUCE = 1  # combines them, from the left
@@ -34,7 +34,7 @@ class Work(enum.IntEnum):
 
 
 class Cut(enum.IntEnum):
-    """Which part of each input a step uses."""
+    """The part of each input that a step uses."""
 
     WHOLE = 0
     ELEMENTS = 1  # an equal part of the elements, in the order of rows
@@ -48,9 +48,9 @@ class Step:
 
     Args:
         rank: The member that does it.
-        work: What it does.
+        work: Its work.
         inputs: Numbers of values.
-        cut: Which part of each input it uses.
+        cut: The part of each input that it uses.
         part: The number of this part, from 0.
     """
 
@@ -65,7 +65,7 @@ def runs_on_loop(work: Work, nbytes: int, *, by_function: bool) -> bool:
     """Whether a step is quick enough for the member's loop; a thread costs two wake-ups.
 
     Args:
-        work: What it does. To take a whole value always is.
+        work: The work of the step. To take a whole value is always quick enough.
         nbytes: The bytes of all inputs together.
         by_function: Whether code of the user reduces, which may take any time.
     """
@@ -96,8 +96,8 @@ class Plan:
     The values 0 to n - 1 are those of the first n members; each step makes the next value.
 
     Args:
-        members: How many members have a value.
-        parts: Into how many parts values are cut. Default: one for each of them.
+        members: The number of members that have a value.
+        parts: The number of parts into which values are cut. Default: one for each of them.
     """
 
     def __init__(self, members: int, parts: int | None = None) -> None:
@@ -109,11 +109,9 @@ class Plan:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The values of the members."""
         return tuple(range(self.members))
 
     def rank_of(self, value: int) -> int:
-        """The member at which a value is."""
         return value if value < self.members else self.steps[value - self.members].rank
 
     def add(self, rank: int, work: Work, *inputs: int, cut: Cut = Cut.WHOLE, part: int = 0) -> int:
@@ -276,14 +274,12 @@ def reduce_scatter(members: int, *, one_memory: bool) -> Plan:
 
 
 def all_gather(members: int) -> Plan:
-    """Each member gets the list of all values."""
     plan = Plan(members)
     plan.results = [plan.add(rank, Work.LIST, *plan.inputs) for rank in plan.inputs]
     return plan
 
 
 def gather(members: int, root: int) -> Plan:
-    """One member gets the list of all values."""
     plan = Plan(members)
     plan.results = [plan.add(root, Work.LIST, *plan.inputs)]
     return plan
@@ -317,9 +313,9 @@ def _cut(plan: Plan, rank: int, cut: Cut, part: int) -> int:
 
 
 def _reduce_cut(plan: Plan, cut: Cut, rank: int) -> int:
-    """Every other member cuts off what one of them reduces; this one reads its own value in place."""
+    """Every other member cuts off the part that one of them reduces; this one reads its own value in place."""
     cuts = [source if source == rank else _cut(plan, source, cut, rank) for source in plan.inputs]
-    # To cut again what is cut changes nothing.
+    # To cut a part again changes nothing.
     return plan.add(rank, Work.REDUCE, *cuts, cut=cut, part=rank)
 
 

@@ -1,4 +1,4 @@
-"""The messages that one member of a group has and has not received: which fit, and which receive gets which. Pure.
+"""The unreceived messages of one group member: the choice of those that fit, and of a receive for each. Pure.
 
 A message goes through these stages; only its announcement comes at once, its value when it is admitted:
 
@@ -12,7 +12,7 @@ Of the messages of one sender that a receive wants, it gets the one that was ann
 later one is here earlier: messages do not overtake (MPI 4.0, section 3.5).
 
 A message, and a receive, may be within something that others share, such as one call of a group: then it meets only
-what is within the same, or by itself.
+messages and receives within the same, and those that are in none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OneT = TypeVar("OneT", "Message", "Receive")
 
 
 class Stage(Enum):
-    """How far a message is; see the table above."""
+    """The progress of a message; see the table above."""
 
     ANNOUNCED = auto()
     ADMITTED = auto()
@@ -62,12 +62,12 @@ class Message:
         self.within = within
         self.stage = Stage.ANNOUNCED
         self.value: Any = None
-        # What waits until it is admitted: the runtime's.
+        # The runtime's object that waits until the message is admitted.
         self.waiter: Any = None
 
 
 class Wish(NamedTuple):
-    """What a receive wants; None for any sender, for any tag, and if it is within nothing."""
+    """The messages that a receive wants; None for any sender, for any tag, and if it is within nothing."""
 
     source: ActorId | None
     tag: Tag | None
@@ -82,9 +82,9 @@ class Receive:
     def __init__(self, number: int, wish: Wish, senders: Iterable[ActorId]) -> None:
         self.number = number
         self.wish = wish
-        # Those that may still send what it wants; it ends when the last of them is gone.
+        # The members that may still send such a message; it ends when the last of them is gone.
         self.senders = set(senders)
-        # What waits for its message: the runtime's.
+        # The runtime's object that waits for the message.
         self.waiter: Any = None
 
 
@@ -108,9 +108,9 @@ class Inbox:
     """The messages to one member, and its receives.
 
     Messages fit up to a number and a number of bytes. Others wait in the order of announcement, but for two kinds that
-    are admitted at once: what a receive waits for, and the first message of a sender that has none here within the
-    same. So a receive never waits for room, and two members may send each other one message of any size before they
-    receive.
+    are admitted at once: a message that a receive waits for, and the first message of a sender that has none here
+    within the same. So a receive never waits for room, and two members may send each other one message of any size
+    before they receive.
     """
 
     def __init__(self, messages: int = MESSAGES, nbytes: int = BYTES) -> None:
@@ -125,7 +125,7 @@ class Inbox:
         self.admitted = 0
         self.nbytes = 0
         self._waiting: dict[Wish, dict[int, Receive]] = {}
-        # How many receives wait within what.
+        # The number of receives that wait within each thing.
         self._withins: Counter[Hashable] = Counter()
 
     def __len__(self) -> int:
@@ -134,16 +134,14 @@ class Inbox:
 
     @property
     def waiting(self) -> list[Receive]:
-        """The receives that wait, in order."""
         return sorted((one for some in self._waiting.values() for one in some.values()), key=_NUMBER)
 
     @property
     def messages(self) -> list[Message]:
-        """All messages, in the order of announcement."""
         return sorted((one for sent in self._sent.values() for one in sent.values()), key=_NUMBER)
 
     def limit(self, messages: int, nbytes: int) -> list[Command]:
-        """Set other bounds. What is admitted stays."""
+        """Set other bounds. Admitted messages stay."""
         self._most, self._most_bytes = messages, nbytes
         return self._admit_more()
 
@@ -152,7 +150,6 @@ class Inbox:
     def announce(
         self, source: ActorId, tag: Tag, nbytes: int, within: Hashable = None
     ) -> tuple[Message, list[Command]]:
-        """A message wants to come."""
         message = Message(self._next(), source, tag, nbytes, within)
         self._insert(message)
         line = source, within
@@ -176,7 +173,7 @@ class Inbox:
     # Receives.
 
     def ask(self, wish: Wish, senders: Iterable[ActorId]) -> tuple[Receive, list[Command]]:
-        """A receive begins; these senders may send what it wants."""
+        """A receive begins; these senders may send a message that it wants."""
         receive = Receive(self._next(), wish, senders)
         here = [message for message in self._heads(wish) if message.stage is Stage.HERE]
         if here:
@@ -198,9 +195,9 @@ class Inbox:
         return self._serve(message)
 
     def lose(self, source: ActorId) -> list[Receive]:
-        """A sender is gone. Returns the receives that wait for nothing else any more; they have ended.
+        """A sender is gone. Returns the receives that wait for no other sender any more; they have ended.
 
-        What it has sent and is here can still be received.
+        Messages already received from it can still be read.
         """
         ended: list[Receive] = []
         for receive in self.waiting:
@@ -211,7 +208,7 @@ class Inbox:
                     ended.append(receive)
         return ended
 
-    # Finding what belongs together.
+    # Matching of messages and receives.
 
     def _heads(self, wish: Wish) -> list[Message]:
         """The first message of each sender that a receive wants."""
@@ -232,14 +229,14 @@ class Inbox:
         return min(found, key=_NUMBER, default=None)
 
     def _let_one_come(self, wish: Wish) -> list[Command]:
-        """If receives wait for something like this, and nothing like it is on its way, admit what was announced."""
+        """If receives wait for such a message, and none like it is on its way, admit one that was announced."""
         heads = self._heads(wish) if wish in self._waiting else []
         if not heads or any(message.stage is not Stage.ANNOUNCED for message in heads):
             return []
         return [self._admit(min(heads, key=_NUMBER))]
 
     def _serve(self, message: Message) -> list[Command]:
-        """A message may be what a receive waits for."""
+        """Give a message to a receive that waits for it, or admit it for that receive."""
         receive = self._receive_for(message) if self._waiting else None
         if receive is None or message.stage is Stage.ADMITTED:
             return []
@@ -268,7 +265,7 @@ class Inbox:
             for wish in (Wish(source, tag, within), Wish(source, None, within)):
                 for head in self._heads(wish):
                     commands += self._serve(head)
-            # What a receive from any sender waited for may have been this one: that of another sender may come.
+            # A receive from any sender may have waited for this message: one of another sender may come.
             for wish in (Wish(None, tag, within), Wish(None, None, within)):
                 commands += self._let_one_come(wish)
         return commands + self._admit_more(own)
@@ -276,7 +273,7 @@ class Inbox:
     # Room.
 
     def _admit_more(self, freed: _Line | None = None) -> list[Command]:
-        """Admit what fits, in order; `freed` is the line of a message that is gone."""
+        """Admit the messages that fit, in order; `freed` is the line of a message that is gone."""
         commands: list[Command] = []
         while self._announced:
             waiting = [next(iter(some.values())) for some in self._announced.values()]

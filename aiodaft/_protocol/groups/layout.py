@@ -34,12 +34,10 @@ class Grid(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
         return tuple(cuts[-1] for cuts in self.cuts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return prod(self.shape) * self.itemsize
 
     def box(self, rank: int) -> Box | None:
@@ -51,7 +49,6 @@ class Grid(NamedTuple):
         return tuple((cuts[index], cuts[index + 1]) for cuts, index in zip(self.cuts, cell, strict=True))
 
     def bytes_in(self, box: Box) -> int:
-        """Bytes of a part."""
         return prod(stop - start for start, stop in box) * self.itemsize
 
     def shard_shape(self, rank: int) -> tuple[int, ...] | None:
@@ -67,7 +64,7 @@ def even_cuts(length: int, parts: int) -> tuple[int, ...]:
 
 
 class Rule(NamedTuple):
-    """How a tensor is laid out.
+    """The layout of one tensor.
 
     Attributes:
         shape: The shape of the whole tensor.
@@ -136,6 +133,6 @@ def _check(name: str, rule: Rule, axes: Mapping[str, int]) -> None:
 
 
 def overlap(first: Box, second: Box) -> Box | None:
-    """What two boxes have in common; None if that is empty."""
+    """The intersection of two boxes; None if it is empty."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return None if any(start >= stop for start, stop in both) else both

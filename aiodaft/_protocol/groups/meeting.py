@@ -1,12 +1,12 @@
-"""Members of a group come together: which have come to which meeting, and which meetings fail. Pure.
+"""Meetings of the members of a group: the members that have come to each, and the failed ones. Pure.
 
 A meeting has a name; when it is over, the next one may have the same name. Each member comes to every meeting of a name
 once, in their order, so no member has to count: it comes to the first one that it has not come to yet. A member that is
 ahead opens the next one. A meeting that has failed is kept until all members have come to it: late ones are told then.
 
 A member may come within something that others share, such as one call of a group: then it meets only those that come
-within the same, so it does not matter in which order they begin, or that some never come. Who comes by itself comes to
-whatever meeting of the name is the first.
+within the same, so it does not matter in which order they begin, or that some never come. A member that comes by itself
+comes to the first meeting of the name.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Coming:
 
     Attributes:
         name: The name of the meeting.
-        title: What errors call it.
+        title: Its name in errors.
         rank: The member.
-        terms: What all have to agree on; the first difference is named by the error.
+        terms: The terms that all have to agree on; the error names the first difference.
         fault: The meeting fails with this, because of the member.
-        number: Tells it from what the member comes to besides by this name.
+        number: Tells it from the member's other meetings of this name.
         within: It does not meet those that come within something else; None: it comes by itself.
     """
 
@@ -51,8 +51,8 @@ class Outcome(Generic[T]):
     """A meeting that all have come to, or that has failed.
 
     Attributes:
-        tickets: What the members came with that wait for it, by rank. If it has not failed: all of them, in order.
-        error: Why it failed.
+        tickets: The tickets of the members that wait for it, by rank. If it has not failed: all of them, in order.
+        error: The reason of its failure.
     """
 
     tickets: Mapping[int, T]
@@ -68,16 +68,16 @@ class _Waiting(NamedTuple, Generic[T]):
 
 @dataclass(slots=True)
 class _Meeting(Generic[T]):
-    # What errors call it.
+    # The name of the meeting in errors.
     title: str
     # By rank; the terms of the first one are those of all.
     waiting: dict[int, _Waiting[T]] = field(default_factory=dict[int, _Waiting[T]])
     # The ranks that have come, or do not come any more because they were lost.
     done: set[int] = field(default_factory=set[int])
     error: Exception | None = None
-    # If it has failed because of what one member came with: the rank and the number of that.
+    # If one member made it fail: the rank of that, and the number of its coming.
     failed_by: tuple[int, int] | None = None
-    # What those come within that are here; None as long as all have come by themselves.
+    # The thing that the members here come within; None as long as all have come by themselves.
     within: Hashable = None
 
     def is_for(self, coming: Coming) -> bool:
@@ -85,7 +85,6 @@ class _Meeting(Generic[T]):
         return coming.rank not in self.done and (None in (self.within, coming.within) or self.within == coming.within)
 
     def add(self, one: _Waiting[T]) -> None:
-        """A member comes, and waits."""
         self.waiting[one.coming.rank] = one
         self.within = self.within or one.coming.within
 
@@ -114,11 +113,9 @@ class _Meeting(Generic[T]):
 
     @property
     def tickets(self) -> dict[int, T]:
-        """By rank, in order."""
         return {rank: one.ticket for rank, one in sorted(self.waiting.items())}
 
     def holds(self, rank: int, ticket: T) -> bool:
-        """Whether a member waits here with this ticket."""
         return rank in self.waiting and self.waiting[rank].ticket is ticket
 
 
@@ -146,7 +143,10 @@ class Meetings(Generic[T]):
         return sum(map(len, self._meetings.values()))
 
     def come(self, coming: Coming, ticket: T) -> list[Outcome[T]]:
-        """A member comes with a ticket. Returns what is decided by that; if nothing is, it waits."""
+        """A member comes with a ticket.
+
+        Returns the meetings that this decides; if it decides none, the member waits.
+        """
         outcomes = self._come(_Waiting(coming, ticket, next(self._orders)))
         self._tidy(coming.name)
         return outcomes
@@ -175,8 +175,8 @@ class Meetings(Generic[T]):
     def withdraw(self, name: Hashable, rank: int, ticket: T) -> list[Outcome[T]]:
         """A member that waits has not come; nothing if the meeting is over.
 
-        The others that wait by this name are where they would be without it: what this member has come to since counts
-        one earlier. Returns what is decided by that.
+        The others that wait by this name are as they would be without it: this member's later meetings count one
+        earlier. Returns the meetings that this decides.
         """
         meetings = [meeting for meeting in self._meetings.get(name, ()) if meeting.error is None]
         if not any(meeting.holds(rank, ticket) for meeting in meetings):
@@ -240,14 +240,13 @@ class Meetings(Generic[T]):
         return outcomes
 
     def close(self, error: Exception) -> list[Outcome[T]]:
-        """There are no more meetings: all that are open fail, and so does what comes later."""
+        """There are no more meetings: all that are open fail, and so do later ones."""
         self._closed = self._closed or error
         outcomes = self._fail_all(error)
         self._meetings.clear()
         return outcomes
 
     def _fail_all(self, error: Exception) -> list[Outcome[T]]:
-        """Fail the meetings that are open."""
         found = [(name, one) for name, meetings in self._meetings.items() for one in meetings if one.error is None]
         return [self._fail(name, one, error) for name, one in found]
 

@@ -20,7 +20,7 @@ from aiodaft._protocol.groups.layout import Box, Grid, overlap
 # The most bytes of one message, and how many of them a rank has on the way at a time.
 _PARCEL: Final = 32 << 20
 _ON_THE_WAY: Final = 4
-# What a message may have however small the tensors are: it costs as much time as the copy of that much.
+# The least limit of a message, for small tensors too: a message costs as much time as the copy of that much.
 _LEAST: Final = 256 << 10
 
 
@@ -82,11 +82,11 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What goes where.
+    """The pieces that go to each rank.
 
     Attributes:
-        sent: For each rank of the destination what other processes send it, large tensors first.
-        kept: For each rank of the destination what its process has already.
+        sent: For each rank of the destination the pieces that other processes send it, large tensors first.
+        kept: For each rank of the destination the pieces that its process has already.
         largest: Bytes of the largest tensor.
         least: Bytes that a message may have however small the tensors are.
     """
@@ -175,7 +175,7 @@ def _check(name: str, source: Grid | None, target: Grid) -> None:
 
 
 def _shares(source: Grid, target: Grid) -> list[Share]:
-    """What the cells of two layouts have in common."""
+    """The intersections of the cells of two layouts."""
     holders = _by_cell(source)
     shares: list[Share] = []
     for target_cell, takers in _by_cell(target).items():
@@ -198,7 +198,7 @@ def _by_cell(grid: Grid) -> dict[tuple[int, ...], list[int]]:
 
 
 def _overlapping(grid: Grid, box: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
-    """The cells that have elements of a box, with what they have of it."""
+    """The cells that have elements of a box, each with its part of the box."""
     near = [
         range(bisect_right(cuts, start) - 1, bisect_left(cuts, stop))
         for cuts, (start, stop) in zip(grid.cuts, box, strict=True)
@@ -250,7 +250,6 @@ def _cut(piece: Piece, limit: int) -> Iterator[Piece]:
 
 
 def nbytes_in(parcels: Iterable[Sequence[Piece]]) -> int:
-    """The bytes of all pieces."""
     return sum(piece.nbytes for pieces in parcels for piece in pieces)
 
 
@@ -261,7 +260,6 @@ def filtered(parcels: Iterable[Sequence[Piece]], wanted: Callable[[Piece], bool]
 
 
 def by_source(parcels: Iterable[list[Piece]]) -> dict[int, list[list[Piece]]]:
-    """The parcels of each rank of the source."""
     found: dict[int, list[list[Piece]]] = {}
     for pieces in parcels:
         found.setdefault(pieces[0].source, []).append(pieces)

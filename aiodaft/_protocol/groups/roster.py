@@ -1,4 +1,4 @@
-"""Who is in a group: its members by rank, with an epoch that grows with every change. Pure."""
+"""The members of a group by rank, with an epoch that grows with every change. Pure."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Roster(Generic[T_co]):
     """The members of a group at one epoch.
 
     Attributes:
-        id: The name of the group, unique in its cluster: what its owner calls it, an @, and the owner.
+        id: The name of the group, unique in its cluster: the owner's name for it, an @, and the owner.
         epoch: Counts the changes and restarts of its members, from 1. No two rosters of a group have the same.
         size: The number of members.
-        axes: How the ranks form a grid.
+        axes: The grid that the ranks form.
         members: The members by rank; empty while they are being made.
         since: The epoch at which it got these members. Later epochs with the same `since` have the same members.
     """
@@ -34,7 +34,6 @@ class Roster(Generic[T_co]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all members are there."""
         return len(self.members) == self.size
 
     @property
@@ -60,7 +59,7 @@ class Roster(Generic[T_co]):
         return self.part(ranks, f"{'+'.join(picked.sizes)}[{where}]", picked), ranks.index(rank)
 
     def along_all(self, rank: int, uses: Iterable[tuple[str, ...]]) -> tuple[Roster[T_co], int]:
-        """What several uses of `along`, one after another, give."""
+        """The result of several uses of `along`, one after another."""
         roster = self
         for names in uses:
             roster, rank = roster.along(rank, names)
@@ -68,7 +67,7 @@ class Roster(Generic[T_co]):
 
 
 def seats_after(size: int, staying: Sequence[int], n: int) -> tuple[int | None, ...]:
-    """Who has the first ranks after a change: members by their former rank, None for a new one. The others are new.
+    """The holders of the first ranks after a change: former ranks, None for a new member. All others are new.
 
     Args:
         size: The number of members before.

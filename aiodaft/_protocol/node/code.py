@@ -7,13 +7,13 @@ from typing import Final, NamedTuple
 
 from aiodaft._protocol.ids import PeerId
 
-# What one archive has at most.
+# The limits of one archive.
 MAX_FILES: Final = 10_000
 MAX_BYTES: Final = 64 << 20
 
 
 class Code(NamedTuple):
-    """What the workers of an actor import before anything else.
+    """The code that the workers of an actor import before anything else.
 
     Attributes:
         source: The process that has the archives.
@@ -42,7 +42,6 @@ def check_files(files: Sequence[File]) -> None:
 
 
 def digest_of(archive: bytes) -> str:
-    """What names an archive."""
     from hashlib import sha256  # noqa: PLC0415 - takes long to import, and few programs send code
 
     return sha256(archive).hexdigest()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 class DrainState(enum.Enum):
-    """What a node is doing."""
+    """The state of a node with respect to its drain."""
 
     SERVING = "it takes actors"
     DRAINING = "it takes no new actors, and waits until its processes have ended"
@@ -29,7 +29,6 @@ class Drain:
 
     @property
     def begun(self) -> bool:
-        """Whether the node takes no new actors any more."""
         return self.state is not DrainState.SERVING
 
     def begin(self, grace: float, now: float) -> None:
@@ -40,11 +39,10 @@ class Drain:
         self._deadline = min(self._deadline, deadline)
 
     def left(self, now: float) -> float:
-        """Seconds of grace that are left."""
         return max(0.0, self._deadline - now)
 
     def step(self, processes: int, now: float) -> DrainState:
-        """Where it is, while so many processes are left."""
+        """The state of the drain, while so many processes are left."""
         if self.begun:
             if not processes:
                 self.state = DrainState.OVER
@@ -54,5 +52,5 @@ class Drain:
 
 
 def describe(actors: Sequence[str], placed: str, pid: int, owner: str) -> str:
-    """What is left of a drain in one process: its actors, or, when these have gone, what it may have stored."""
+    """The rest of a drain in one process: its actors, or, when these have gone, the process that may store values."""
     return f"{', '.join(actors) or f'the process of {placed}'} (pid {pid}, of {owner})"

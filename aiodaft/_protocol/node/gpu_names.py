@@ -39,7 +39,7 @@ def gpu_names(machine: Sequence[Gpu], allowed: str | None, declared: object = No
 
 
 def device_named(name: str, machine: Sequence[Gpu]) -> str:
-    """What a GPU with this name in CUDA is claimed by; "" if the machine does not have it."""
+    """The device for which a GPU with this name in CUDA is claimed; "" if the machine does not have it."""
     if name.isdecimal():
         return machine[int(name)].device if int(name) < len(machine) else ""
     # CUDA also takes the beginning of an id.

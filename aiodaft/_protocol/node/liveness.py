@@ -34,7 +34,7 @@ _MAX_LINE: Final = 500
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long the runtime waits for a process that gives no sign of life, before it warns and before it kills.
+    """The time that the runtime waits for a process without a sign of life, before it warns and before it kills.
 
     Such a process is stopped, or C code keeps its interpreter: a long sort, `json.loads`, `pickle.loads`. Busy loops
     and methods, slow imports and waiting are no silence, because a thread of the process answers meanwhile. By default
@@ -62,7 +62,6 @@ class Patience:
                 raise ValueError(f"{name}={value!r}: at least {_SHORTEST} seconds are needed, or None for never")
 
     def widened(self, other: Patience) -> Patience:
-        """The longer of each limit."""
         return Patience(*map(_longer, astuple(self), astuple(other)))
 
     @property
@@ -74,7 +73,7 @@ class Patience:
 
 
 class Health(enum.Enum):
-    """What is believed of a process. The better for a call, the smaller the value."""
+    """The runtime's belief about a process. The better for a call, the smaller the value."""
 
     ALIVE = enum.auto()
     # Its node is being drained.
@@ -84,7 +83,7 @@ class Health(enum.Enum):
 
 
 class Order(enum.Enum):
-    """What the watcher has to do."""
+    """The next action of the watcher."""
 
     ASK = enum.auto()
     SUSPECT = enum.auto()
@@ -171,7 +170,7 @@ class Liveness:
             self._ask()
 
     def get_timer(self) -> float | None:
-        """When `handle_timer` has to be called; None for never."""
+        """The time to call `handle_timer`; None for never."""
         return None if self.health is Health.LOST or self.patience.period is None else self._due
 
     def heard(self, now: float) -> Order | None:
@@ -185,7 +184,7 @@ class Liveness:
         return Order.CLEAR if suspected else None
 
     def take(self, answer: Answer, now: float) -> bool:
-        """Note what an answer says; True if it is time to report what blocks the loop."""
+        """Note an answer; True if it is time to report the code that blocks the loop."""
         self._answer = answer
         wanted = answer.line and self.patience.suspect_after is not None
         return bool(wanted) and self._stalls.is_due(answer.culprit, answer.lag, now)

@@ -1,4 +1,4 @@
-"""What is said of a worker that ended or does not answer, from what the system shows of it. Pure."""
+"""The report on a worker that ended or does not answer, from the files that the system shows of it. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Final, NamedTuple
 
 _CGROUPS: Final = "/sys/fs/cgroup"
-# What the state of a thread in /proc says about a process that does not answer; the most telling state first.
+# The meaning of a thread's state in /proc, for a process that does not answer; the most telling state first.
 _STATES: Final = {
     "T": "it is stopped (SIGSTOP)",
     "t": "a debugger holds it",
@@ -18,7 +18,7 @@ _STATES: Final = {
 
 
 class Ending(NamedTuple):
-    """How a process ended; both are None if that is unknown."""
+    """The end of a process; both are None if that is unknown."""
 
     exit_code: int | None
     signal: str | None

@@ -18,7 +18,7 @@ _EPSILON = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What an actor needs. Fractions below one share one GPU; whole GPUs are exclusive."""
+    """The needs of an actor. Fractions below one share one GPU; whole GPUs are exclusive."""
 
     cpus: float = 0.0
     gpus: float = 0.0
@@ -37,13 +37,11 @@ class Claims(Protocol):
         """Claim a GPU by its number in the node; returns the holder if another runtime has it. Idempotent."""
         ...
 
-    def give_back(self, gpu: int) -> None:
-        """End the claim. Idempotent."""
-        ...
+    def give_back(self, gpu: int) -> None: ...
 
 
 class Stock(NamedTuple):
-    """What a node or a slice has, at one moment.
+    """The resources of a node or a slice, at one moment.
 
     Attributes:
         totals: The amount of each resource, also when it is in use; "cpus" and "gpus" among them.
@@ -56,7 +54,7 @@ class Stock(NamedTuple):
     gpus: tuple[float, ...]
 
     def room_for(self, demand: Demand, most: int) -> int:
-        """How many actors with this demand fit at the same time; at most `most`."""
+        """The number of actors with this demand that fit at the same time; at most `most`."""
         needs = {"cpus": demand.cpus, **demand.custom}
         rooms = [(self.free.get(name, 0.0) + _EPSILON) // amount for name, amount in needs.items() if amount]
         if demand.gpus >= 1:
@@ -71,7 +69,7 @@ class Stock(NamedTuple):
         return sum(free > 1 - _EPSILON for free in self.gpus)
 
     def less(self, demand: Demand, count: int) -> Stock:
-        """What is left when actors with this demand have taken their shares, as the node assigns them."""
+        """The rest when actors with this demand have taken their shares, as the node assigns them."""
         needs = {"cpus": demand.cpus, **demand.custom}
         free = {name: amount - count * needs.get(name, 0.0) for name, amount in self.free.items()}
         gpus = list(self.gpus)
@@ -87,12 +85,12 @@ class Stock(NamedTuple):
         return Stock(self.totals, free, tuple(gpus))
 
     def all_free(self) -> Stock:
-        """What it has when nothing is in use."""
+        """The stock when nothing is in use."""
         return Stock(self.totals, self.totals, (1.0,) * len(self.gpus))
 
 
 class Wish(NamedTuple, Generic[HolderT]):
-    """What one actor or slice needs; `label` is its name in errors."""
+    """The demand of one actor or slice; `label` is its name in errors."""
 
     holder: HolderT
     label: str
@@ -100,7 +98,7 @@ class Wish(NamedTuple, Generic[HolderT]):
 
 
 class _Shortage(NamedTuple):
-    """What is missing, and which GPUs other runtimes have."""
+    """The missing resource, and the GPUs that other runtimes have."""
 
     name: str
     amount: float
@@ -110,8 +108,8 @@ class _Shortage(NamedTuple):
 class Resources(Generic[HolderT]):
     """Resources of one node, or of one slice of it. A GPU is claimed while an actor has at least a part of it.
 
-    A slice is a holder, such as an actor, from whose share other holders take. What a slice has none of, they take from
-    the node.
+    A slice is a holder, such as an actor, from whose share other holders take. They take a resource that the slice
+    lacks from the node.
     """
 
     def __init__(
@@ -138,22 +136,20 @@ class Resources(Generic[HolderT]):
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs."""
         return len(self._gpus)
 
     def __len__(self) -> int:
-        """The number of holders."""
         return len(self._holders)
 
     # Taking.
 
     def take(self, holder: HolderT, label: str, demand: Demand, within: HolderT | None = None) -> tuple[int, ...]:
-        """Reserve what an actor needs, until `give_back`; returns the numbers of its GPUs.
+        """Reserve the resources of an actor, until `give_back`; returns the numbers of its GPUs.
 
         Args:
             holder: The actor.
             label: Its name in errors.
-            demand: What it needs.
+            demand: Its needs.
             within: The slice to take from.
 
         Raises:
@@ -167,7 +163,7 @@ class Resources(Generic[HolderT]):
             raise InsufficientResources(f"{label} cannot be placed: {self.refusal}")
 
     def take_all(self, wishes: Sequence[Wish[HolderT]], within: HolderT | None = None) -> list[tuple[int, ...]]:
-        """Reserve what several actors need, or nothing; returns the numbers of each one's GPUs. See `take`."""
+        """Reserve the resources of several actors, or none; returns the numbers of each one's GPUs. See `take`."""
         for wish in wishes:
             self.check_open(wish.label)
         taken: list[tuple[int, ...]] = []
@@ -189,7 +185,7 @@ class Resources(Generic[HolderT]):
     def _take_within(
         self, holder: HolderT, label: str, demand: Demand, within: HolderT | None
     ) -> tuple[Resources[HolderT], tuple[int, ...] | _Shortage]:
-        """Reserve what one holder needs; returns also where it was found or missed."""
+        """Reserve the resources of one holder; returns also the node or slice in which they were found or missed."""
         if within is None:
             return self, self._take(holder, label, demand)
         part = self._slice(within, label)
@@ -255,7 +251,7 @@ class Resources(Generic[HolderT]):
         return part
 
     def _split(self, demand: Demand) -> tuple[Demand, Demand]:
-        """What of a demand comes from this slice, and what from its node."""
+        """The parts of a demand that come from this slice and from its node."""
         has = {name for name, total in self.totals.items() if total}
         inner = {name: amount for name, amount in demand.custom.items() if name in has}
         outer = {name: amount for name, amount in demand.custom.items() if name not in has}
@@ -265,7 +261,7 @@ class Resources(Generic[HolderT]):
     # Giving back.
 
     def give_back(self, holder: HolderT, *, keep_gpus: bool = False) -> None:
-        """Return what a holder had, or all but its GPUs; nothing if it had nothing.
+        """Return the resources of a holder, or all but its GPUs; nothing if it had none.
 
         A slice whose actors still have their shares is returned with the last of these.
         """
@@ -302,19 +298,19 @@ class Resources(Generic[HolderT]):
     # Looking.
 
     def share_of(self, holder: HolderT) -> tuple[float, tuple[int, ...]]:
-        """How many CPUs a holder has, and the numbers of its GPUs."""
+        """The CPUs of a holder, and the numbers of its GPUs."""
         _, demand, chosen = self._holders.get(holder, ("", Demand(), ()))
         within = self._inside.get(holder)
         cpus, gpus = (0.0, ()) if within is None else self._slices[within].share_of(holder)
         return demand.cpus + cpus, chosen + gpus
 
     def free(self) -> dict[str, float]:
-        """What is left of each resource."""
+        """The free amount of each resource."""
         left = {name: total - self._used[name] for name, total in self.totals.items()}
         return {**left, "gpus": sum(1.0 - used for used in self._gpus.values())}
 
     def stock(self, within: HolderT | None = None) -> Stock:
-        """What there is, of the node or for actors in a slice."""
+        """The stock of the node, or of actors in a slice."""
         totals, free = {**self.totals, "gpus": float(self.gpus)}, self.free()
         gpus = tuple(1.0 - used for used in self._gpus.values())
         if within is None:
@@ -342,7 +338,6 @@ class Resources(Generic[HolderT]):
         return chosen, others
 
     def _unclaim(self, gpus: Iterable[int]) -> None:
-        """Give back the claims of GPUs without holders."""
         if self._claims is not None:
             for gpu in gpus:
                 if self._gpus[gpu] < _EPSILON:

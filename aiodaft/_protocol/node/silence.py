@@ -1,11 +1,11 @@
-"""Whether a node is silent, judged by what comes from it over a connection between machines. No clock, no I/O.
+"""Whether a node is silent, judged by the bytes that come from it over a connection between machines. No clock, no I/O.
 
 Each process that has a connection to a node of another machine looks at it once a period. A node runs nothing of users
 and answers at once: if it owes an answer and sends nothing, it is stopped, or its machine is, although the kernel there
 keeps the connection alive. Processes of users are not judged like this: a worker may compute for as long as it wants,
-and its own node watches it; nothing waits for a controller.
+and its own node watches it; no process waits for a controller.
 
-Since the last look                                    | What follows
+Since the last look                                    | Order
 something has come, or no answer is due                | nothing
 nothing has come, though an answer is due: for once    | ASK a question that each process answers at once
     `GIVEN_UP_AFTER` times in a row                    | GIVE_UP: the connection ends, as if the network had cut it
@@ -31,7 +31,7 @@ def period_of(lease: float) -> float:
 
 
 class Silence:
-    """What does not come over one connection."""
+    """The silence on one connection."""
 
     def __init__(self) -> None:
         self._received = 0

@@ -1,1 +1,1 @@
-"""The lives of values and streams: who borrows a value, how it is fetched, and how it reaches many."""
+"""The lives of values and streams: the borrowers of a value, the ways to fetch it, and its broadcast to many."""

@@ -1,4 +1,4 @@
-"""How the buffers of a value are packed into blobs. Pure.
+"""The layout of a value's buffers in blobs. Pure.
 
 The blobs of a value are: one of the host, one for each buffer that is apart, and one of each accelerator.
 """

@@ -55,7 +55,6 @@ class Borrowing(Generic[ValueT]):
             del self.used[number]
 
     def forget(self, number: CallId) -> None:
-        """A ref of this process is freed."""
         self.shared.pop(number, None)
         self._lent.pop(number, None)
 
@@ -71,7 +70,7 @@ class Borrowing(Generic[ValueT]):
         return bool(self._lent)
 
     def take_back(self, number: CallId, peer: PeerId) -> list[ValueT]:
-        """Another process dropped a ref. Returns what no process borrows any more."""
+        """Another process dropped a ref. Returns the values that no process borrows any more."""
         value = self._lent.get(number)
         if value is None:
             return []
@@ -79,8 +78,11 @@ class Borrowing(Generic[ValueT]):
         return self._returned({number: value})
 
     def peer_lost(self, peer: PeerId) -> list[ValueT]:
-        """A process is gone, and with it what it had borrowed. Returns what no process borrows any more."""
-        # What follows from one end may be another end: the table can change meanwhile.
+        """A process is gone, and with it the refs that it borrowed.
+
+        Returns the values that no process borrows any more.
+        """
+        # One end may lead to another end: the table can change meanwhile.
         for value in list(self._lent.values()):
             value.forget(peer)
         return self._returned(self._lent)

@@ -29,7 +29,7 @@ from aiodaft._protocol.objects.value import Key
 
 WaiterT = TypeVar("WaiterT")
 
-# How often the root sends a value, and each member if they ask at the same time.
+# The number of times that the root sends a value, and that each member does if they ask at the same time.
 SENDS: Final = 2
 # After so many failed relays, the root itself sends to a process.
 PATIENCE: Final = 2
@@ -66,7 +66,7 @@ class Fanout:
     def __init__(self, *, shared: bool = False) -> None:
         self._shared = shared
         self._members: dict[PeerId, _Member] = {}
-        # How often the root itself has sent the value.
+        # The number of times that the root itself has sent the value.
         self.sent = 0
 
     @property
@@ -212,7 +212,6 @@ class Fetching(Generic[WaiterT]):
         self._part = _PARTS[self._part, Event.JOIN_TO_KEEP if keep else Event.JOIN]
 
     def left_by(self, peer: PeerId) -> None:
-        """A process, perhaps the root, has freed the value or ended."""
         if peer == self.root:
             self.root = None
             self._part = _PARTS[self._part, Event.ROOT_LEFT]
@@ -249,13 +248,11 @@ class Broadcasts(Generic[WaiterT]):
         self.fetching: dict[Key, Fetching[WaiterT]] = {}
 
     def begin(self, key: Key) -> Fetching[WaiterT]:
-        """This process pulls a value: other processes may be sent here for it."""
         fetching = self.fetching.setdefault(key, Fetching())
         fetching.pulls += 1
         return fetching
 
     def end(self, key: Key) -> bool:
-        """A pull is over. Returns whether it was the last one."""
         fetching = self.fetching[key]
         fetching.pulls -= 1
         if fetching.pulls:
@@ -291,7 +288,6 @@ class Broadcasts(Generic[WaiterT]):
         return fanout is None
 
     def lost(self, remote: PeerId) -> None:
-        """A process is gone."""
         for fanout in self.fanouts.values():
             fanout.leave(remote)
         for fetching in self.fetching.values():

@@ -148,15 +148,13 @@ class Questions(Generic[WaiterT]):
         self.open: dict[tuple[PeerId, Key], deque[WaiterT]] = {}
 
     def ask(self, remote: PeerId, key: Key, waiter: WaiterT) -> None:
-        """A process is asked for a value."""
         self.open.setdefault((remote, key), deque()).append(waiter)
 
     def asked(self, remote: PeerId, key: Key) -> bool:
-        """Whether a process owes an answer."""
         return (remote, key) in self.open
 
     def answered(self, remote: PeerId, key: Key) -> WaiterT:
-        """An answer came. Returns who waits for it.
+        """An answer came. Returns the waiter for it.
 
         Raises:
             RemoteProtocolError: The process was not asked.
@@ -166,7 +164,7 @@ class Questions(Generic[WaiterT]):
         return take_first(self.open, (remote, key))
 
     def lost(self, remote: PeerId) -> list[WaiterT]:
-        """A process is lost. Returns what waits for its answers."""
+        """A process is lost. Returns the waiters for its answers."""
         asked = [question for question in self.open if question[0] == remote]
         return [waiter for question in asked for waiter in self.open.pop(question)]
 

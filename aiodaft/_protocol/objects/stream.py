@@ -15,12 +15,12 @@ from typing import Final, Generic, TypeVar
 
 ItemT = TypeVar("ItemT")
 
-# How many items the producer may be ahead of the consumer.
+# The number of items that the producer may be ahead of the consumer.
 CREDIT_WINDOW: Final = 16
 
 
 class Phase(Enum):
-    """How far a stream is."""
+    """The phase of a stream."""
 
     OPEN = "items arrive and are taken"
     ENDED = "no more items arrive"
@@ -32,7 +32,7 @@ class Phase(Enum):
 
 
 class Event(Enum):
-    """What changes the phase."""
+    """The events that change the phase."""
 
     END = "the producer ended"
     LEAVE = "the consumer left"
@@ -59,7 +59,7 @@ class Consumption(Generic[ItemT]):
     """One stream, as its consumer sees it.
 
     Attributes:
-        phase: How far the stream is.
+        phase: The phase of the stream.
         taking: The number of tasks that wait for an item or open one.
         opening: A task opens the first item. It stays the first until then: a cancelled consumer leaves it to the next
             one, in its place.
@@ -85,7 +85,6 @@ class Consumption(Generic[ItemT]):
 
     @property
     def is_over(self) -> bool:
-        """Whether the producer ended."""
         return self.phase in OVER
 
     # The producer.
@@ -112,11 +111,10 @@ class Consumption(Generic[ItemT]):
 
     @property
     def is_used_up(self) -> bool:
-        """Whether there will be no more items."""
         return not self._items and self.phase is not Phase.OPEN
 
     def why_no_more(self) -> BaseException:
-        """What the consumer gets instead of an item; the producer's error once."""
+        """The exception that the consumer gets instead of an item; the producer's error once."""
         error, self._error = self._error, None
         return StopAsyncIteration() if error is None or self.phase in LEFT else error
 
@@ -139,7 +137,6 @@ class Consumption(Generic[ItemT]):
         return self.phase is Phase.CLOSING
 
     def begin_loop(self, loop: object) -> None:
-        """An `async for` over the stream begins."""
         self._loops.add(loop)
 
     def end_loop(self, loop: object, why: str) -> bool:

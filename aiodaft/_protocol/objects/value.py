@@ -43,7 +43,7 @@ _NEXT: Final = {
 
 
 class Verdict(Enum):
-    """What happens to an error that no code has seen."""
+    """The fate of an error that no code has seen."""
 
     WAIT = "a holder may still be told of it"
     HOLD = "the scope raises it when it ends, if no code looks at it before"
@@ -51,7 +51,7 @@ class Verdict(Enum):
 
 
 class Where(Enum):
-    """What the owner says of a settled value to a process that asks for it."""
+    """The owner's answer about a settled value to a process that asks for it."""
 
     NOWHERE = "it was freed: the process that asks dropped it too, and a copy stored now would never be freed"
     LOST = "its producer ended before the value was pulled"
@@ -84,7 +84,6 @@ class Value:
 
     @property
     def settled(self) -> bool:
-        """Whether the call is over."""
         return self.status is not PENDING
 
     @property
@@ -94,7 +93,6 @@ class Value:
 
     @property
     def held(self) -> bool:
-        """Whether the value has holders."""
         return bool(self.handles or self.uses or self.borrowers)
 
     @property
@@ -107,7 +105,6 @@ class Value:
         return waiters or self.in_use or bool(self.interested) or not self.own
 
     def where(self, *, producer_lost: bool) -> Where:
-        """The place of a settled value."""
         if self.free:
             return Where.NOWHERE
         if self.status is THERE and producer_lost:
@@ -154,7 +151,6 @@ class Value:
         return not (self.handles or self.uses)
 
     def judge_error(self) -> Verdict:
-        """Decide what happens to the error now."""
         if self.seen or self.uses or (self.foretold and self.error and _described(self.error) in self.foretold):
             return Verdict.WAIT
         return Verdict.HOLD if self.handles else Verdict.REPORT

@@ -1,1 +1,1 @@
-"""Which node an actor, a gang of actors or a mesh goes to: decided from views of the nodes, which may be old."""
+"""The choice of a node for an actor, a gang of actors or a mesh, from views of the nodes, which may be old."""

@@ -89,7 +89,7 @@ def _in_turn(
 def _fullness(node: NodeView, request: Request) -> tuple[float, ...]:
     """Lower for nodes that are the better filled up."""
     spares_gpus = node.stock.gpus and not request.demand.gpus
-    # How much more than the request would fit, up to a bound that keeps demands of next to nothing comparable.
+    # The number of actors that would fit, up to a bound that keeps demands of next to nothing comparable.
     room = node.stock.room_for(request.demand, 1_000_000)
     return bool(spares_gpus), room, -_used_share(node, request.demand, 0)
 

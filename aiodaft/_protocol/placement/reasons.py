@@ -13,7 +13,7 @@ _LISTED: Final = 3
 
 
 def obstacle(node: NodeView, where: Where) -> str | None:
-    """Which constraint keeps a request from a node, in words that fit several nodes; None if none does."""
+    """The constraint that keeps a request from a node, in words that fit several nodes; None if none does."""
     if where.node not in {None, node.name}:
         return f"not named {where.node!r}"
     if node.draining:
@@ -82,7 +82,7 @@ def _wish(request: Request) -> str:
 
 
 def _short_of(nodes: Sequence[NodeView], request: Request, rooms: Mapping[str, int]) -> list[str]:
-    """What the nodes have that no constraint excludes, those with the most room first."""
+    """The free resources of the nodes that no constraint excludes, those with the most room first."""
     parts: list[str] = []
     for node in sorted(nodes, key=lambda node: -rooms[node.name])[:_LISTED]:
         missing = _missing(node.stock, request.demand)
@@ -93,7 +93,7 @@ def _short_of(nodes: Sequence[NodeView], request: Request, rooms: Mapping[str, i
 
 
 def _missing(stock: Stock, demand: Demand) -> str:
-    """Which resource keeps even one actor from a node; empty if one has room."""
+    """The resource that keeps even one actor from a node; empty if one has room."""
     for name, amount in {"cpus": demand.cpus, **demand.custom}.items():
         alone = Demand(cpus=amount) if name == "cpus" else Demand(custom={name: amount})
         if amount and not stock.room_for(alone, 1):

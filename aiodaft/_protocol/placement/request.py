@@ -1,4 +1,4 @@
-"""What a placement is decided from: views of the nodes, and a request. Pure."""
+"""The input of a placement: views of the nodes, and a request. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiodaft._protocol.node.resources import Demand, Stock
 
 
 class NodeState(NamedTuple):
-    """What a node, or a slice of one, says of itself; see `NodeView`."""
+    """The report of a node, or of a slice of one, on itself; see `NodeView`."""
 
     stock: Stock
     actors: int = 0
@@ -24,7 +24,7 @@ class NodeView(NamedTuple):
     Attributes:
         name: The node.
         labels: Its labels.
-        stock: What it has.
+        stock: Its resources.
         actors: The number of its actors.
         revision: A number that grows whenever something was given back there.
         draining: Whether it takes nothing new any more.
@@ -39,7 +39,7 @@ class NodeView(NamedTuple):
 
 
 class Anchor(NamedTuple):
-    """Where an actor is that others are to be near to, or apart from."""
+    """The place of an actor that others are to be near to, or apart from."""
 
     label: str
     node: str
@@ -47,7 +47,7 @@ class Anchor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Which nodes are allowed.
+    """The constraints on the nodes of a request.
 
     Attributes:
         node: The name of the only one; None allows all.
@@ -64,13 +64,13 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be placed: like actors, or the slices of a mesh; all of them or none.
+    """A request for places: for like actors, or the slices of a mesh; all of them or none.
 
     Attributes:
         label: Its name in errors.
-        demand: What each of them needs.
-        count: How many there are.
-        where: Which nodes are allowed.
+        demand: The needs of each of them.
+        count: Their number.
+        where: The constraints on their nodes.
         spread: Whether they go to the emptiest nodes instead of the fullest ones that have room.
         own_nodes: Whether each needs a node without the others, as the slices of a mesh do.
     """
@@ -83,5 +83,5 @@ class Request:
     own_nodes: bool = False
 
     def room_on(self, stock: Stock) -> int:
-        """How many of them fit on a node."""
+        """The number of them that fit on a node."""
         return stock.room_for(self.demand, 1 if self.own_nodes else self.count)

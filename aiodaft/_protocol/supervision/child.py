@@ -17,7 +17,7 @@ from typing import Final, Protocol, TypeVar
 
 
 class ChildState(enum.Enum):
-    """What a child is doing."""
+    """The state of a child."""
 
     STARTING = "a process makes it"
     UP = "it takes calls, and is restarted when it dies"
@@ -29,7 +29,7 @@ class ChildState(enum.Enum):
 
 
 class ChildEvent(enum.Enum):
-    """What happens to a child."""
+    """The events in the life of a child."""
 
     MADE = "its process has made it"
     FAILED = "it died, or could not be made"
@@ -102,7 +102,7 @@ def next_task(children: Sequence[ChildT]) -> tuple[ChildT, float | None] | None:
 
 
 class Fate(enum.Enum):
-    """What the end of its process means for a child."""
+    """The meaning of its process's end for a child."""
 
     NOTHING = "it has no process, or its supervisor stops it"
     NOT_MADE = "its start has failed"
@@ -111,7 +111,7 @@ class Fate(enum.Enum):
 
 
 def fate_of(state: ChildState, *, wanted: bool) -> Fate:
-    """What the end of its process, which may have been `wanted`, means for a child."""
+    """The fate of a child whose process ended, which may have been `wanted`."""
     if state is ChildState.STARTING:
         return Fate.NOT_MADE
     if state not in REACHABLE:

@@ -1,4 +1,4 @@
-"""Which actors are restarted when one dies, after how long, and when no more. Pure.
+"""The decision on a death: the actors that are restarted, the wait before that, and the end of all restarts. Pure.
 
 The rules are those of OTP supervisors (https://www.erlang.org/doc/system/sup_princ.html): strategy, intensity,
 period, and for each child whether it is permanent, transient or temporary. The back-off is an addition of ours.
@@ -26,11 +26,11 @@ EvidenceT = TypeVar("EvidenceT")
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """How long a restart waits: `base * factor ** (n - 1)` seconds for the n-th one that `Restart` counts.
+    """The wait before a restart: `base * factor ** (n - 1)` seconds for the n-th one that `Restart` counts.
 
     Attributes:
         base: Seconds before the first restart; 0 for no wait at all.
-        factor: By how much each wait is longer than the one before.
+        factor: Each wait is longer than the one before by this factor.
         max: Seconds that no wait exceeds.
         jitter: Random part of each wait, 0 to 1, so that actors that died together are not restarted together.
     """
@@ -59,7 +59,7 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """What happens when an actor dies: `rt.on(restart=Restart(intensity=3, period=60)).spawn(Model)`.
+    """The policy for the death of an actor: `rt.on(restart=Restart(intensity=3, period=60)).spawn(Model)`.
 
     A restart is a new process in the same slot (its resources and GPUs stay assigned): the constructor runs again
     with the original arguments, then the class's `on_restart(epoch)` if it has one. Calls that were under way fail
@@ -146,7 +146,9 @@ class Supervision(NamedTuple):
 def supervision_of(
     own: Restart | Kind | None, of_class: Restart | None, of_scope: Restart | None
 ) -> Supervision | None:
-    """What applies to an actor: its own policy or kind, then that of its scope or class; None: it is not supervised."""
+    """The policy and kind that apply to an actor: its own, then those of its scope or class; None: it is not
+    supervised.
+    """
     if of_scope is not None and not isinstance(own, Restart):
         return Supervision(of_scope, own or of_scope.kind, shared=True)
     policy = own if isinstance(own, Restart) else of_class
@@ -203,18 +205,15 @@ class Siblings(Generic[ChildT, EvidenceT]):
         self._children[child] = kind
 
     def remove(self, child: ChildT) -> None:
-        """Its owner stopped a child: it is no longer watched."""
         self._children.pop(child, None)
         self._down.discard(child)
 
     def came_up(self, child: ChildT, now: float) -> None:
-        """A child runs again."""
         self._down.discard(child)
         self._up_since = now
 
     @property
     def down(self) -> tuple[ChildT, ...]:
-        """The children that are to be started, in that order."""
         return tuple(child for child in self._children if child in self._down)
 
     def failed(

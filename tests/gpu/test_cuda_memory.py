@@ -6,7 +6,10 @@ Other tests may use the GPU at the same time, so what is measured here are many 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +31,14 @@ def free() -> int:
 def most_of_the_gpu() -> int:
     """So much that there is no room for it twice; a third of the GPU's free memory may come or go meanwhile."""
     return free() // 3 * 2
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """No two tests of this file fill the GPU at the same time, also if several processes run tests."""
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.mark.parametrize("ends", ["killed", "stopped", "crashed"])

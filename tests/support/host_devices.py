@@ -151,6 +151,10 @@ class HostDriver:
             self.enqueue(stream, partial(self._move, span))
         return self.record(device, stream)
 
+    def is_idle(self, device: int, stream: int) -> bool:
+        self.work()
+        return self.broken is None and not self._streams.get(stream)
+
     def record(self, device: int, stream: int) -> Event:
         number = next(self._numbers)
         self._events[number] = False

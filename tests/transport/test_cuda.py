@@ -468,6 +468,29 @@ async def test_nothing_is_asked_of_a_device_while_nothing_is_awaited() -> None:
         assert not any(watch.is_asking for watch in watches)
 
 
+async def test_memory_that_no_stream_works_on_is_lent_and_given_back_without_an_event() -> None:
+    async with open_pair() as pair:
+        address = pair.producer.memory(8192, seed=1)
+        held = pair.producer.driver.hold(stream=3)
+        block, later = (pair.producer.transport.lend(0, address, 8192, stream, None) for stream in (0, 3))
+        assert (block.filled, later.filled) == (True, False)
+        watch, work = pair.consumer.transport.watch, pair.consumer.driver.hold(stream=4)
+        for stream in (0, 4):
+            grant = pair.grant(block)
+            await asyncio.sleep(0)
+            reading = await pair.consumer.transport.read(grant, pair.back)
+            reading.used_by(stream)
+            del reading
+            await pair.settle()
+            # Only a stream that works is waited for.
+            assert (block.grants, watch.is_asking) == ((1, True) if stream == 4 else (0, False))
+        work.open = held.open = True
+        await _until(lambda: not block.grants)
+        await filled(later)
+        block.release()
+        later.release()
+
+
 # Between processes.
 
 

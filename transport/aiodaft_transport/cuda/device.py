@@ -101,6 +101,10 @@ class Driver(Protocol):
         """Let a stream copy between addresses of this process; returns the end of that."""
         ...
 
+    def is_idle(self, device: int, stream: int) -> bool:
+        """Whether a stream has no work, as far as that can be told without a wait. A failed device is not idle."""
+        ...
+
     def record(self, device: int, stream: int) -> Event:
         """The point that a stream's work has reached so far."""
         ...

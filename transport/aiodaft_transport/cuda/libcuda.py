@@ -67,6 +67,7 @@ _FUNCTIONS: Final[dict[str, list[Any]]] = {
     "cuIpcCloseMemHandle": [c_uint64],
     "cuStreamCreate": [POINTER(c_void_p), c_uint],
     "cuStreamDestroy_v2": [c_void_p],
+    "cuStreamQuery": [c_void_p],
     "cuEventCreate": [POINTER(c_void_p), c_uint],
     "cuEventRecord": [c_void_p, c_void_p],
     "cuEventQuery": [c_void_p],
@@ -199,6 +200,10 @@ class CudaDriver:
                 # Unified addresses identify their GPUs.
                 self._check(self._library.cuMemcpyAsync(target, source, nbytes, stream), "GPU memory cannot be copied")
             return self._record(device, stream)
+
+    def is_idle(self, device: int, stream: int) -> bool:
+        with self._on(device):
+            return bool(self._library.cuStreamQuery(stream) == _OK)
 
     def record(self, device: int, stream: int) -> Event:
         with self._on(device):

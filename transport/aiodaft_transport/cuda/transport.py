@@ -136,11 +136,16 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         Raises:
             Unreachable: The memory cannot be exported.
         """
-        event = self.driver.record(device, stream)
+        block = self.pool(device).lend(address, nbytes, keep)
+        if self.driver.is_idle(device, stream):
+            # An event would cost a turn of this process on the device.
+            block.filled = True
+            self._host.call_soon(self._look_later)
+            return block
         try:
-            block = self.pool(device).lend(address, nbytes, keep)
+            event = self.driver.record(device, stream)
         except BaseException:
-            self.driver.forget(event)
+            block.release()
             raise
         self._fill(block, event, keep)
         return block
@@ -420,8 +425,11 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         if self._closed:
             return
         while left:
+            stream = left.pop()
             try:
-                event = self.driver.record(device, left.pop())
+                if self.driver.is_idle(device, stream):
+                    continue
+                event = self.driver.record(device, stream)
             except TransportError:
                 # A stream that is gone, or a device that failed, reads no more.
                 continue

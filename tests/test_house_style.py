@@ -7,6 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from plain_words import count, files
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = [ROOT / "aiodaft", ROOT / "aiodaft_pytest", ROOT / "benchmarks", ROOT / "transport" / "aiodaft_transport"]
 SOURCES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
@@ -15,6 +18,22 @@ EVERYTHING = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT /
 MAX_FILE, MAX_EXAMPLE, MAX_FUNCTION, MAX_ARGUMENTS = 600, 150, 50, 7
 # Constructors and entry points with options, which users give by keyword.
 MANY_OPTIONS = {"Runtime.__init__", "Spawner.on"}
+
+
+# Per 1,000 words: sentences that begin with "what", and relative clauses without a noun (tests/support/plain_words.py).
+MOST_HIDDEN_NOUNS = {
+    "aiodaft/_protocol": 11.2,
+    "aiodaft/_runtime": 11.0,
+    "aiodaft": 11.0,
+    "transport": 5.4,
+    "tests": 19.7,
+    "examples": 11.0,
+    "benchmarks": 18.4,
+    "docs": 7.1,
+    "README.md": 10.1,
+    "CONTRIBUTING.md": 10.7,
+    "CHANGELOG.md": 1.7,
+}
 
 
 def name_of(path: Path) -> str:
@@ -137,3 +156,10 @@ def test_nothing_has_a_name_that_says_nothing() -> None:
     assert {path.stem for path in SOURCES} & vague == set()
     classes = [node.name for path in SOURCES for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]
     assert [name for name in classes if name.endswith(("Manager", "Helper", "Util"))] == []
+
+
+@pytest.mark.parametrize("place", MOST_HIDDEN_NOUNS)
+def test_sentences_name_their_nouns(place: str) -> None:
+    words, marks = count(files(ROOT / place))
+    found = "\n".join(f"{name_of(path)}:{line}: {sentence}" for path, line, sentence in marks)
+    assert 1000 * len(marks) < MOST_HIDDEN_NOUNS[place] * words, found

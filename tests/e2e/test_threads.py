@@ -181,13 +181,14 @@ async def test_a_wait_with_a_timeout_leaves_the_call_as_it_is(module_rt: aiodaft
     assert await log.all() == ["value"]
 
 
-async def test_the_error_of_a_call_that_no_thread_waits_for_any_longer_is_unseen() -> None:
+@pytest.mark.parametrize("seconds", [0, 0.01])
+async def test_the_error_of_a_call_that_no_thread_waits_for_any_longer_is_unseen(seconds: float) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with aiodaft.Runtime() as rt, rt.spawn(Failing) as failing:
             ref: aiodaft.Ref[int] | None = failing.raise_later()
             assert ref is not None
             with pytest.raises(TimeoutError):
-                await asyncio.to_thread(ref.result, 0)
+                await asyncio.to_thread(ref.result, seconds)
             await failing.raise_now()
             await ref.ready()
             ref = None

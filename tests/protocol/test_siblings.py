@@ -48,6 +48,10 @@ def test_a_call_that_had_failed_before_the_other_was_made_is_not_excused() -> No
     assert not failed.excuse("task", B, 5, dropped=20)
 
 
+def test_a_call_is_not_excused_by_a_wait_for_itself_that_was_given_up(awaits: FailedAwaits[str]) -> None:
+    assert not awaits.excuse("task", A, 15, dropped=20)
+
+
 def test_nothing_is_excused_where_nothing_was_raised() -> None:
     failed: FailedAwaits[str] = FailedAwaits()
     assert not failed.excuse("task", B, 15, dropped=20)

@@ -37,6 +37,9 @@ class FailedAwaits(Generic[Maker]):
     def excuse(self, maker: Maker, made: int, failed: int, dropped: int) -> bool:
         """Whether the error of a call is no news, because the await of a sibling had failed before.
 
-        A sibling is a call of the same task, its `maker`, that was under way at the same time. `dropped`: its ref.
+        A sibling is another call of the same task, its `maker`, under way at the same time. `dropped`: the call's ref.
         """
-        return any(one.maker == maker and one.made < failed and made < one.raised < dropped for one in self._failed)
+        return any(
+            one.maker == maker and one.made != made and one.made < failed and made < one.raised < dropped
+            for one in self._failed
+        )

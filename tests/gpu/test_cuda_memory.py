@@ -35,7 +35,10 @@ def most_of_the_gpu() -> int:
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """No two tests of this file fill the GPU at the same time, also if several processes run tests."""
+    """No two tests of this file fill the GPU at the same time, also if several processes run tests.
+
+    Actors that fill it end with their test.
+    """
     with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -62,22 +65,24 @@ async def test_an_actor_that_ends_frees_its_device_memory(module_rt: aiodaft.Run
 async def test_the_next_incarnation_finds_the_memory_of_the_last_one_free(module_rt: aiodaft.Runtime) -> None:
     restart = aiodaft.Restart(intensity=2, period=60, backoff=aiodaft.Backoff(base=0.001, factor=1))
     size = most_of_the_gpu()
-    hoarder = await module_rt.on(restart=restart).spawn(Hoarder, size)
-    for _ in range(2):
-        with pytest.raises(aiodaft.ActorDied):
-            await hoarder.crash()
-        assert await hoarder.size() == size
+    async with module_rt.scope() as rt:
+        hoarder = await rt.on(restart=restart).spawn(Hoarder, size)
+        for _ in range(2):
+            with pytest.raises(aiodaft.ActorDied):
+                await hoarder.crash()
+            assert await hoarder.size() == size
 
 
 async def test_a_snapshot_for_which_there_is_no_memory_fails_its_call_alone(module_rt: aiodaft.Runtime) -> None:
-    hoarder = await module_rt.spawn(Hoarder, most_of_the_gpu())
-    (other,) = await keepers(module_rt, 1)
-    with pytest.raises(aiodaft.ResourceExhausted, match=r"out of memory \(CUDA error 2\): free memory of the GPU"):
-        await other.echo(hoarder.give())
-    assert await hoarder.first(other.make(MIB, 3.0)) == 3
-    await hoarder.let_go()
-    assert await hoarder.first(hoarder.make(GIB, 4)) == 4
-    assert int((await other.echo(hoarder.make(GIB, 5)))[-1]) == 5
+    async with module_rt.scope() as rt:
+        hoarder = await rt.spawn(Hoarder, most_of_the_gpu())
+        (other,) = await keepers(rt, 1)
+        with pytest.raises(aiodaft.ResourceExhausted, match=r"out of memory \(CUDA error 2\): free memory of the GPU"):
+            await other.echo(hoarder.give())
+        assert await hoarder.first(other.make(MIB, 3.0)) == 3
+        await hoarder.let_go()
+        assert await hoarder.first(hoarder.make(GIB, 4)) == 4
+        assert int((await other.echo(hoarder.make(GIB, 5)))[-1]) == 5
 
 
 async def test_a_value_for_which_the_consumer_has_no_memory_fails_there_alone(module_rt: aiodaft.Runtime) -> None:

@@ -93,10 +93,10 @@ def _check_hook(cls: type) -> None:
 
 
 class ActorFacts(NamedTuple):
-    """What this process knows of an actor, without asking another one.
+    """The facts about an actor that this process knows, without asking another one.
 
     Attributes:
-        name: What it is called in errors.
+        name: Its name in errors.
         state: "alive", "draining", "silent", "restarting" or "dead".
         process: The id of its process; empty while it is down.
     """
@@ -140,7 +140,7 @@ class BoundMethod:
             raise TypeError(f"{self._spec.label} is a stream: there is nothing to tell it")
         self._target.tell(self._spec, args, kwargs)
 
-    # What notebooks and `help` show of a method.
+    # The view of a method in notebooks and `help`.
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -204,7 +204,7 @@ def local(method: DefMethod[P, R], /) -> Callable[P, R]:
 
 
 class Handle:
-    """What `spawn` gives: to type checkers an instance of the actor class. Can be sent to other processes."""
+    """The result of `spawn`: to type checkers an instance of the actor class. Can be sent to other processes."""
 
     def __init__(self, target: CallTarget, cls: type) -> None:
         self.__dict__["_target"] = target
@@ -224,7 +224,7 @@ class Handle:
             f"{self!r} is a handle: its state is in another process; give the class a method to set {name!r}"
         )
 
-    # What notebooks and `help` show of a handle.
+    # The view of a handle in notebooks and `help`.
 
     def __dir__(self) -> list[str]:
         return sorted(specs_of(self.__dict__["_class"]))

@@ -1,4 +1,4 @@
-"""What led to an exception: the chain of its causes, and a tree for people with what each of them has inside."""
+"""The causes of an exception: their chain, and a tree for people with the contents of each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def message_of(error: BaseException, limit: int = 4 << 10) -> str:
 
 
 def tree_of(error: BaseException, depth: int = 0) -> list[Branch]:
-    """The chain of an exception, the root cause first; each has its notes, its attributes and what is inside it."""
+    """The chain of an exception, the root cause first; each has its notes, its attributes and its inner exceptions."""
     return [Branch(_title(one), [*_details(one), *_inside(one, depth)]) for one in reversed(chain_of(error))]
 
 
@@ -52,7 +52,6 @@ def _details(error: BaseException) -> list[Branch]:
 
 
 def _shown(name: str, value: object) -> str:
-    """An attribute with its value; nothing if that is empty."""
     try:
         return f"{name}: {value}" if value else ""
     except Exception as problem:  # noqa: BLE001 - a user's __bool__ or __str__ may raise anything

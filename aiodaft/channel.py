@@ -21,7 +21,7 @@ class Channel(Generic[T]):
     """A bounded queue between actors: pass it to the senders and to the receivers.
 
     Any number may send and receive; each item is received once. Small items travel with the message, tensors and
-    other large ones from sender to receiver directly. What one sender sends is received in its order. The channel is
+    other large ones from sender to receiver directly. Items of one sender are received in its order. The channel is
     freed, with its items, when no process holds it any more. For deaths of actors see docs/promises.md.
 
     Args:
@@ -76,7 +76,7 @@ class Channel(Generic[T]):
             raise StopAsyncIteration from None
 
     async def aclose(self) -> None:
-        """Close the channel for all processes: nothing more can be sent, what is in it can be received. Idempotent.
+        """Close the channel for all processes: no more items can be sent, those in it can be received. Idempotent.
 
         Returns when that is so. It is no error that the channel is lost.
 

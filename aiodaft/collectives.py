@@ -5,7 +5,7 @@ once, also if the values do not exist yet, with refs of the results, each at its
 Collectives that are issued in any order, and that share members, cannot wait for each other.
 
 All of them raise the following. For awaiting a result:
-    Exception: What a value raised; `ActorDied` names a member that died before the result was there.
+    Exception: The error of a value; `ActorDied` names a member that died before the result was there.
     ValueError: The kinds of the values (type, dtype, shape) differ; it names two ranks. All results raise it.
     TypeError: A value cannot be reduced or cut.
 Cancellation of a result: as for any ref. The results of the other members are not concerned.
@@ -43,8 +43,8 @@ def all_reduce(refs: Iterable[Ref[T]], op: Op[T] = "sum", *, algorithm: Algorith
         refs: The values, one for each member.
         op: "sum", "product", "min", "max", or a function of two values, which must not change them. It runs in the
             members' processes, has to be associative, and gets whole values.
-        algorithm: How to combine. Default: exchange, star, shared or direct, by the number of members, by the size of
-            the values if they exist already, and by whether the members are on one machine.
+        algorithm: The way to combine. Default: exchange, star, shared or direct, by the number of members, by the size
+            of the values if they exist already, and by whether the members are on one machine.
 
             - exchange: each member reads all values whole. Fewest steps: for two members, or small values.
             - star: member 0 reduces all, the others take the result. Least work: for members on one machine.

@@ -32,7 +32,7 @@ class deadline:  # noqa: N801 - reads as a word of the language: `async with dea
     Raises:
         DeadlineExceeded: The time is over; also a TimeoutError. If the block awaited a call, the message names it, and
             `.executed` is that of the call.
-        ValueError: `seconds` is negative, or no number. Infinity is one: the block gets what an outer deadline leaves.
+        ValueError: `seconds` is negative, or no number. Infinity is one: the block gets the rest of an outer deadline.
         RuntimeError: It is used by `with` where an event loop runs.
     """
 

@@ -1,11 +1,11 @@
 """Every error that aiodaft itself raises.
 
-What a remote method raises arrives as its own type; these are the errors of the runtime::
+An error of a remote method arrives as its own type; these are the errors of the runtime::
 
     DaftError
     ├── SerializationError, CyclicGraph, ResourceExhausted, BorrowError, RemoteError
     ├── DeadlineExceeded, DeadlockDetected, CallCancelled, KeyFileError, CorruptState, LaunchFailed
-    ├── Closed               you closed what you use
+    ├── Closed               you closed the object
     │   └── RuntimeClosed, ChannelClosed
     ├── NotDelivered         the call never ran
     │   └── Overloaded, InsufficientResources, SpawnFailed, StaleHandle, GroupChanged, NameTaken, NameNotFound,
@@ -75,13 +75,13 @@ class CyclicGraph(DaftError, ValueError):
 class ResourceExhausted(DaftError):
     """The operating system refuses the descriptor, the memory or the thread that a value needs to travel.
 
-    The message names the process, the limit, and what raises it. Only that value fails: its actor and all connections
-    go on, and other values travel as soon as the process has room for them.
+    The message names the process, the limit, and the way to raise it. Only that value fails: its actor and all
+    connections go on, and other values travel as soon as the process has room for them.
     """
 
 
 class Closed(DaftError):
-    """What you use has been closed by you."""
+    """The object has been closed by you."""
 
     executed = False
 
@@ -117,9 +117,9 @@ class StaleHandle(NotDelivered):
 
 
 class GroupChanged(NotDelivered):
-    """The group has a new epoch, or will: what its members did together is void.
+    """The group has a new epoch, or will: the common work of its members is void.
 
-    `current_group()` gives what the group is now; there all members begin again.
+    `current_group()` gives the group as it is now; there all members begin again.
 
     Attributes:
         group: The name of the group, or of the part of it.
@@ -154,7 +154,8 @@ class LeaseLost(NotDelivered):
 class CoordinatorUnavailable(NotDelivered):
     """The coordinator cannot store anything now, or another one has taken its place.
 
-    Calls between actors go on. What cannot be stored was not granted; if that is not certain, `executed` is None.
+    Calls between actors go on. A name or lease that cannot be stored was not granted; if that is not certain,
+    `executed` is None.
     """
 
 
@@ -178,7 +179,7 @@ class ActorDied(OutcomeUnknown):
     """The actor is gone: its process ended, or it was stopped.
 
     Attributes:
-        exit_code: What the process returned, if it ended by itself.
+        exit_code: The exit code of the process, if it ended by itself.
         signal: Name of the signal that ended it, such as "SIGKILL".
         oom: Whether the kernel killed it for want of memory.
     """
@@ -192,8 +193,8 @@ class RestartLimitReached(ActorDied):
     """The actor, or one of its siblings, died more often than its restart policy allows, and stays dead.
 
     Attributes:
-        attempts: What ended each incarnation within the policy's period, oldest first: an `ActorDied`, or what kept
-            it from being made. The notes have them all as text.
+        attempts: The end of each incarnation within the policy's period, oldest first: an `ActorDied`, or the error of
+            its start. The notes have them all as text.
     """
 
     executed = False
@@ -221,8 +222,8 @@ class WaitingCall(NamedTuple):
 
     Attributes:
         actor: Name of the actor.
-        method: What was called, such as "Model.step".
-        line: Where it waits, as "file:line in function"; empty if it has not begun.
+        method: The method, such as "Model.step".
+        line: The place at which it waits, as "file:line in function"; empty if it has not begun.
     """
 
     actor: str
@@ -267,7 +268,7 @@ class KeyFileError(DaftError, ValueError):
 
 
 class CorruptState(DaftError):
-    """What the coordinator has stored cannot be read, or is no state of a coordinator. It is left as it is."""
+    """The stored state of the coordinator cannot be read, or is no state of a coordinator. It is left as it is."""
 
     executed = False
 

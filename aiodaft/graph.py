@@ -52,13 +52,13 @@ _OWN: Final = os.path.dirname(__file__) + os.sep
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """What a step of a graph took when it ran last.
+    """The last run of one step of a graph: its time, and the type and size of its result.
 
     Attributes:
         actor: Name of the actor.
-        method: What was called, such as "Model.execute".
+        method: The method, such as "Model.execute".
         line: The line of your code that made the call.
-        seconds: For how long the method ran; None if it has not run.
+        seconds: The time for which the method ran; None if it has not run.
         value: The type of its result; of a tensor the dtype and the shape, such as "float32[8, 64]".
         size: The bytes of the encoded result, which go to each process that needs it; None for a number, a short text
             and the like.
@@ -104,7 +104,6 @@ class _Recorder(CallSink):
 
 
 def _line() -> str:
-    """The line of the user's code that makes a call."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
@@ -112,16 +111,15 @@ def _line() -> str:
 
 
 class Graph(Generic[P, Out]):
-    """A captured dataflow. Calling it starts a run and gives what `fn` returned: an ordinary `Ref`, or several.
+    """A captured dataflow. Calling it starts a run and gives the result of `fn`: an ordinary `Ref`, or several.
 
     Runs start in the order of the calls, and overlap; each step is a call of its actor. On every actor of the graph,
     the steps of a run start after the calls and runs that this process submitted to that actor earlier, and before
     later ones, even if the run waits: for room, for the graph to be ready, or for a large input to be copied. Methods
-    declared `@method(ordered=False)` are outside this order; a method that ends what running steps wait for must be one
-    of them.
-    A failed step fails its run, or the part of the run that depends on the step. Runs that begin while a supervised
-    actor is down wait for its restart. The rings between processes stay after the graph is closed; other calls use
-    them too.
+    declared `@method(ordered=False)` are outside this order; a method that ends the wait of running steps must be one
+    of them. A failed step fails its run, or the part of the run that depends on the step. Runs that begin while a
+    supervised actor is down wait for its restart. The rings between processes stay after the graph is closed; other
+    calls use them too.
 
     Leaving the block waits for the runs under way; leaving it by an error cancels them. A graph that is dropped is
     closed when the last of its runs is over.
@@ -136,7 +134,7 @@ class Graph(Generic[P, Out]):
         # The value that it gives, if that is the result of one call.
         self._only = core.dataflow.outputs[0] if isinstance(output, Ref) and parts_of(output) is None else None
         self._numbers = numbers
-        # What `times` found.
+        # The notes that `times` has fetched.
         self._found: dict[int, ValueNote] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out:
@@ -217,9 +215,9 @@ class Graph(Generic[P, Out]):
         return listing_of(self._core.dataflow, self._notes())
 
     async def times(self) -> list[StepTime]:
-        """Wait for the runs under way, and return what each step took when it ran last; for `timed=True` only.
+        """Wait for the runs under way, and return the time of each step's last run; for `timed=True` only.
 
-        `draw` and `describe` show it from then on, with the types and bytes of inputs and results.
+        `draw` and `describe` show these from then on, with the types and bytes of inputs and results.
 
         Raises:
             RuntimeError: The graph was compiled without `timed=True`.
@@ -238,7 +236,7 @@ class Graph(Generic[P, Out]):
         ]
 
     def _notes(self) -> dict[int, ValueNote]:
-        """What is known of the values: what `times` found, else what the methods declare."""
+        """The known facts about the values: those that `times` has fetched, else the declared types."""
         declared = {
             value: ValueNote(spec.declared) for value, (_, spec) in enumerate(self._core.specs, self._core.inputs)
         }
@@ -281,7 +279,7 @@ def _target(actor: object) -> Target:
 
 
 def _moved(target: Target, old: Target, fresh: Target) -> Target:
-    """A target of a graph in which one actor takes the place of another, with what is beside it."""
+    """A target of a graph in which one actor takes the place of another, with the actors beside it."""
     if target == old:
         return fresh
     return AlwaysBeside(fresh, target.actor) if target.host == old else target
@@ -361,7 +359,7 @@ def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT, t
 def _count_inputs(fn: Callable[..., Any]) -> int:
     name = getattr(fn, "__qualname__", repr(fn))
     if inspect.iscoroutinefunction(fn):
-        raise TypeError(f"{name} is async: what is compiled only calls actors, and awaits nothing")
+        raise TypeError(f"{name} is async: a compiled function only calls actors, and awaits nothing")
     parameters = inspect.signature(fn).parameters.values()
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):

@@ -81,12 +81,12 @@ class MembersOwner(Protocol):
 
 
 class _View(NamedTuple):
-    """How members are called.
+    """The way in which members are called.
 
     Attributes:
         along: The axes of which each place is called as one; none: each member is called by itself.
         places: The places, on other axes, of the members with the results.
-        policy: How `any` and `map` choose.
+        policy: The choice of `any` and `map`.
     """
 
     along: tuple[str, ...] = ()
@@ -148,8 +148,9 @@ class Group(Generic[ActorT]):
 
         Args:
             m: The method.
-            a0: What has a length and slices: a list, or a tensor or array, which is split along its first dimension.
-                The sizes of the parts differ by at most one, the first ones are larger, and some may be empty.
+            a0: An object with a length and slices: a list, or a tensor or array, which is split along its first
+                dimension. The sizes of the parts differ by at most one, the first ones are larger, and some may be
+                empty.
             args: The other arguments, the same for each call.
             kwargs: The other arguments, by keyword.
 
@@ -229,12 +230,12 @@ class Group(Generic[ActorT]):
             items: The first argument of each call, also asynchronous, such as a `Stream`; taken as members become free.
             args: The other arguments, the same for each call.
             ordered: Whether results come in the order of the items; False gives each as soon as it exists.
-            return_exceptions: Whether what a call raised is given in the place of its result, and the others go on.
+            return_exceptions: Whether the error of a call is given in the place of its result, and the others go on.
             kwargs: The other arguments, by keyword.
 
         Raises:
-            Exception: What a call (unless it is given) or `items` raised, in the place of the result. After an error no
-                items are taken; the results before it are given, and the calls after it are cancelled.
+            Exception: The error of a call (unless it is given) or of `items`, in the place of the result. After an
+                error no items are taken; the results before it are given, and the calls after it are cancelled.
             ValueError: The group has no members.
 
         Cancellation: the calls under way are cancelled, as they are when the loop is left. If you leave the loop early
@@ -320,10 +321,10 @@ class Group(Generic[ActorT]):
         """Resize the group to n members: make new ones like the first, or stop the last ranks.
 
         Unless nothing changes, the group gets a new epoch. The other members know of it when this returns: see
-        `current_group`. A member that is restarted meanwhile knows it when it is up. What the others do goes on.
+        `current_group`. A member that is restarted meanwhile knows it when it is up. Work of the others goes on.
 
-        A member that leaves gets no new calls. The calls that this process has made of it through the group, and what
-        needs a value that its process stores, have `stop_grace` to end; then it is stopped, as by `rt.stop`.
+        A member that leaves gets no new calls. The calls that this process has made of it through the group, and those
+        that need a value stored by its process, have `stop_grace` to end; then it is stopped, as by `rt.stop`.
 
         Args:
             n: The number of members.
@@ -336,7 +337,7 @@ class Group(Generic[ActorT]):
             ValueError: The axes do not fit the number.
             InsufficientResources: There are not enough resources; the group stays as it is.
             RuntimeError: The `prepare` of a change changes the same group.
-            Exception: What `prepare` raised: the new members are stopped, and the group stays as it is.
+            Exception: The error of `prepare`: the new members are stopped, and the group stays as it is.
 
         Cancellation: members that are being made or prepared are taken back, and the group stays as it is; once they
         are in the group, it is as it is to be. Members to be stopped are killed.
@@ -478,7 +479,6 @@ class Group(Generic[ActorT]):
         return [members[unit.rank] for unit in self._seats()]
 
     def _member(self, handle: Any) -> ActorT:
-        """A member as users see it."""
         member: ActorT = handle
         return member
 
@@ -501,7 +501,7 @@ class Group(Generic[ActorT]):
         return spec
 
     def _seats(self) -> list[Unit]:
-        """What one item of `each` goes to: the members, or those of a view that are called as one."""
+        """The receivers of one item of `each`: the members, or those of a view that are called as one."""
         roster = self._roster
         known, units = self._units
         if known is not roster:

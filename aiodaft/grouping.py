@@ -1,4 +1,4 @@
-"""How the owner of a group changes it: it makes the members, tells them who is in the group, and stops them."""
+"""The changes of a group by its owner: it makes the members, tells each of the others, and stops them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ActorT = TypeVar("ActorT")
 _PAUSE: Final = 0.05
 _LONGEST_PAUSE: Final = 1.0
 
-# A member, and the answer to what it was told.
+# A member, and the answer to the message to it.
 _Told: TypeAlias = tuple[CallTarget, Ref[Any]]
 # Gives the members of a group, which are encoded once.
 _Encoded: TypeAlias = Callable[[], Ref[tuple[Any, ...]]]
@@ -47,7 +47,7 @@ _preparing_here: ContextVar[tuple[Roster[Any] | None, ...]] = ContextVar("aiodaf
 
 
 class GroupScope(Protocol):
-    """What a group uses of the scope that owns its members."""
+    """The part of a group's scope, which owns the members, that the group uses."""
 
     def check_open(self, what: str) -> None: ...
     async def request(self, label: str, demand: Demand, constraints: Constraints, count: int = 1) -> Request: ...
@@ -73,7 +73,7 @@ class GroupMembers:
         self._turn = asyncio.Lock()
         # The change whose `prepare` runs.
         self._preparing: Roster[Any] | None = None
-        # What each member is told, also when it is made again.
+        # The enrolment of each member, also for its next incarnation.
         self._enrolments: dict[CallTarget, Enrolment] = {}
 
     @asynccontextmanager
@@ -84,7 +84,7 @@ class GroupMembers:
             RuntimeError: The `prepare` of a change of the group wants to change it.
         """
         if self._preparing in _preparing_here.get():
-            raise RuntimeError(f"{group!r} is being changed, and what prepares its new members cannot change it")
+            raise RuntimeError(f"{group!r} is being changed, and its `prepare` cannot change it")
         async with self._turn:
             yield
 
@@ -210,7 +210,7 @@ class GroupMembers:
         return shares
 
     async def _introduce(self, new: list[Handle], roster: Roster[Any]) -> None:
-        """Tell new members who is in the group, before a call can get to them."""
+        """Tell new members the roster, before a call can get to them."""
         members = cache(partial(self._encoded, roster))
         for target in map(target_of, new):
             self._enrolments[target].roster = roster
@@ -245,7 +245,6 @@ class GroupMembers:
         return asyncio.shield(wait)
 
     def _tell_one(self, target: CallTarget, members: _Encoded) -> list[_Told]:
-        """Tell a member that is up the epoch of the group, and the members if it knows others."""
         actor, enrolment = _actor_of(target), self._enrolments[target]
         child = self._owner.directory.find(actor)
         if child is not None and child.state not in REACHABLE:
@@ -256,7 +255,7 @@ class GroupMembers:
         return [(target, told)]
 
     async def _arrived(self, told: list[_Told], roster: Roster[Any], members: _Encoded) -> None:
-        """Wait until members know what they were told, or are gone."""
+        """Wait until members know the news, or are gone."""
         pause = _PAUSE
         while told:
             doubtful: list[CallTarget] = []
@@ -324,7 +323,6 @@ class GroupMembers:
         await self._scope.stop_handles(leaving, end)
 
     async def _end_use(self, actor: Target, calls: set[Any]) -> None:
-        """Wait until calls have ended, and the process of an actor may end."""
         await asyncio.gather(*map(_over, calls))
         if isinstance(actor, FollowingTarget) and actor.place.peer == NOWHERE:
             return

@@ -1,4 +1,4 @@
-"""What notebooks show, as HTML: tables and trees without scripts, in which every text is escaped.
+"""The HTML for notebooks: tables and trees without scripts, in which every text is escaped.
 
 They have no colours of their own, so that they look right on light and on dark pages.
 """
@@ -19,7 +19,7 @@ _CELL: Final = ' style="text-align: left"'
 
 
 class Branch(NamedTuple):
-    """A text, and what belongs to it."""
+    """A text, and its inner texts."""
 
     text: str
     inner: Sequence[Branch] = ()
@@ -52,7 +52,7 @@ def tree(branches: Sequence[Branch]) -> str:
 
 
 def page(title: str, *parts: str) -> str:
-    """A title with what follows it; each of these is HTML."""
+    """A title, and the parts below it; each of these is HTML."""
     return f"<div><strong>{_text(title)}</strong>{''.join(parts)}</div>"
 
 

@@ -1,4 +1,4 @@
-"""How an actor is doing, without waiting for its calls, and what the nodes have."""
+"""The health of actors, without waiting for their calls, and the resources of nodes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ ANSWERING: Final = ("busy", "idle")
 
 @dataclass(frozen=True, slots=True)
 class ActorInfo:
-    """How an actor is doing.
+    """The state of an actor.
 
     Attributes:
-        name: What it is called in errors.
+        name: Its name in errors.
         class_name: Its class.
         names: Its names, given by `rt.name`.
         pid: Its process; None if that has ended, also while it is restarted.
@@ -51,7 +51,7 @@ class ActorInfo:
         stored_bytes: Bytes of results that its process stores for others.
         epoch: The number of its incarnation; each attempt to restart it takes the next.
         restarts: The number of successful restarts.
-        last_error: What ended the previous incarnation, or made the last restart fail. Of a dead actor: how it died.
+        last_error: The end of the previous incarnation, or the error of the last restart. Of a dead actor: its death.
         process: The id of its process; "" if that has ended.
         failed: Calls, and steps of compiled graphs, that raised; not those that were cancelled or late.
         restarting: Whether it has no process now, and is being restarted.
@@ -82,7 +82,7 @@ class ActorInfo:
 
     @property
     def state(self) -> Literal["busy", "idle", "silent", "restarting", "dead"]:
-        """What it does, in one word: "busy" if a call runs; "silent" if its process does not answer."""
+        """Its state in one word: "busy" if a call runs; "silent" if its process does not answer."""
         if self.restarting:
             return "restarting"
         if not self.alive:
@@ -94,16 +94,16 @@ class ActorInfo:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """A node, and what it has.
+    """A node, and its resources.
 
     Attributes:
         name: The name of the node; of a runtime of one machine, that of the host.
         labels: Its labels.
         state: "ready"; "draining" if it takes no new actors; "silent" if it does not answer.
         total: The amount of each resource, "cpus" and "gpus" among them.
-        free: What of it is not in use; nothing of a node that is silent.
+        free: The free amount of each; nothing of a node that is silent.
         actors: The number of shares in use, each of an actor or a slice of a mesh; 0 of a node that is silent.
-        address: Where it listens, such as "tcp://10.0.0.1:7777"; "" in a runtime of one machine.
+        address: The address at which it listens, such as "tcp://10.0.0.1:7777"; "" in a runtime of one machine.
     """
 
     name: str
@@ -116,14 +116,14 @@ class NodeInfo:
 
 
 async def look_at_nodes(controller: Owner, patience: float) -> tuple[NodeInfo, ...]:
-    """Ask each node what it has, by name; one that does not answer within `patience` seconds is silent."""
+    """Ask each node for its resources, by name; one that does not answer within `patience` seconds is silent."""
     await controller.ready()
     found = await asyncio.gather(*(look_at_node(controller, node, patience) for node in controller.nodes.members()))
     return tuple(info for info in found if info is not None)
 
 
 async def look_at_node(controller: Owner, node: Member, patience: float) -> NodeInfo | None:
-    """What a node has; None if it is not in the cluster any more."""
+    """A node and its resources; None if it is not in the cluster any more."""
     info = NodeInfo(controller.nodes.name_of(node.peer), node.labels, "silent", node.totals, address=node.address)
     with suppress(OutcomeUnknown):
         asked = controller.nodes.named(node.name).state()
@@ -164,11 +164,11 @@ async def look_at(controller: Owner, target: Target, cls: type) -> ActorInfo:
 
 
 def in_process(info: ActorInfo, process: WorkerProcess, view: ActorView | None, stored_bytes: int) -> ActorInfo:
-    """Add what is known of the process of an actor; `view` is None if that has not answered."""
+    """Add the known facts about the process of an actor; `view` is None if that has not answered."""
     last = process.heartbeat
     info = replace(info, pid=process.pid, gpus=process.gpus, process=process.id, loop_lag=last.loop_lag)
     if view is not None:
-        # An answer is newer than what the node knows.
+        # An answer is newer than the node's knowledge.
         return replace(
             info,
             class_name=view.class_name,
@@ -185,7 +185,7 @@ def in_process(info: ActorInfo, process: WorkerProcess, view: ActorView | None, 
 
 
 async def _process(controller: Owner, target: Target) -> WorkerProcess | None:
-    """What its node knows of its process; None if the process, or the node, is gone."""
+    """Its node's record of its process; None if the process, or the node, is gone."""
     if isinstance(target, FollowingTarget) and target.place.peer == NOWHERE:
         return None
     try:
@@ -196,7 +196,7 @@ async def _process(controller: Owner, target: Target) -> WorkerProcess | None:
 
 
 async def _report(controller: Owner, target: Target) -> tuple[ActorView, int] | tuple[()] | None:
-    """The report of its process; None if the actor is gone, nothing in it if the process did not answer in time."""
+    """The report of its process; None if the actor is gone, empty if the process did not answer in time."""
     report: Ref[tuple[ActorView, int]] = controller.agent_of(target.remote).report(target.actor)
     if not await is_answered(report, controller.process.env.timeouts.report):
         return ()

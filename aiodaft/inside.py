@@ -27,8 +27,8 @@ def current_runtime() -> Runtime:
     """The runtime of the code that calls this.
 
     In a program, it is the one that the program has opened. In an `async def` method of an actor, it is the runtime of
-    the actor: what it spawns there ends with it, and with its process. Errors there that no code sees go to the scope
-    that owns the actor. It is open as long as the actor lives: use it without `async with`.
+    the actor: actors that are spawned there end with it, and with its process. Errors there that no code sees go to the
+    scope that owns the actor. It is open as long as the actor lives: use it without `async with`.
 
     Raises:
         RuntimeClosed: No runtime is open, or several are and none surrounds the caller.
@@ -94,7 +94,7 @@ class ActorRuntimes:
         """The actors that the actors of this process have spawned."""
         return chain.from_iterable(runtime._owned.all_actors() for runtime in self._runtimes.values())
 
-    # What the owner tells.
+    # Messages from the owner.
 
     def fail(self, error: BaseException, what: str) -> None:
         """An error that no code will see."""
@@ -112,7 +112,7 @@ class ActorRuntimes:
 
 
 async def _leave(owned: Owned) -> None:
-    """Stop what an actor has spawned."""
+    """Stop the actors that an actor has spawned."""
     interrupted = await owned.close(graceful=True)
     for what, one in owned.errors.unseen():
         owned.controller.objects.on_unheld(one, what)

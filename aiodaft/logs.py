@@ -1,4 +1,4 @@
-"""What becomes of the output and the log records of actors: `Runtime(logs=...)`."""
+"""The output and the log records of actors: `Runtime(logs=...)`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Logs"]
 
 @dataclass(frozen=True, slots=True)
 class Logs:
-    """What a runtime does with the output and the log records of its actors, besides what it always does.
+    """Options for the output and the log records of actors, which a runtime always shows.
 
     Args:
         folder: A folder for a file per actor, with the time before each line. It has the name of the actor, such as
             `Model-1.log`, or `Trainer-1.3.log` for rank 3; a restarted actor goes on writing to its file. The folder is
-            on the machine of the program, whichever machines the actors are on.
+            on the machine of the program, also for actors on other machines.
         json: Whether each line that aiodaft writes, to the terminal and to these files, is a JSON object. Give
             `JsonFormatter` to handlers of your own, to have the same there.
         merge: Seconds that a line of a member of a group waits for the other ranks to write the same. Then it is shown

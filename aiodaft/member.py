@@ -1,4 +1,4 @@
-"""The group of the actor that runs: what a member knows of it."""
+"""The group of the actor that runs, as a member knows it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Message(NamedTuple):
     """A message from another member.
 
     Attributes:
-        value: What was sent.
+        value: The sent value.
         source: The rank of its sender; None if that is no member at this epoch.
         tag: The tag that it was sent with.
     """
@@ -146,15 +146,15 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         then the group is destroyed and the variables are as before. To keep it for several calls, enter it into an
         `ExitStack` of the actor. Each member needs a process of its own.
 
-        When a member dies, is stopped or leaves the block by an error, all that the others wait for fails at once. gloo
+        When a member dies, is stopped or leaves the block by an error, all waits of the others fail at once. gloo
         rarely misses the end of its connections. So a process ends if its block, after a loss, stands for 5 seconds at
         one place in C code (of torch, or called by the block itself) and uses no CPU.
 
         Args:
-            backend: "gloo", "nccl" or what else torch has; None lets torch choose: "nccl" where it finds a GPU. For
-                tensors of both the GPU and the CPU it is "cpu:gloo,cuda:nccl".
+            backend: "gloo", "nccl" or another backend of torch; None lets torch choose: "nccl" where it finds a GPU.
+                For tensors of both the GPU and the CPU it is "cpu:gloo,cuda:nccl".
             interface: The network interface, such as "eth0", if the members are on several machines. torch neither
-                authenticates nor encrypts what goes over it. On one machine nothing leaves it.
+                authenticates nor encrypts its traffic. On one machine nothing leaves it.
             patience: Seconds that the other members have to come.
 
         Raises:
@@ -187,12 +187,12 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         An inbox has room for 1024 messages and 256 MiB, see `limit_inbox`. A message that does not fit waits with its
         sender, unless the member waits for it, or has no other message of this sender: so two members may send each
         other tensors of any size before they receive. Messages with one tag from one member to another arrive in the
-        order of the sends. What is sent in a call of `group.all`, `each` or `split` is not received in another one.
+        order of the sends. A message of a call of `group.all`, `each` or `split` is not received in another one.
 
         Args:
             value: Any value that a call could have as an argument.
             to: The rank of the member.
-            tag: What the receiver may select by.
+            tag: A tag that the receiver may ask for.
 
         Raises:
             ActorDied, PeerLost: The member is gone, or was before it had the message.
@@ -214,8 +214,8 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
             tag: Its tag. Default: any.
 
         Raises:
-            ActorDied, PeerLost: The sender is gone, or without `source` all other members are. What came before is
-                received first. If the sender was restarted, only a receive that waited when it died fails.
+            ActorDied, PeerLost: The sender is gone, or without `source` all other members are. Messages that came
+                before are received first. If the sender was restarted, only a receive that waited when it died fails.
             CallCancelled: This is a call of `group.all`, `each`, `split` or a graph, and that of another member has
                 failed.
             ValueError: There is no such rank.
@@ -232,7 +232,7 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         return Message(message.value, rank, message.tag)
 
     def limit_inbox(self, *, messages: int = MESSAGES, nbytes: int = BYTES) -> None:
-        """Bound what waits in the inbox of this member; others wait with their senders.
+        """Bound the messages that wait in the inbox of this member; others wait with their senders.
 
         Objects of members in the same process count no bytes.
 

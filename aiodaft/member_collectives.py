@@ -17,7 +17,7 @@ Op: TypeAlias = Literal["sum", "product", "min", "max"] | Callable[[T, T], T]
 
 
 class MemberCollectives:
-    """What all members of a group do together. Each calls the same method, and gets a ref of its result at once.
+    """The collectives of all members of a group. Each calls the same method, and gets a ref of its result at once.
 
     `await` the ref, or in a `def` method use `.result()`. Members meet by `key`, so collectives with different keys may
     be called in any order, at the same time, and in groups that share members: they do not wait for each other. (A
@@ -29,7 +29,7 @@ class MemberCollectives:
     be under way at the same time with the same keys. All else meets by the key and the order of calls at each member:
     calls of single members, also by `any` or `map`, of a slice, and tasks that outlive the call that made them.
 
-    Do not write to the value before the result is there. What a member gets of its own value may be that object itself;
+    Do not write to the value before the result is there. A member's own value in its result may be that object itself;
     all else is new. Results equal those of the collectives on refs: all members get the same bits.
 
     Each method takes:
@@ -53,15 +53,16 @@ class MemberCollectives:
         ValueError: There is no such op or root, or the timeout is negative.
         RuntimeError: This is a constructor, or no method of a member.
 
-    The restart of a supervised member gives the group a new epoch, in which members begin anew: what is open at the
-    death ends with ActorDied or GroupChanged, whichever news comes first, and what begins after that with GroupChanged.
+    The restart of a supervised member gives the group a new epoch, in which members begin anew: collectives that are
+    open at the death end with ActorDied or GroupChanged, by the news that comes first, and those that begin after that
+    with GroupChanged.
 
     Cancellation of a result (also by `asyncio.timeout` or a deadline): if not all have come, the collective ends for
     all of them with a CallCancelled that names the member; else the member has taken part, and the others get their
-    results. Until they have them, it must not write to its value. Who does not await the result has taken part.
-    If the call of the member that has begun it fails or is cancelled before all have come, the member has not taken
-    part, and the result raises CallCancelled. So it does if, of one call of the group (`all`, `each` or `split`), the
-    call of another member fails.
+    results. Until they have them, it must not write to its value. A member that never awaits the result has taken part,
+    too. If the call of the member that has begun it fails or is cancelled before all have come, the member has not
+    taken part, and the result raises CallCancelled. So it does if, of one call of the group (`all`, `each` or `split`),
+    the call of another member fails.
     """
 
     __slots__ = ()
@@ -109,13 +110,13 @@ class MemberCollectives:
     def broadcast(
         self, value: T | None = None, *, root: int = 0, key: Key = None, timeout: float | None = None
     ) -> Ref[T]:
-        """Give each member the value of the one with rank `root`; what the others pass is ignored."""
+        """Give each member the value of the one with rank `root`; values of the others are ignored."""
         return self._take_part("broadcast", value, "sum", root, key, timeout)
 
     def scatter(
         self, items: Sequence[T] | None = None, *, root: int = 0, key: Key = None, timeout: float | None = None
     ) -> Ref[T]:
-        """Give member i item i of the list of the member with rank `root`; what the others pass is ignored."""
+        """Give member i item i of the list of the member with rank `root`; lists of the others are ignored."""
         return self._take_part("scatter", items, "sum", root, key, timeout)
 
     def all_to_all(self, items: Sequence[T], *, key: Key = None, timeout: float | None = None) -> Ref[list[T]]:

@@ -37,7 +37,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
 
 
 class Registration:
-    """What `register` returns: leave its `with` block, or close it, to end the registration."""
+    """The result of `register`: leave its `with` block, or close it, to end the registration."""
 
     __slots__ = ("_end",)
 

@@ -40,7 +40,7 @@ E = TypeVar("E")
 F = TypeVar("F")
 S = TypeVar("S")
 
-# What a generator function is declared to return, `async def` or `def`.
+# The declared result of a generator function, `async def` or `def`.
 Generated: TypeAlias = AsyncIterator[R] | Iterator[R]
 
 _SPECS: Final = "__aiodaft_specs__"
@@ -61,7 +61,7 @@ class Options:
     Attributes:
         rules: The order and concurrency of its calls.
         transport: Overrides the runtime's transport for its large results.
-        retries: How often a call is made again to a new incarnation.
+        retries: The number of times that a call is made again to a new incarnation.
     """
 
     rules: Rules
@@ -380,7 +380,7 @@ def method(
         idempotent: The method may run twice: if a call fails because its actor died, the runtime makes it again to the
             next incarnation, where `aiodaft.current_attempt()` gives the number of the attempt. A call that raises an
             error is not made again.
-        retries: How often a call is made again at most. Default: 1.
+        retries: The most times that a call is made again. Default: 1.
         max_queue: Calls of this method that may wait at one actor; one more is refused at once with `Overloaded`
             (`.executed` is False). A call waits for the actor's thread (`def`), for a free place (`concurrency`), or
             for its arguments. `rt.on(max_queue=n)` limits the calls of all methods.

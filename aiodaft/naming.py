@@ -1,4 +1,4 @@
-"""How a process asks the coordinator for names of actors."""
+"""The requests of a process to the coordinator for names of actors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One look at a whole runtime, and what happened between two of them: what `rt.overview()` gives."""
+"""One look at a whole runtime, and the changes between two of them: the results of `rt.overview()`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """How a process is doing.
+    """The state of a process.
 
     Attributes:
         id: Its id in the runtime.
@@ -45,15 +45,15 @@ class ProcessInfo:
         suspect: Whether it has been silent for longer than its `Patience`.
         silent_for: Seconds since its last sign of life; 0 if it answered.
         loop_lag: Seconds for which its event loop had not turned at the last look of its node.
-        rss: Bytes of memory that it has in RAM, with what it shares with others.
+        rss: Bytes of memory that it has in RAM, with those that it shares with others.
         cpu_seconds: Seconds for which its threads have used a CPU.
         threads: The number of its Python threads.
         stored_bytes: Bytes of values that it stores for others.
         stored_values: The number of these values.
         blocks: The number of blocks of its pools of memory that are in use.
         pooled_bytes: Bytes of its pools that are kept for values to come.
-        traffic: What it sent and received.
-        deaths: Of a node or controller, how many processes of actors have ended by accident there, with the class of
+        traffic: The traffic that it sent and received.
+        deaths: Of a node or controller, the number of processes of actors that ended by accident there, by the class of
             their first actor.
     """
 
@@ -80,7 +80,7 @@ class ProcessInfo:
 
     @property
     def title(self) -> str:
-        """The names of its actors, or what else it is."""
+        """The names of its actors, or a name for another kind of process."""
         if self.actors:
             return " and ".join(self.actors)
         return {"controller": "the controller", "node": f"node {self.node}", "worker": self.id}[self.role]
@@ -88,7 +88,7 @@ class ProcessInfo:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What one process has sent to another one, since they were connected.
+    """The traffic from one process to another one, since they were connected.
 
     Attributes:
         source: The id of the process that sends.
@@ -119,7 +119,7 @@ _NO_FLOW: Final = Flow("", "", 0, 0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class ActorRate:
-    """What an actor did per second.
+    """The work of an actor per second.
 
     Attributes:
         calls: Calls that ended.
@@ -132,7 +132,7 @@ class ActorRate:
 
 @dataclass(frozen=True, slots=True)
 class ProcessRate:
-    """What a process did per second.
+    """The work of a process per second.
 
     Attributes:
         cpu: Seconds for which its threads used a CPU: 1.0 is one CPU.
@@ -147,7 +147,7 @@ class ProcessRate:
 
 @dataclass(frozen=True, slots=True)
 class FlowRate:
-    """What one process sent to another one per second.
+    """The traffic from one process to another one per second.
 
     Attributes:
         calls: Calls that ended.
@@ -162,7 +162,7 @@ class FlowRate:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What happened per second between two overviews, with what was there, and answered, both times.
+    """The changes per second between two overviews, of the objects that were there, and answered, both times.
 
     Attributes:
         seconds: The time between them.
@@ -206,7 +206,7 @@ class Overview:
         nodes: The nodes, by name.
         processes: The processes: controllers, nodes, workers.
         actors: The actors, in the order of their processes; then those that are being restarted.
-        flows: What processes send to each other.
+        flows: The traffic between processes.
         stored: The largest values that processes store for others, the largest first; at most 100.
         failures: The last failures, at most 200: those that no other one led to, the newest first.
     """
@@ -227,7 +227,7 @@ class Overview:
         return tuple(process for process in self.processes if not process.answered)
 
     def title(self, process: str) -> str:
-        """What to call a process: the names of its actors, or "the controller"; its id if it is not known."""
+        """The name of a process for people: the names of its actors, or "the controller"; its id if it is not known."""
         return next((one.title for one in self.processes if one.id == process), process)
 
     def __repr__(self) -> str:
@@ -253,7 +253,7 @@ class Overview:
         )
 
     def rates(self, earlier: Overview) -> Rates:
-        """What happened per second since an earlier overview of the same runtime."""
+        """The changes per second since an earlier overview of the same runtime."""
         seconds = self.clock - earlier.clock
 
         def grown(now: float, before: float) -> float:
@@ -323,7 +323,7 @@ def _used(resource: str, node: NodeInfo) -> str:
 
 
 def _branch(failure: Failure) -> Branch:
-    """A failure, with what it led to."""
+    """A failure, with the failures that it led to."""
     where = f"{failure.method} of {failure.actor}" if failure.method else failure.actor
     times = f", {failure.times} times" if failure.times > 1 else ""
     line = f" at {failure.line}" if failure.line else ""

@@ -1,4 +1,4 @@
-"""What a scope owns: makes, finds and stops it for `Scope`, `Placement`, `Mesh` and `Group`, which users see."""
+"""The actors of a scope: makes, finds and stops them for `Scope`, `Placement`, `Mesh` and `Group`, which users see."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Owned:
         """The actors of this scope and of those inside it, in the order in which they were made."""
         return [*reversed(list(self.actors)), *(target for child in self._children for target in child.all_actors())]
 
-    # What the outermost scope is told.
+    # Messages to the outermost scope.
 
     def fail(self, error: BaseException, what: str) -> None:
         """Take an error that no code will see."""
@@ -180,7 +180,7 @@ class Owned:
         return Mesh(scope, sites)
 
     async def request(self, label: str, demand: Demand, constraints: Constraints, count: int = 1) -> Request:
-        """What new actors need, and where the actors are that they are to be near to or apart from.
+        """The needs of new actors, and the places of the actors that they are to be near to or apart from.
 
         Raises:
             ActorDied: No actor that they are to be near to is there.
@@ -201,7 +201,7 @@ class Owned:
         return Request(label, demand, count, where, constraints.spread)
 
     async def _anchors(self, actors: tuple[object, ...]) -> tuple[Anchor, ...]:
-        """Where these actors are; without those that are gone."""
+        """The places of these actors; without those that are gone."""
         found: list[Anchor] = []
         for target in map(self.target, actors):
             peer = await self.controller.directory.last_process(target)

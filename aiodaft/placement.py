@@ -46,7 +46,7 @@ ActorT = TypeVar("ActorT", bound=Actor)
 
 
 class Spawned(Generic[T]):
-    """What spawning returns: await it for the handle, or use it as a context manager that also stops the actor.
+    """The result of spawning: await it for the handle, or use it as a context manager that also stops the actor.
 
     Nothing happens before. Cancellation: an actor that is being made is taken back.
     """
@@ -95,7 +95,7 @@ class Spawned(Generic[T]):
 
 
 class SpawningScope(Protocol):
-    """What spawning needs of a scope."""
+    """The part of a scope that spawning needs."""
 
     async def spawn_one(self, what: Blueprint) -> Handle: ...
     async def get_or_spawn(self, what: Blueprint) -> Handle: ...
@@ -106,7 +106,7 @@ class SpawningScope(Protocol):
 
 
 class Spawner(ABC):
-    """What can spawn: a runtime, a scope, a placement."""
+    """An object that can spawn: a runtime, a scope, a placement."""
 
     @abstractmethod
     def _spawning(self) -> tuple[SpawningScope, Constraints]:
@@ -132,7 +132,7 @@ class Spawner(ABC):
         lifetime: Literal["cluster"] | None = None,
         **unknown: Never,
     ) -> Placement:
-        """Say where the next actors go.
+        """Give options for the next actors: their place, needs and policies.
 
         Args:
             cpus: CPUs each of them needs. They are counted, and torch, OpenMP and MKL compute with so many threads, at
@@ -143,9 +143,9 @@ class Spawner(ABC):
             node: Name of the node, which is a machine.
             with_: An actor to share the process with: refs between them cost nothing. For `group` and `host_group` also
                 a group with at least as many members: each new member shares the process of the same rank there.
-            patience: How long to wait for an actor that does not answer; in a shared process, the longest patience
+            patience: The time to wait for an actor that does not answer; in a shared process, the longest patience
                 counts. Overrides the class line.
-            restart: What happens when one of them dies. A policy is for each of them alone, and overrides the class
+            restart: The policy for their deaths. A policy is for each of them alone, and overrides the class
                 line and the scope; "permanent", "transient" or "temporary" changes only that.
             max_queue: Calls of all callers that may wait at each of them: one more is refused at once with
                 `Overloaded`. Overrides the class line. Steps of compiled graphs do not count, and are not refused:
@@ -198,7 +198,7 @@ class Spawner(ABC):
             ActorDied: The actor that it is to be with or near to is gone.
             SerializationError: The class or an argument cannot travel.
             SpawnFailed: The process did not start, or cannot import the class.
-            Exception: What the constructor raised.
+            Exception: The error of the constructor.
         """
         scope, constraints = self._spawning()
         actor_class = _check_class(cls, args, kwargs, plain="host")
@@ -259,7 +259,7 @@ class Spawner(ABC):
         """Make n actors of one class; none if one fails, or if there is no room for all.
 
         Args:
-            n: How many.
+            n: The number of actors.
             cls: The class.
             args: The arguments of the constructor, the same for all; each member finds its rank by `current_group()`.
             axes: Names and sizes of axes, such as `{"dp": 2, "tp": 2}`: the ranks form a grid, row by row. A parameter
@@ -284,7 +284,7 @@ class Spawner(ABC):
         """Make n instances of any class; none if one fails, or if there is no room for all.
 
         Args:
-            n: How many.
+            n: The number of instances.
             cls: The class.
             args: As for `group`.
             axes: As for `group`.
@@ -298,8 +298,8 @@ class Spawner(ABC):
     def mesh(self, hosts: int, gpus: int = 0) -> Spawned[Mesh]:
         """Reserve a slice of each of several nodes, on which actors are placed later: all slices or none.
 
-        `on(cpus=..., resources=...)` adds what each slice has besides GPUs, and `on` also says on which nodes, and how
-        long to wait.
+        `on(cpus=..., resources=...)` adds other resources of each slice, and further options of `on` constrain the
+        nodes, and bound the wait.
 
         Args:
             hosts: The number of slices, each on a node of its own.
@@ -362,7 +362,7 @@ class Placement(Spawner):
 class Slice(Spawner):
     """The share of a mesh on one node; spawn on it as with the runtime.
 
-    Actors take what they need from the slice; what the slice has none of, such as CPUs, from its node.
+    Actors take their resources from the slice; a resource that the slice lacks, such as CPUs, from its node.
 
     Attributes:
         node: The name of the node.
@@ -440,7 +440,6 @@ def check_labels(labels: object) -> Mapping[str, str]:
 
 
 def _actors_in(given: object, name: str) -> tuple[object, ...]:
-    """The handles that an argument has; raise TypeError if it has anything else."""
     if given is None:
         return ()
     actors = tuple(given) if isinstance(given, Group | list | tuple) else (given,)

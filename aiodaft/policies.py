@@ -10,7 +10,7 @@ __all__ = ["Load", "Policy", "fewest_in_flight", "nearest", "two_choices"]
 
 
 class Load(NamedTuple):
-    """What the calling process knows of a member that can take a call.
+    """A member that can take a call, as the calling process knows it.
 
     Attributes:
         rank: Its rank.

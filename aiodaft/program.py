@@ -135,7 +135,7 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     """Run a coroutine on uvloop where it is installed, as `asyncio.run` does.
 
     The first Ctrl-C cancels `main`, so that scopes close; the second ends the process at once. The first and second
-    SIGTERM do the same (exit code 143), unless the program handles the signal; what comes within a second of the first
+    SIGTERM do the same (exit code 143), unless the program handles the signal; another one within a second of the first
     counts as the first, since engines may send it twice. No actor's process survives either.
 
     Raises:

@@ -32,11 +32,11 @@ class _Family(NamedTuple):
     """A metric.
 
     Attributes:
-        name: Its name, without what all begin with.
-        help: What it is.
-        value: Where its value is.
+        name: Its name, without the common prefix.
+        help: Its description.
+        value: Gives its value.
         join: Joins the values of samples with equal labels.
-        always: Whether it is known also of what does not answer: else a counter would seem to begin again.
+        always: Whether it is known also of a process that does not answer: else a counter would seem to begin again.
         is_counter: Whether it only grows.
     """
 
@@ -64,7 +64,7 @@ _OF_PROCESSES: Final = (
     _Family("process_up", "1 if the process answered in time, else 0.", lambda one: one.answered, min, always=True),
     _Family("process_silent_seconds", "Since the last sign of life.", lambda one: one.silent_for, max, always=True),
     _Family("process_loop_lag_seconds", "Seconds without a turn.", lambda one: one.loop_lag, max, always=True),
-    _Family("process_resident_bytes", "Memory in RAM, with what is shared.", lambda one: one.rss),
+    _Family("process_resident_bytes", "Memory in RAM, with shared pages.", lambda one: one.rss),
     _counter("process_cpu_seconds", "CPU time.", lambda one: one.cpu_seconds),
     _Family("process_threads", "Python threads.", lambda one: one.threads),
     _Family("process_stored_bytes", "Bytes of values stored for others.", lambda one: one.stored_bytes),
@@ -78,7 +78,7 @@ _OF_FLOWS: Final = (
 
 
 class Metrics(Collector):
-    """Metrics of a runtime: of its actors, processes and nodes, whichever machines these are on.
+    """Metrics of a runtime: of its actors, processes and nodes, on all machines.
 
     An app serves them by `scrape`. A server of prometheus-client has them with `REGISTRY.register(metrics)`; it shows
     the runtime as it was at the scrape before, because it cannot wait for actors.

@@ -1,4 +1,4 @@
-"""What a running program answers to commands in other terminals: `aiodaft stack`, `aiodaft trace` and others."""
+"""The answers of a running program to commands in other terminals: `aiodaft stack`, `aiodaft trace` and others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["answers", "overviews"]
 
 # Seconds that a process gets to answer the program.
 _PATIENCE: Final = 1.0
-# The same, for what it has recorded.
+# The same, for recorded events.
 _TRACE_PATIENCE: Final = 5.0
 
 
@@ -81,7 +81,7 @@ async def _stack(owner: Owner, *, as_json: bool) -> AsyncGenerator[Any, None]:
 async def _trace(owner: Owner, path: str, seconds: float, limit: int) -> AsyncGenerator[Any, None]:
     async with Trace(owner, path, limit, _TRACE_PATIENCE) as trace:
         # It records.
-        yield None  # noqa: ASYNC119 - who asks closes this
+        yield None  # noqa: ASYNC119 - the asker closes this
         await asyncio.sleep(seconds)
     yield {"path": trace.path, "left_out": trace.left_out, "dropped": trace.dropped}
 

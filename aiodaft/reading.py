@@ -27,12 +27,12 @@ def read_only(fn: F, /) -> F:
     """Declare that a method does not write to its arguments; it goes below `@aiodaft.method`.
 
     Then tensors on a GPU that the method's process has, too, are not copied for it: it gets tensors that lie in the
-    memory of the value itself, whichever process made that, and any number of such methods share it. The memory is
+    memory of the value itself, made by any process, and any number of such methods share it. The memory is
     kept for as long as the method, or its actor, keeps such a tensor or a view of it.
 
     A write to a tensor among the arguments, or directly inside a list, tuple or dict of them, is detected when the
-    method returns: its call raises BorrowError. By then others may have read what it wrote. Writes that torch does not
-    count, such as those of a kernel of your own, are not detected.
+    method returns: its call raises BorrowError. By then others may have read the written values. Writes that torch does
+    not count, such as those of a kernel of your own, are not detected.
 
     Raises:
         TypeError: It is not a function.
@@ -51,8 +51,6 @@ def is_read_only(fn: object) -> bool:
 
 
 def _checked(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function, which raises if it has written to an argument."""
-
     @wraps(fn)
     async def checked_stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         before, items = _versions(args, kwargs), fn(*args, **kwargs)

@@ -28,10 +28,10 @@ _VALUES: Final = (int, float, complex, str, bytes, bytearray, list, tuple, dict,
 
 
 class RefFacts(NamedTuple):
-    """What this process knows of a ref, without asking another one.
+    """The facts about a ref that this process knows, without asking another one.
 
     Attributes:
-        call: What makes the value, such as "Model.execute of Model-1".
+        call: The call that makes the value, such as "Model.execute of Model-1".
         kind: Its type, of a tensor the dtype and the shape; "" if that is not known.
         nbytes: Its size; None if that is not known.
         where: The places that have it; "" if there is none.
@@ -71,7 +71,7 @@ class RefBackend(Protocol):
     def facts(self) -> RefFacts: ...
 
 
-# What notebooks show of a ref.
+# The facts of a ref that notebooks show.
 _FACTS: Final = ("call", "state", "value", "size", "where")
 
 
@@ -182,8 +182,8 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
         The actor's loop goes on meanwhile; its other `def` methods wait. If the call of the ref waits for this one, it
         raises DeadlockDetected, as an await does, unless there is a timeout.
 
-        On the loop, it gives what needs no waiting: the value of a ref that was awaited, or of a done ref whose value
-        came with the answer (about 64 KiB); and the error of a call that has failed.
+        On the loop, it gives results that need no waiting: the value of a ref that was awaited, or of a done ref whose
+        value came with the answer (about 64 KiB); and the error of a call that has failed.
 
         Args:
             timeout: Seconds to wait. The call goes on after it; `cancel()` ends it, and a deadline that the actors
@@ -434,7 +434,7 @@ def _standing(ref: Ref[Any]) -> str:
 
 
 def _facts_of(ref: Ref[Any]) -> dict[str, str]:
-    """What is known of a ref, by the names of `_FACTS`."""
+    """The known facts about a ref, by the names of `_FACTS`."""
     found, error = ref._state.facts(), ref._state.error
     state = _standing(ref) if error is None else f"{_standing(ref)}: {message_of(error)}"
     nbytes = "" if found.nbytes is None else amount(found.nbytes)
@@ -583,7 +583,7 @@ def borrow(value: T, /) -> T:
 
 
 def unwrap(result: Any) -> tuple[Any, Borrowed[Any] | None]:
-    """The value of a method's result or item, and what lends it, if it is lent."""
+    """The value of a method's result or item, and its lender, if it is lent."""
     return (result.value, result) if isinstance(result, Borrowed) else (result, None)
 
 

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How one tensor is laid out over the axes of a group; an axis that is not named has replicas.
+    """The layout of one tensor over the axes of a group; an axis that is not named has replicas.
 
     Attributes:
         shape: The shape of the whole tensor.
@@ -54,11 +54,11 @@ class Sharding:
 
 
 class Layout:
-    """Which part of which tensor each rank of a group has.
+    """The parts of tensors that each rank of a group has.
 
     Args:
         axes: Names and sizes of the axes of the group. Ranks are row-major: the last axis is the fastest.
-        tensors: How each tensor is laid out.
+        tensors: The layout of each tensor.
 
     Raises:
         ValueError: A tensor does not fit its shape or the axes; the message names it.
@@ -134,7 +134,7 @@ class ReshardPlan:
             for piece in pieces:
                 sent[piece.source] += piece.nbytes
         self.sent = tuple(sent)
-        # What each rank of the destination is told.
+        # The orders for each rank of the destination.
         self._orders = [self._order(rank) for rank in range(destination.size)]
 
     @property
@@ -164,7 +164,7 @@ class ReshardPlan:
             TypeError: A shard is no dict of plain tensors.
             ValueError: The number of shards or members differs from the layout; a tensor of a shard differs in name,
                 shape or dtype; or ranks that share a process by the plan do not. Nothing was moved.
-            Exception: What the call for a shard raised.
+            Exception: The error of the call for a shard.
             DaftError: A process with an old shard is lost. If it dies later, the refs of the shards that need it raise
                 this; other refs are not affected.
 
@@ -208,7 +208,7 @@ class ReshardPlan:
 
 
 def reshard(source: Layout, destination: Layout, *, colocated: bool = False) -> ReshardPlan:
-    """Plan how tensors get from one layout to another. The plan is computed once, and serves any number of moves.
+    """Plan the way of tensors from one layout to another. The plan is computed once, and serves any number of moves.
 
     Each rank of the destination gets each of its elements once. Of replicas, the rank sends that has the fewest bytes
     to send so far.
@@ -216,8 +216,8 @@ def reshard(source: Layout, destination: Layout, *, colocated: bool = False) -> 
     Args:
         source: The layout that the tensors have.
         destination: The layout that they get. It may leave out tensors.
-        colocated: Rank i of both is in the same process, as with the same group, or with `rt.on(with_=group)`: what the
-            process has is not sent. The larger of the two has further ranks.
+        colocated: Rank i of both is in the same process, as with the same group, or with `rt.on(with_=group)`: elements
+            that the process has are not sent. The larger of the two has further ranks.
 
     Raises:
         ValueError: The source lacks a tensor, or part of it, or has it in another shape or dtype.

@@ -84,7 +84,7 @@ class Runtime(Scope):
     raises only that.
 
     Args:
-        address: Where a node of a cluster listens, such as "tcp://10.0.0.1:7777". Default: $AIODAFT_ADDRESS, or this
+        address: The address of a node of a cluster, such as "tcp://10.0.0.1:7777". Default: $AIODAFT_ADDRESS, or this
             machine alone.
         key_file: The key of the cluster. Default: $AIODAFT_KEY_FILE, or ~/.config/aiodaft/key.
         cpus: CPUs to offer. Default: the process's affinity.
@@ -109,16 +109,16 @@ class Runtime(Scope):
             cannot be interrupted.
         max_pending: Calls to one process without an answer, sent or not; one more raises `Overloaded`. The
             runtime's own calls (`rt.info`, `rt.stop`) do not count and are never refused.
-        patience: How long to wait for a process that does not answer: by default it is reported after 5 s, and killed
+        patience: The time to wait for a process that does not answer: by default it is reported after 5 s, and killed
             after 30 s if it is stopped. A class line and `rt.on(patience=...)` override this.
         unhandled: "raise": log errors that no code has seen, and raise them when the block ends. "log": only log them,
             for servers that run for months.
         codec: "msgpack": no process pickles or unpickles, and none runs code that is sent. Arguments and results are
             then plain data, arrays, tensors, refs, handles, and dataclasses, named tuples, enums and exceptions of
             classes that every process can import. A process has runtimes of one codec at a time.
-        logs: What becomes of the output and the log records of actors, or just a folder for a file per actor.
-        telemetry: Makes calls spans of OpenTelemetry: a function that sets up a tracer provider, or where it is, such
-            as "package.module:function". It is called here and in each process of actors, unless that has one.
+        logs: Options for the output and the log records of actors, or just a folder for a file per actor.
+        telemetry: Makes calls spans of OpenTelemetry: a function that sets up a tracer provider, or its place, such as
+            "package.module:function". It is called here and in each process of actors, unless that has one.
         seed: Makes the random numbers of actors repeatable: those of Python, numpy and torch, if these are loaded when
             an actor is made, then follow from it, the actor's name and its epoch. Actors draw different ones, also
             without it.
@@ -248,7 +248,7 @@ class Runtime(Scope):
     def put(self, value: T, *, transport: str | None = None) -> Ref[T]:
         """Return a ref of a value, to pass to many actors: the runtime encodes and moves the value once.
 
-        It is encoded and copied now: later changes of the value do not change what the actors get.
+        It is encoded and copied now: later changes of the value do not reach the actors.
 
         Args:
             value: Any value that can be an argument of a call.
@@ -268,7 +268,7 @@ class Runtime(Scope):
         """Send code with the actors that are spawned from now on: their processes import it before anything else.
 
         Each machine gets it once, with the first actor there, and removes it when this runtime has ended. Once a path
-        is shipped again, new actors get what is there then.
+        is shipped again, new actors get its content of that time.
 
         Args:
             path: A folder of modules and packages, one package (a folder with `__init__.py`), or one module (`*.py`).
@@ -276,7 +276,8 @@ class Runtime(Scope):
 
         Raises:
             OSError: It does not exist, or cannot be read.
-            RuntimeError: This is the runtime of an actor: what that spawns imports what its program has shipped.
+            RuntimeError: This is the runtime of an actor: actors that it spawns import the code that its program has
+                shipped.
             ValueError: It is too large, or a link leads out of it; or the codec of the runtime is "msgpack", with which
                 no code is sent.
         """
@@ -286,7 +287,7 @@ class Runtime(Scope):
             raise ValueError('Runtime(codec="msgpack") sends no code: install it on every machine')
         shipped = process.find(ShippedCode)
         if shipped is None:
-            raise RuntimeError("an actor ships no code: what it spawns imports what its program has shipped")
+            raise RuntimeError("an actor ships no code: actors that it spawns import the code of its program")
         await shipped.offer(os.fspath(path))
 
     async def name(self, actor: Actor | Service[Any], name: str) -> None:
@@ -353,12 +354,12 @@ class Runtime(Scope):
         return await self._controller.stack(patience)
 
     async def overview(self, *, patience: float = 1.0) -> Overview:
-        """One look at the whole runtime: nodes, processes, actors, what they send, what they store, what failed.
+        """One look at the whole runtime: nodes, processes, actors, traffic, stored values, failures.
 
         Every node and every process is asked once, at the same time. Calls that succeed do nothing for it.
 
         Args:
-            patience: Seconds that they get to answer. A process that does not is there with what its node knows
+            patience: Seconds that they get to answer. A process that does not is shown as its node knows it
                 (`ProcessInfo.answered` is False).
 
         Cancellation: nothing is lost.
@@ -367,7 +368,7 @@ class Runtime(Scope):
         return await look_over(self._controller, patience)
 
     def trace(self, path: str | os.PathLike[str], *, limit: int = 100_000, patience: float = 5.0) -> Trace:
-        """Record what all processes do in a block, `async with rt.trace("run.json"):`, to a file for ui.perfetto.dev.
+        """Record all processes in a block, `async with rt.trace("run.json"):`, to a file for ui.perfetto.dev.
 
         The file is in the Trace Event Format of Chrome: calls, from submission to end, the steps of compiled graphs,
         collectives, and large values on their way. It has the processes of this program and of the actors that it owns.
@@ -383,12 +384,12 @@ class Runtime(Scope):
             RuntimeError: A trace is recorded already.
             ValueError: A limit is not positive.
 
-        Cancellation: the file has what was recorded until then.
+        Cancellation: the file has the events that were recorded until then.
         """
         return Trace(self._controller, path, limit, patience)
 
     async def nodes(self, *, patience: float = 1.0) -> tuple[NodeInfo, ...]:
-        """The nodes of the cluster by name, with what is free on each; without a cluster, this machine.
+        """The nodes of the cluster by name, with the free resources of each; without a cluster, this machine.
 
         Args:
             patience: Seconds that a node gets to answer; one that does not is "silent".
@@ -436,7 +437,7 @@ class _RuntimeErrors(ScopeErrors):
 
 
 def _cluster_at(address: str, key_file: str | os.PathLike[str] | None, env: Env) -> tuple[str, Network]:
-    """Where a node listens, and the way to it."""
+    """The address at which a node listens, and the way to it."""
     if env.network is not None:
         return address, env.network
     from aiodaft._runtime.connections.identity import load_identity  # noqa: PLC0415 - TLS is slow to load

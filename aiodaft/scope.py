@@ -115,5 +115,5 @@ class Scope(Spawner):
     # Inspecting.
 
     async def info(self, actor: Actor | Service[Any]) -> ActorInfo:
-        """The state of an actor. If its process does not answer, the result has what its node knows."""
+        """The state of an actor. If its process does not answer, the result has its node's record of it."""
         return await look_at(self._controller, self._owned.target(actor), class_of(handle_of(actor)))

@@ -1,4 +1,4 @@
-"""Stacks of all processes of a runtime: what `rt.stack()` gives and `aiodaft stack` prints."""
+"""Stacks of all processes of a runtime: the result of `rt.stack()` and the output of `aiodaft stack`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CallStack:
 
     Attributes:
         actor: Name of the actor.
-        method: What was called, such as "Model.step".
+        method: The method, such as "Model.step".
         caller: Id of the process that called.
         state: "running", "queued", or "needs arguments".
         seconds: The time for which it has run; None if it has not begun.

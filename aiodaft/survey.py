@@ -36,7 +36,7 @@ Role: TypeAlias = Literal["controller", "node", "worker"]
 
 
 class Seen(NamedTuple):
-    """A process: what its node knows of it, and what it has told; None if it did not answer in time."""
+    """A process: its node's record of it, and its own report; None if it did not answer in time."""
 
     process: WorkerProcess
     view: ProcessView | None
@@ -48,7 +48,7 @@ class Seen(NamedTuple):
 
 
 async def look_over(owner: Owner, patience: float) -> Overview:
-    """One look at a runtime. Each process gets `patience` seconds, or what its node has left of them."""
+    """One look at a runtime. Each process gets `patience` seconds, or the rest of them that its node leaves."""
     await owner.ready()
     survey = _Survey(owner, patience)
     taken, clock = time.time(), owner.process.env.monotonic()
@@ -77,7 +77,7 @@ class _Survey:
         self._owner = owner
         self._until = owner.process.env.monotonic() + patience
         own = owner.process.part(Viewer).look()
-        # What processes have told, None if they have not answered in time; and what nodes know of theirs.
+        # The reports of processes, None if they have not answered in time; and the nodes' records of their processes.
         self._views: dict[PeerId, ProcessView | None] = {own.id: own}
         self._asked = {own.id}
         self._known: dict[PeerId, WorkerProcess] = {}
@@ -117,7 +117,6 @@ class _Survey:
                 self._ask(group, process.id)
 
     def _ask(self, group: asyncio.TaskGroup, peer: PeerId) -> None:
-        """Ask a process, once."""
         if peer not in self._asked:
             self._asked.add(peer)
             group.create_task(self._look_at(peer))
@@ -132,7 +131,7 @@ class _Survey:
 
 
 def _unknown(peer: PeerId, view: ProcessView | None) -> WorkerProcess:
-    """A process of which no node has told anything, with what it says itself."""
+    """A process that no node has reported, with its own report."""
     pid, owner = (None, PeerId("")) if view is None else (view.pid, view.owner)
     return WorkerProcess(peer, pid, owner, (), (), LastHeartbeat())
 
@@ -212,7 +211,7 @@ def _with_restarts(info: ActorInfo, child: ChildView) -> ActorInfo:
 
 
 def _flows(views: Iterable[ProcessView]) -> Iterator[Flow]:
-    """What goes from process to process, as the sender has counted; if it has not told, as the receiver has."""
+    """The traffic from process to process, as the sender has counted; if it has not told, as the receiver has."""
     told = {view.id for view in views}
     for view in views:
         for one in view.sent:

@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 class Survivors(NamedTuple, Generic[R]):
-    """What a collective among survivors gives.
+    """The result of a collective among survivors.
 
     Attributes:
         ranks: The places of the values that are in the results, among the refs that were given.

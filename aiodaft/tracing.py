@@ -1,4 +1,4 @@
-"""Traces of all processes of a runtime: what `rt.trace()` gives."""
+"""Traces of all processes of a runtime: `rt.trace()`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["Trace"]
 
 T = TypeVar("T")
 
-# How often the clock of another machine is asked.
+# The number of questions to the clock of another machine.
 _PINGS: Final = 8
 _numbers: Final = itertools.count(1)
 
@@ -55,7 +55,7 @@ class Trace:
         self._patience = patience
         self._number = next(_numbers)
         self._began = 0.0
-        # How far the clocks of nodes are ahead, by name.
+        # The seconds by which the clocks of nodes are ahead, by name.
         self._offsets: dict[str, float] = {}
         # The processes that were asked to record, and those that do, by the names of their actors.
         self._asked: set[PeerId] = set()
@@ -152,7 +152,7 @@ class Trace:
             self._known[process.id] = _name_of(process)
 
     async def _ask_clock(self, member: Member) -> None:
-        """Learn how far the clock of a node is ahead."""
+        """Learn the seconds by which the clock of a node is ahead."""
         agent, now = self._owner.agent_of(member.peer), self._owner.process.env.monotonic
         pings: list[Ping] = []
         with suppress(DaftError, TimeoutError):
@@ -168,7 +168,7 @@ class Trace:
     # The end.
 
     async def _collect(self) -> list[ProcessTrace]:
-        """What the others have recorded. Notes those that are left out."""
+        """The records of the others. Notes those that are left out."""
         tracing, owner = self._tracing, self._owner
         found = {process.id: process for process in await self._processes()} if owner.is_open else {}
         expected = {**tracing.told, **self._known}
@@ -177,7 +177,7 @@ class Trace:
         await asyncio.gather(*map(self._ask_clock, strange))
         parts = [part for part in await asyncio.gather(*map(self._fetch, found)) if part is not None]
         parts += tracing.handed_over
-        # What is about to end without ever having been told has nothing to give.
+        # A process that is about to end without ever having been told has nothing to give.
         for process in expected.keys() - {part.id for part in parts}:
             self.left_out.setdefault(self._known[process], "it ended before it could give its events")
         for part in parts:
@@ -186,7 +186,7 @@ class Trace:
         return [part for part in parts if node_of(part.id) in self._offsets]
 
     async def _fetch(self, process: PeerId) -> ProcessTrace | None:
-        """What a process has recorded; None if it has ended, or is about to end, and gives that by itself."""
+        """The record of a process; None if it has ended, or is about to end, and hands it over by itself."""
         try:
             ending = self._owner.agent_of(process).end_trace(self._owner.process.id, self._number)
             return await answer_to(ending, self._patience)
@@ -197,13 +197,13 @@ class Trace:
         return None
 
     def _end_others(self) -> None:
-        """Have the others end what will not be fetched, without waiting for them."""
+        """Have the others end the records that will not be fetched, without waiting for them."""
         with suppress(DaftError):
             for process in self._asked | self._tracing.told.keys():
                 self._owner.agent_of(process).end_trace.tell(self._owner.process.id, self._number)
 
     def _warn(self, parts: Sequence[ProcessTrace]) -> None:
-        """Tell what the file does not have."""
+        """Warn of events that the file does not have."""
         for part in parts:
             if part.dropped:
                 name = self._known.get(part.id, "the program")
@@ -215,7 +215,6 @@ class Trace:
 
 
 def _name_of(process: WorkerProcess) -> str:
-    """The names of its actors."""
     return " and ".join(process.actors) or process.id
 
 

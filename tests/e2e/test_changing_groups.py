@@ -178,7 +178,7 @@ async def test_what_prepares_new_members_cannot_change_the_group(rt: aiodaft.Run
 
     async def prepare(new: list[Peer]) -> None:
         await other.resize(2)
-        with pytest.raises(RuntimeError, match="is being changed, and what prepares its new members cannot change it"):
+        with pytest.raises(RuntimeError, match="is being changed, and its `prepare` cannot change it"):
             await group.resize(5)
 
     await group.resize(2, prepare=prepare)

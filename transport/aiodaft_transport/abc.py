@@ -93,9 +93,9 @@ class Transport(Protocol):
         ...
 
     def adopt(self, block: Block) -> Block:
-        """A block of any transport of this process as one that this transport grants. It stays where it is.
+        """A block of any transport of this process as one that this transport grants. Its memory is not moved.
 
-        Grants of what this returns keep `block`, as its own do.
+        Grants of the returned block keep `block`, as its own do.
         """
         ...
 
@@ -172,7 +172,7 @@ class Transport(Protocol):
         ...
 
     def block_of(self, memory: memoryview) -> Block | None:
-        """The same for any memory: what is not registered is prepared for this block, which keeps it prepared."""
+        """The same for any memory: unregistered memory is prepared for this block, which keeps it prepared."""
         ...
 
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ class GrantError(TransportError):
 
 
 class DeviceError(TransportError):
-    """An accelerator or its driver failed: what it says, and what was being done."""
+    """An accelerator or its driver failed: the driver's message, and the operation."""
 
 
 class OutOfDeviceMemory(DeviceError):

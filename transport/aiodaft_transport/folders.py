@@ -52,7 +52,6 @@ def sweep(base: str = SHARED_MEMORY, prefix: str = _PREFIX) -> None:
 
 
 def _room() -> int:
-    """Bytes that are free in shared memory."""
     found = os.statvfs(SHARED_MEMORY)
     # Without a limit on its size, it has no blocks.
     return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
@@ -87,7 +86,7 @@ def _lock(path: str, how: int = 0) -> int:
 
 
 def remove(path: str) -> None:
-    """Remove a folder, as far as that is possible; what is a link is left."""
+    """Remove a folder, as far as that is possible; links are left."""
     # Without descriptors, nothing can be imported either.
     with suppress(OSError, ImportError):
         from shutil import rmtree  # noqa: PLC0415 - takes long to import

@@ -24,8 +24,8 @@ from typing import Final, NamedTuple, NoReturn
 from aiodaft_transport.exceptions import HandshakeError, UnknownVersion
 
 MAGIC: Final = b"AIODAFT\0"
-# Raised also when what follows the handshake changes (see `Welcome` in far.py): members of versions that do not meet
-# find that out here.
+# Raised also when the messages after the handshake change (see `Welcome` in far.py): members of versions that do not
+# meet find that out here.
 VERSION: Final = 3
 # The oldest version that this process still speaks.
 OLDEST_VERSION: Final = 3
@@ -84,7 +84,7 @@ class Key:
 
 
 class Purpose(IntEnum):
-    """What a connection is for."""
+    """The purpose of a connection."""
 
     # The messages of two processes.
     CONTROL = 1
@@ -93,7 +93,7 @@ class Purpose(IntEnum):
 
 
 class Hello(NamedTuple):
-    """What the client says of a connection: the names of the processes at its ends, and what it is for."""
+    """The client's description of a connection: the names of the processes at its ends, and its purpose."""
 
     sender: str
     to: str
@@ -101,7 +101,7 @@ class Hello(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """A client that has proved the key: what it said, the ACCEPT to send, and the key of this connection."""
+    """A client that has proved the key: its HELLO, the ACCEPT to send, and the key of this connection."""
 
     hello: Hello
     accept: bytes
@@ -127,7 +127,7 @@ class ServerHandshake:
         """Check a HELLO of exactly HELLO_SIZE bytes.
 
         Raises:
-            HandshakeError: The client does not hold the key, or asks for what is not allowed; close without an answer.
+            HandshakeError: The client does not hold the key, or makes a forbidden request; close without an answer.
         """
         if len(hello) != HELLO_SIZE or not hello.startswith(MAGIC):
             raise HandshakeError("the other side does not speak this protocol")

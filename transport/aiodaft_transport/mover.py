@@ -44,7 +44,7 @@ class _Move(BasePull[None]):
         self.ended = False
 
     def step(self) -> bool:
-        """Move what can be moved without waiting. Returns whether all is moved.
+        """Move the bytes that can be moved without waiting. Returns whether all are moved.
 
         Raises:
             OSError: The connection broke.
@@ -64,7 +64,6 @@ class _Move(BasePull[None]):
         return self.moved == len(self.memory)
 
     def end(self, error: Exception | None) -> None:
-        """Tell the waiter. On the loop."""
         if error is not None:
             self.set_error(error)
         elif not self.done.done():
@@ -84,7 +83,7 @@ class _Thread:
         # New and stopped moves.
         self._orders: deque[_Move] = deque()
         self._closing = False
-        # How many moves the loop waits for.
+        # The number of moves that the loop waits for.
         self.load = 0
         with ExitStack() as opened:
             self._selector = opened.enter_context(selectors.DefaultSelector())
@@ -146,7 +145,7 @@ class _Thread:
 class Mover:
     """Moves buffers of one process. Its threads start when they are needed and the system has one.
 
-    While it has none, the loop moves what it is asked to.
+    While it has none, the loop makes the moves.
     """
 
     def __init__(self, host: Host) -> None:
@@ -179,7 +178,6 @@ class Mover:
         await self._move(connection, memory, selectors.EVENT_READ)
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
         self._closed = True
         while self._threads:
             self._threads.pop().close()
@@ -212,7 +210,6 @@ class Mover:
 
 
 async def _move_here(move: _Move) -> None:
-    """Move all of it on the loop."""
     loop, descriptor = asyncio.get_running_loop(), move.connection.fileno()
     add, remove = (
         (loop.add_writer, loop.remove_writer)

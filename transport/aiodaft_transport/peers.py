@@ -1,4 +1,4 @@
-"""What the transports have in common: a process knows its peers, their grants, and the segments of both sides."""
+"""The common part of the transports: a process knows its peers, their grants, and the segments of both sides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aiodaft_transport.memory.registered import Block, LentBlock, Regions
 
 # Notes; a transport may have more kinds.
 NOTE: Final = struct.Struct("<BQQ")
-SEGMENT: Final = 1  # id, size; then what a peer needs to read the segment
+SEGMENT: Final = 1  # id, size; then the data that a peer needs to read the segment
 RETURN: Final = 2  # id: a grant is returned
 GONE: Final = 3  # id: the sender closes a segment
 
@@ -77,11 +77,11 @@ class PeerTransport(ABC, Generic[BlockT, RemoteT]):
 
     @abstractmethod
     def _meet(self, control: Control) -> RemoteT:
-        """Make what is known of a new peer."""
+        """Make the record of a new peer."""
 
     @abstractmethod
     def _offer(self, block: BlockT, remote: RemoteT) -> tuple[int | str, int]:
-        """Tell a peer what it needs to pull a block; returns where the block is, for the grant."""
+        """Tell a peer how to pull a block; returns the place of the block, for the grant."""
 
     @abstractmethod
     def _part(self, remote: RemoteT) -> None:

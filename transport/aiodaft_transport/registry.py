@@ -62,12 +62,12 @@ def choose_name(asked: str | None, *, one_machine: bool, ucx: bool) -> str:
     """Choose the transport between two processes.
 
     Args:
-        asked: What the user has chosen.
+        asked: The user's choice.
         one_machine: Whether both processes are on one machine.
         ucx: Whether `ucx` reaches both from other machines.
 
     Raises:
-        Unreachable: What the user has chosen does not lead from one to the other.
+        Unreachable: The user's choice does not lead from one to the other.
     """
     if one_machine:
         return asked or default_name()

@@ -76,7 +76,6 @@ class _RemoteSegment:
 
     @property
     def shared(self) -> mmap:
-        """The segment itself."""
         if self._shared is None:
             self._shared = mmap(self.fd, self.size)
         return self._shared
@@ -123,7 +122,7 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
         self._page_map = PageMap()
 
     def mapped_segments(self) -> int:
-        """How many segments of peers are known here."""
+        """The number of segments of peers that are known here."""
         return sum(len(remote.segments) for remote in self.remotes.values())
 
     def pools(self) -> Sequence[Arena]:
@@ -147,7 +146,7 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
         segment_id, offset, nbytes, _ = cast(tuple[int, int, int, int], grant)
         remote = self.remotes.get(control.peer)
         segment = None if remote is None else remote.segments.get(segment_id)
-        # What is wrong with a grant is an error of `fetch`.
+        # A wrong grant is an error of `fetch`.
         if remote is None or segment is None or not 0 <= offset < offset + nbytes <= segment.size:
             return None
         mapping = segment.idle_mapping(offset)

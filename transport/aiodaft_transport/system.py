@@ -1,4 +1,4 @@
-"""What the operating system offers to transports, and what does instead where that is missing."""
+"""The operating system's services for transports, and substitutes where these are missing."""
 
 from __future__ import annotations
 

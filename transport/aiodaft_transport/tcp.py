@@ -148,7 +148,7 @@ class TcpTransport(PeerTransport[Block, _Remote]):
 
     def _part(self, remote: _Remote) -> None:
         for stream in remote.open:
-            # What uses it sees the end, and closes it.
+            # The user of the stream sees the end, and closes it.
             with suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
         for stream in remote.idle:
@@ -178,7 +178,7 @@ class TcpTransport(PeerTransport[Block, _Remote]):
         # The memory is used until the part is sent, even if another part fails.
         block.take_grant()
         try:
-            # In one packet with what follows. There is room: the peer has read all earlier answers.
+            # In one packet with the bytes that follow. There is room: the peer has read all earlier answers.
             stream.send(_REPLY.pack(block.nbytes), socket.MSG_MORE)
             if isinstance(block, Unmapped):
                 await self._send_copy(stream, block, start, nbytes)
@@ -270,7 +270,7 @@ def _configure(stream: socket.socket) -> None:
 
 
 async def _receive(stream: socket.socket, memory: memoryview, received: int = 0, more: memoryview | None = None) -> int:
-    """Fill `memory` from an offset on, and of `more` what comes with its last byte; returns where that ends.
+    """Fill `memory` from an offset on, then `more` with bytes that come with its last one; returns the end of all.
 
     Raises:
         PeerGone: The stream ended.
@@ -278,7 +278,7 @@ async def _receive(stream: socket.socket, memory: memoryview, received: int = 0,
     """
     while received < len(memory):
         try:
-            # What is there already costs no turn of the loop.
+            # Bytes that are here already cost no turn of the loop.
             count = stream.recvmsg_into([memory[received:]] if more is None else [memory[received:], more])[0]
         except BlockingIOError:
             await _wait_readable(stream)

@@ -1,4 +1,4 @@
-"""Memory of accelerators: what a transport needs of their driver and of its host, and pools of memory to export.
+"""Memory of accelerators: the interfaces of their driver and of its host, and pools of memory to export.
 
 A *device* is a number in this process, and an *identity* everywhere: processes see different devices, in a different
 order. A *stream* is a queue of work of a device, by the number the driver gave it; 0 is the default one.
@@ -17,7 +17,7 @@ from aiodaft_transport.memory.block_pool import DEFAULT_KEEP, BlockPool, PooledB
 T = TypeVar("T")
 
 IDENTITY_SIZE: Final = 16
-# Which part of the memory of a device its pool keeps for the next values: of 80 GiB, four values of 1 GiB.
+# One part in so many of a device's memory stays in its pool for the next values: of 80 GiB, four values of 1 GiB.
 _KEPT_PART: Final = 16
 
 
@@ -58,7 +58,7 @@ class Driver(Protocol):
         ...
 
     def memory(self, device: int) -> int:
-        """How many bytes of memory a device has."""
+        """The bytes of memory of a device."""
         ...
 
     def allocate(self, device: int, nbytes: int) -> int:
@@ -77,7 +77,7 @@ class Driver(Protocol):
         """The allocation that an address is in.
 
         Raises:
-            Unreachable: Other processes cannot open it; says why.
+            Unreachable: Other processes cannot open it; the message says why.
         """
         ...
 
@@ -142,10 +142,10 @@ class Landing(NamedTuple):
     """Memory to fetch into.
 
     Attributes:
-        owner: What the consumer gets; the memory lives as long as it does.
-        device: Which device it is on.
+        owner: The consumer's object; the memory lives as long as it does.
+        device: Its device.
         address: Its first byte.
-        nbytes: How many there are.
+        nbytes: The number of its bytes.
         stream: The stream that may write to it.
     """
 
@@ -180,7 +180,6 @@ class DeviceSegment(PooledSegment):
         self.waiting: set[str] = set()
 
     def opened(self, driver: Driver, device: int) -> int:
-        """Its address for work of a device of this process."""
         return self.address
 
     def close(self) -> None:
@@ -248,7 +247,7 @@ class DevicePool(BlockPool[DeviceSegment]):
         # Free memory is memory that nobody else has: of a large device, more of it is kept, and only for a while.
         keep = max(DEFAULT_KEEP, driver.memory(device) // _KEPT_PART)
         super().__init__(keep=keep, next_number=next_number, on_segment_closed=on_segment_closed)
-        # What is kept of it for longer.
+        # Bytes of it that are kept for longer.
         self.keep_resting = DEFAULT_KEEP
         self._driver = driver
         self._device = device
@@ -279,7 +278,7 @@ class DevicePool(BlockPool[DeviceSegment]):
             return block
 
     def forget_idle(self) -> bool:
-        """Give back what has been of no use since the last time; whether there is more to look after.
+        """Give back memory that was not used since the last time; whether there is more to look after.
 
         Peers are to close the user's memory. They keep it open in between, because allocations are lent again and
         again, and opening one takes long. The user may free it meanwhile, but while a peer has it open, the device

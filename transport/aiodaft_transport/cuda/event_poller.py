@@ -14,8 +14,8 @@ from aiodaft_transport.exceptions import TransportError
 
 # Seconds in which small copies end; each turn of the loop asks.
 _EAGER: Final = 0.0001
-# Afterwards, the time to the next question is this part of the time since the last event was added, up to a limit: what
-# is told late is told late by little, and what takes long costs little.
+# Afterwards, the time to the next question is this part of the time since the last event was added, up to a limit: the
+# delay of an event is a small part of its time, and long events cost little.
 _PART: Final = 0.1
 _LONGEST: Final = 0.001
 
@@ -55,7 +55,6 @@ class EventWatch:
             self._ask_again()
 
     def finish(self) -> None:
-        """Wait for all events, and end. Blocks."""
         self._stop()
         if self._alarm is not None:
             self._alarm.close()

@@ -77,7 +77,7 @@ _FUNCTIONS: Final[dict[str, list[Any]]] = {
 
 
 class _Apart:
-    """What this thread does meanwhile ends no capture of a graph in another thread."""
+    """Work of this thread meanwhile ends no capture of a graph in another thread."""
 
     __slots__ = ("_library", "_mode")
 
@@ -87,7 +87,7 @@ class _Apart:
         library.cuThreadExchangeStreamCaptureMode(byref(self._mode))
 
     def __enter__(self) -> None:
-        """It has begun already: this surrounds each call, and is kept short."""
+        """The work has begun already: this surrounds each call, and is kept short."""
 
     def __exit__(self, *exc_info: object) -> None:
         self._library.cuThreadExchangeStreamCaptureMode(byref(self._mode))
@@ -114,7 +114,7 @@ class CudaDriver:
         self._library = _load(library)
         self._contexts: dict[int, c_void_p] = {}
         self._streams: dict[int, int] = {}
-        # Reentrant: what makes a stream may make a context first.
+        # Reentrant: a function that makes a stream may make a context first.
         self._lock = threading.RLock()
         self._check(self._library.cuInit(0), "CUDA cannot be used here", Unreachable)
         count = c_int()
@@ -248,7 +248,6 @@ class CudaDriver:
             self._library.cuDevicePrimaryCtxRelease_v2(self._devices[device])
 
     def _on(self, device: int) -> _Current:
-        """Make a device the thread's current one."""
         context = self._context(device)
         self._check(self._library.cuCtxPushCurrent_v2(context), f"GPU {device} cannot be used")
         return _Current(self._library)

@@ -78,7 +78,6 @@ class Pull(BasePull[Any]):
         self.event = driver.copy(landing.device, [Span(landing.address, source, self.nbytes)], landing.stream)
 
     def set_queued(self) -> None:
-        """The device is told to copy."""
         assert self.landing is not None
         if not self.queued.done():
             self.queued.set_result(self.landing.owner)

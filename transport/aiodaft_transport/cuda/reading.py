@@ -10,10 +10,9 @@ from aiodaft_transport.cuda.pull import RemoteSegment
 
 
 class Reading:
-    """Granted bytes, for work of the streams that are told of: they stay there until this object is garbage.
+    """Granted bytes, for work of the streams named by `used_by`: they stay there until this object is garbage.
 
-    Its user must not write to them. Then each of these streams does what it has to do by that time, and the grant is
-    returned.
+    Its user must not write to them. Then each of these streams does its work of that time, and the grant is returned.
     """
 
     __slots__ = ("_on_dropped", "_segment", "_streams", "address", "device", "nbytes", "offset")

@@ -30,7 +30,7 @@ class ThroughHost(Unmapped):
 
     def _copy(self, span: Span) -> None:
         driver, device = self._driver, self._block.segment.device
-        # The block is filled already: the copy need not wait for what the device computes.
+        # The block is filled already: the copy need not wait for computations of the device.
         event = driver.copy(device, [span], driver.stream_apart(device))
         try:
             driver.wait(event)

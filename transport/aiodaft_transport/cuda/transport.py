@@ -90,11 +90,9 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
 
     @property
     def segments(self) -> int:
-        """The number of segments that this process exports."""
         return len(self._segments)
 
     def live_blocks(self) -> int:
-        """The number of blocks in use, on all devices."""
         return sum(pool.live_blocks() for pool in self.pools())
 
     def pools(self) -> Sequence[DevicePool]:
@@ -159,7 +157,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         self._look_later()
 
     def _look_later(self) -> None:
-        """From time to time, have the pools give back what is of no use any more, until there is nothing of that."""
+        """From time to time, have the pools give back unused memory, until there is none."""
         if self._looking is None and not self._closed:
             self._looking = asyncio.get_running_loop().call_later(_REST, self._forget_idle)
 
@@ -225,7 +223,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
             reading = self._reading(grant, control)
         if reading is None:
             return await self.bring(grant, control)
-        # If this is cancelled, or fails, the reading is dropped: what that does comes after this job.
+        # If this is cancelled, or fails, the reading is dropped: the effects of that come after this job.
         await self._in_thread(lambda: reading.open(self.driver))
         return reading
 
@@ -340,7 +338,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         return self._segments if remote.control.peer == self._local else remote.segments
 
     def _pull(self, grant: Grant, control: Control, land: Land) -> Pull:
-        """Begin a fetch."""
         pull = self._new_pull(grant, control)
         self._host.create_task(self._begin(pull, land), name=f"copy from the device memory of {control.peer}")
         return pull
@@ -377,7 +374,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
             self._begun(pull)
 
     def _begun(self, pull: Pull) -> None:
-        """The device is told to copy."""
         pull.set_queued()
         self.watch.add(cast(Event, pull.event), partial(self._over, pull))
 
@@ -388,7 +384,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
             self._send(pull.remote, RETURN, pull.grant)
 
     def _end(self, pull: Pull) -> None:
-        """Nothing touches the memory of a transfer any more."""
         pull.landing = None
         pull.set_over()
         pull.remote.pulls.discard(pull)
@@ -397,7 +392,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
     # Reading in place.
 
     def _reading(self, grant: Grant, control: Control) -> Reading | None:
-        """What is read where it lies, still to be opened; None if it is on no device of this process."""
+        """The bytes to be read where they lie, still to be opened; None if they are on no device of this process."""
         device = self.device_of(grant, control)
         if device is None:
             return None
@@ -421,7 +416,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
     def _wait_unused(
         self, remote: Remote, segment: RemoteSegment | DeviceSegment, number: int, device: int, left: list[int]
     ) -> None:
-        """Return the grant once the streams are done."""
         if self._closed:
             return
         while left:
@@ -439,7 +433,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         self._send(remote, RETURN, number)
 
     def _unused(self, segment: RemoteSegment | DeviceSegment) -> None:
-        """One use of a segment is over."""
         segment.users -= 1
         if isinstance(segment, RemoteSegment):
             self._shut_if_unused(segment)
@@ -480,10 +473,10 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
             self._host.create_task(self._free_in_thread(segment), name="free device memory")
 
     async def _idle(self, device: int) -> None:
-        """Wait until the default stream of a device has done what it has to do by now.
+        """Wait until the default stream of a device has done its present work.
 
-        What gives memory back waits for the device, and meanwhile the driver lets other calls of the process wait, too
-        (measured as above), even if they do not wait for the device themselves.
+        A call that gives memory back waits for the device, and meanwhile the driver lets other calls of the process
+        wait, too (measured as above), even if they do not wait for the device themselves.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:

@@ -45,7 +45,6 @@ _release_buffer.restype = None
 
 
 def aligned(offset: int) -> int:
-    """The next multiple of 64 that is not below `offset`."""
     return (offset + ALIGNMENT - 1) & -ALIGNMENT
 
 

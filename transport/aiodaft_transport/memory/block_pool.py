@@ -19,7 +19,8 @@ _LARGEST_SHARED: Final = 16 << 20
 _MAX_SHARED_SEGMENT: Final = 64 << 20
 _MIN_SHARED_SEGMENT: Final = 4 << 20
 _OWN_ROUNDING: Final = 2 << 20
-# A block takes at most so many times its bytes: so a free segment serves what leaves no more than a fifth of it.
+# A block takes at most so many times its bytes: so a free segment serves a value that leaves no more than a fifth of
+# it.
 _BEST_FIT: Final = 1.25
 DEFAULT_KEEP: Final = 512 << 20
 
@@ -39,7 +40,7 @@ class PooledSegment(ABC):
         self.live = 0
         # No block of it is handed out any more; it is closed once no block of it is in use.
         self.retired = False
-        # What other transports, by their names, know of the segment: dropped while its memory is still mapped.
+        # The records of other transports, by their names, of the segment: dropped while its memory is still mapped.
         self.kept: dict[str, object] = {}
 
     @abstractmethod
@@ -62,11 +63,9 @@ class Pullable:
         self._unread: list[Callable[[], object]] = []
 
     def take_grant(self) -> None:
-        """One more peer may read it."""
         self.grants += 1
 
     def return_grant(self) -> None:
-        """One peer is done with it."""
         self.grants -= 1
         self._tell_if_unread()
 
@@ -88,7 +87,7 @@ class Pullable:
 
 
 class Unmapped(Pullable, ABC):
-    """Memory that is not the host's: what sends its bytes has each part copied first."""
+    """Memory that is not the host's: a transport that sends its bytes has each part copied first."""
 
     __slots__ = ()
 
@@ -117,11 +116,9 @@ class PooledBlock(Pullable, Generic[S]):
 
     @property
     def address(self) -> int:
-        """Address of the first byte, a multiple of 64."""
         return self.segment.address + self.offset
 
     def belongs_to(self, pool: object) -> bool:
-        """Whether it is one of this pool."""
         return self.pool is pool
 
     def release(self) -> None:
@@ -174,7 +171,7 @@ class BlockPool(ABC, Generic[S]):
         """Get memory."""
 
     def _take(self, nbytes: int) -> tuple[S, int]:
-        """Memory for a block: the segment it is in, and where."""
+        """Memory for a block: its segment, and its offset there."""
         if nbytes <= 0:
             raise ValueError(f"a block has at least one byte, not {nbytes}")
         with self.lock:
@@ -190,7 +187,6 @@ class BlockPool(ABC, Generic[S]):
             return segment, offset
 
     def owns(self, block: Pullable) -> bool:
-        """Whether a block is one of this pool."""
         return isinstance(block, PooledBlock) and block.belongs_to(self)
 
     def idle_bytes(self) -> int:
@@ -199,7 +195,7 @@ class BlockPool(ABC, Generic[S]):
             return sum(segment.size for segment in self._segments() if not segment.live)
 
     def live_blocks(self) -> int:
-        """How many blocks are in use."""
+        """The number of blocks in use."""
         with self.lock:
             return sum(segment.live for segment in self._segments())
 

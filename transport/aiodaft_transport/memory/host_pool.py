@@ -64,7 +64,6 @@ class Arena(BlockPool[Segment]):
         self._shared = shared
 
     def allocate(self, nbytes: int) -> ArenaBlock:
-        """Return a block of `nbytes` bytes, 64-byte aligned."""
         return ArenaBlock(self, *self._take(nbytes), nbytes)
 
     def _make_segment(self, number: int, size: int, capacity: int) -> Segment:

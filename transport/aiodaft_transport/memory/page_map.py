@@ -1,4 +1,4 @@
-"""Which pages of this process are private copies of those of a file.
+"""The pages of this process that are private copies of those of a file.
 
 Source: Documentation/admin-guide/mm/pagemap.rst of the Linux kernel.
 """

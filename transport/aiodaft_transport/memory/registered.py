@@ -75,7 +75,6 @@ class Regions:
         self._starts: list[int] = []
 
     def add(self, address: int, nbytes: int) -> None:
-        """See `Transport.register`."""
         with self._lock:
             if address not in self._regions:
                 self._regions[address] = self._region(address, nbytes)
@@ -84,7 +83,6 @@ class Regions:
                 self._starts = starts
 
     def remove(self, address: int) -> None:
-        """See `Transport.unregister`."""
         with self._lock:
             self._starts = [start for start in self._starts if start != address]
             self._regions.pop(address, None)

@@ -29,7 +29,7 @@ def load() -> Library:
     """The library to use, loaded once per process.
 
     Raises:
-        Unreachable: There is none; says what to install.
+        Unreachable: There is none; the message names the package to install.
     """
     return _load(os.environ.get(LIBRARY_VARIABLE) or None)
 

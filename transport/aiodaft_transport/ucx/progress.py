@@ -46,7 +46,6 @@ class Driver:
 
     @property
     def in_flight(self) -> int:
-        """The number of operations that have not completed."""
         return len(self._waiting)
 
     def connect(self, address: bytes, on_failed: Completed) -> Endpoint:

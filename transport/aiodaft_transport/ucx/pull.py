@@ -93,7 +93,6 @@ class Pull(BasePull[None]):
         self._advance()
 
     def fail(self, error: Exception) -> None:
-        """Fail the waiter now; the pieces in flight complete later."""
         self.set_error(error)
         self._stop()
 
@@ -111,7 +110,6 @@ class Pull(BasePull[None]):
             self._finish()
 
     def _advance(self) -> None:
-        """Begin the next pieces, or check the stamp after the last one."""
         try:
             while not self._stopped and self._in_flight < PIECES_IN_FLIGHT and self._begun < self.landing.nbytes:
                 start, left = self._begun, self.landing.nbytes - self._begun

@@ -23,7 +23,7 @@ class Pool(Arena):
         super().__init__(shared=False, on_segment_closed=self.closed)
         self._on_closed = on_segment_closed
         self._registered: dict[int, tuple[Worker, int]] = {}
-        # How many segments were registered so far.
+        # The number of segments registered so far.
         self.registrations = 0
 
     def memory_of(self, segment: Segment | Region, worker: Worker) -> int:
@@ -35,7 +35,7 @@ class Pool(Arena):
         return known[1]
 
     def key_of(self, segment: Segment | Region, worker: Worker) -> bytes:
-        """What a peer must know to read a segment."""
+        """The key with which a peer reads a segment."""
         return worker.pack(self.memory_of(segment, worker))
 
     def closed(self, segment_id: int) -> None:
@@ -60,7 +60,7 @@ class Stamp:
     def __init__(self, pool: Pool) -> None:
         self.block: ArenaBlock = pool.allocate((1 + _WORDS) * WORD)
         self.address = self.block.address
-        # Zero is what a stamp is when it is over.
+        # Zero is the value of a stamp that is over.
         self.value = secrets.randbits(64) | 1
         c_uint64.from_address(self.address).value = self.value
         self._numbers = count()
@@ -77,5 +77,4 @@ class Stamp:
 
 
 def read_word(address: int) -> int:
-    """The word at an address."""
     return c_uint64.from_address(address).value

@@ -229,7 +229,6 @@ class UcxTransport(SegmentTransport[Block, Remote]):
             self._introduce(remote)
 
     def _reach(self, remote: Remote) -> None:
-        """Make an endpoint to a peer if there is none."""
         if remote.endpoint is None:
             remote.endpoint = self.driver.connect(remote.address, lambda status: self._broke(remote, status))
 

@@ -168,7 +168,6 @@ class Library:
             raise UcxError(f"{what}: {self.text(status)}")
 
     def text(self, status: int) -> str:
-        """The text of a status."""
         text: bytes = self.ucs_status_string(status)
         return text.decode()
 
@@ -217,7 +216,6 @@ class Worker:
         )
 
     def progress(self) -> int:
-        """Do some of the pending work; 0 if there was none."""
         done: int = self.library.ucp_worker_progress(self._worker)
         return done
 
@@ -263,7 +261,6 @@ class Worker:
         return result == _OK
 
     def register(self, address: int, nbytes: int) -> int:
-        """Prepare memory for transfers."""
         params = _MapParams(field_mask=0b11, address=address, length=nbytes)
         what = f"{nbytes} bytes cannot be registered"
         handle = self.library.make(what, self.library.ucp_mem_map, self._context, byref(params))

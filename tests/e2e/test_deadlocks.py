@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 from actors import Box, Log
 from deadlocked import RingPoller
+from gang import Gang, Other
 
 import aiodaft
+from aiodaft._protocol.diagnostics.deadlock import CallAt
+from aiodaft._protocol.groups.meeting import Coming
+from aiodaft._protocol.ids import KEYED, ActorId, CallId, PeerId
 from aiodaft._runtime.diagnostics.await_chains import Wait, wait_of_task
+from aiodaft._runtime.groups.keyed import Keyed
+from aiodaft._runtime.groups.meeting_place import MeetingPlace, target_of_member
 from aiodaft.exceptions import WaitingCall
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -127,6 +133,87 @@ async def test_a_call_that_may_still_get_a_place_is_left_alone(module_rt: aiodaf
     await a.open_gate()
     assert await holder == "done"
     assert await back == "done"
+
+
+@pytest.mark.parametrize("name", ["step", "step_on_loop"])
+async def test_two_calls_of_a_group_in_another_order_at_each_member_are_found(
+    module_rt: aiodaft.Runtime, name: str
+) -> None:
+    group, other = await module_rt.group(2, Gang), await module_rt.spawn(Other)
+    names = [(await module_rt.info(member)).name for member in group]
+    # This one has begun at the first member, and waits for its argument at the second.
+    first = group.each(getattr(Gang, name), [1, other.held(1)])
+    second = other.drive(group, name, 10)
+    await other.sent()
+    await other.go()
+    given: list[Any] = await asyncio.gather(first, second, return_exceptions=True)
+    # One of the two goes on.
+    assert [one for one in given if isinstance(one, list)] in ([[2, 2]], [[20, 20]])
+    (error,) = (one for one in given if not isinstance(one, list))
+    (deadlock,) = (one for one in error.exceptions if isinstance(one, aiodaft.DeadlockDetected))
+    assert "waits in a collective for Gang." in str(deadlock)
+    assert "let one of them make all calls whose methods meet in collectives" in str(deadlock)
+    # Both calls at both members, where one of them has begun.
+    assert sorted((one.actor, bool(one.line)) for one in deadlock.cycle) == [
+        (name, has_begun) for name in sorted(names) for has_begun in (False, True)
+    ]
+    assert await group.all(getattr(Gang, name), 3) == [6, 6]
+
+
+async def test_a_run_of_a_graph_and_a_call_of_a_group_that_stop_each_other_are_found(
+    module_rt: aiodaft.Runtime,
+) -> None:
+    group, other = await module_rt.group(2, Gang), await module_rt.spawn(Other)
+
+    def steps() -> Any:
+        return group[0].step(1), group[1].step(other.held(1))
+
+    async with aiodaft.compile(steps) as graph:
+        run = graph()
+        second = other.drive(group, "step", 10)
+        await other.sent()
+        await other.go()
+        given: list[Any] = await asyncio.gather(asyncio.gather(*run), second, return_exceptions=True)
+        assert [one for one in given if isinstance(one, list)] in ([[2, 2]], [[20, 20]])
+        (error,) = (one for one in given if not isinstance(one, list))
+        assert "waits in a collective for Gang.step" in str(getattr(error, "exceptions", [error])[0])
+        assert await asyncio.gather(*graph()) == [2, 2]
+
+
+async def test_a_member_that_awaits_another_one_in_a_collective_with_itself_is_found(
+    module_rt: aiodaft.Runtime,
+) -> None:
+    group = await module_rt.group(2, Gang)
+    with pytest.raises(ExceptionGroup) as caught:
+        await group.all(Gang.step_after_asking)
+    deadlock = next(one for one in caught.value.exceptions if isinstance(one, aiodaft.DeadlockDetected))
+    assert [one.method for one in deadlock.cycle] == ["Gang.step_after_asking"] * 3
+    assert "waits in a collective for" in str(deadlock)
+
+
+async def test_a_wait_in_a_collective_is_for_those_that_have_not_come_unless_it_ends_after_a_while(
+    module_rt: aiodaft.Runtime,
+) -> None:
+    first, second = map(target_of_member, await module_rt.group(2, Gang))
+
+    def ask_gone(peer: PeerId, _: ActorId) -> aiodaft.Ref[None]:
+        return second.caller.handle(peer, KEYED, "members", Keyed).gone(second.actor)
+
+    waits: dict[tuple[float | None, bool], Wait] = {}
+    for timeout, within in ((None, True), (3600, True), (None, False)):
+        place = MeetingPlace(first.process, "g", 2, ask_gone)
+        place.watch([first, second], but=0)
+        coming = Coming("k", "k", 0, {}, within=("caller", 7) if within else None)
+        task = asyncio.get_running_loop().create_task(place.come(coming, None, lambda brought: brought, timeout))
+        await asyncio.sleep(0)
+        waits[timeout, within] = wait_of_task(task)
+        place.close(ValueError("over"))
+        with pytest.raises(ValueError, match="over"):
+            await task
+    beside = CallAt(second.remote, PeerId("caller"), CallId(0), second.actor, (7,))
+    assert waits.pop((None, True)).calls == [beside]
+    # Who comes by itself may be met by any call.
+    assert [(wait.known, wait.calls) for wait in waits.values()] == [(False, []), (False, [])]
 
 
 async def test_refs_of_each_other_in_running_calls(module_rt: aiodaft.Runtime) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import chain, combinations, product
 from random import Random
 
@@ -35,6 +36,27 @@ def waiting(*on: int, begun: bool = True, stamp: int = 0) -> Waiting:
     """A call that waits for others, by their numbers."""
     reason = Reason.AWAITS if begun else Reason.QUEUED
     return Waiting("A-1", "A.m", "a.py:7 in m" if begun else "", begun, reason, (stamp,), tuple(map(call, on)))
+
+
+def test_an_error_names_the_users_calls_and_says_which_of_them_meet_in_a_collective() -> None:
+    running, queued = waiting(2), waiting(4, begun=False)
+    # The runtime's own calls, by which the first one waits for the other.
+    own = {2: replace(waiting(3), own=True), 3: replace(waiting(5), own=True, reason=Reason.MEETS)}
+    known = {call(number): one for number, one in {1: running, **own, 5: queued, 4: waiting(1)}.items()}
+    (deadlock,) = run(Search([call(1)]), known.__getitem__)
+    assert deadlock.victim == call(5)
+    assert len(deadlock.cycle) == 3
+    begun = "A.m of A-1 (a.py:7 in m)"
+    story = f"{begun} awaits {begun}, which waits in a collective for A.m of A-1, which is queued behind A.m of A-1;"
+    assert str(deadlock).startswith(story)
+    assert "let one of them make all calls whose methods meet in collectives" in str(deadlock)
+
+
+def test_none_of_the_runtimes_own_calls_is_given_up() -> None:
+    known = {call(1): waiting(2), call(2): replace(waiting(1), own=True, reason=Reason.MEETS)}
+    (deadlock,) = run(Search([call(2)]), known.__getitem__)
+    assert deadlock.victim == call(1)
+    assert str(deadlock).startswith("A.m of A-1 (a.py:7 in m) waits in a collective for A.m of A-1;")
 
 
 def asked_by(search: Search) -> list[CallAt]:

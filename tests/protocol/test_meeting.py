@@ -121,6 +121,17 @@ def test_the_error_of_a_meeting_that_is_late_names_who_is_missing() -> None:
     assert group.table.open() == ["meeting y: ranks 0, 2, 3 of 4 have not come"]
 
 
+def test_a_member_that_waits_does_so_for_those_that_have_not_come_within_the_same() -> None:
+    table: Meetings[str] = Meetings(3)
+    table.come(Coming("k", "k", 1, {}, within=("caller", 1)), "one")
+    table.come(Coming("k", "k", 0, {}, within=("other", 1)), "two")
+    assert table.missing("k", 1, "one") == (("caller", 1), [0, 2])
+    assert table.missing("k", 0, "two") == (("other", 1), [1, 2])
+    table.come(Coming("m", "m", 0, {}), "alone")
+    assert table.missing("m", 0, "alone") == (None, [1, 2])
+    assert table.missing("m", 0, "gone") == (None, [])
+
+
 def test_who_withdraws_has_not_come() -> None:
     group = Group(2)
     assert group.come(0, terms={"op": "sum"}) == []

@@ -12,26 +12,36 @@ so did all the others: the deadlock was real at one moment, and a deadlock stays
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
 from operator import attrgetter
 from typing import Final, NamedTuple
 
 from aiodaft._protocol.calls.call import FETCHING, WAITING, Stage
-from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.ids import ActorId, CallId, PeerId
 from aiodaft.exceptions import LocalProtocolError, WaitingCall
 
+# The usual cause are several callers.
+_WAY_OUT: Final = (
+    "; calls of a group by several callers begin in different orders at its members: let one of them make all calls "
+    "whose methods meet in collectives, or let these be `async def` without `concurrency`"
+)
 # A search gives up beyond this number of calls: no one could read such a deadlock.
 _MOST_CALLS: Final = 1_000
 
 
 class CallAt(NamedTuple):
-    """A call: the process that runs it, the process that made it, and its number there."""
+    """A call: the process that runs it, the process that made it, and its number there.
+
+    With `member`, what this actor does within a call of its group, or a run of a graph: its calls that are part of it.
+    """
 
     host: PeerId
     owner: PeerId
     number: CallId
+    member: ActorId = ActorId(0)
+    within: tuple[int, ...] = ()
 
 
 class Reason(Enum):
@@ -40,6 +50,7 @@ class Reason(Enum):
     AWAITS = "awaits"
     NEEDS = "needs the result of"
     QUEUED = "is queued behind"
+    MEETS = "waits in a collective for"
 
 
 class Place(Enum):
@@ -82,6 +93,7 @@ class Waiting:
         reason: The way in which it waits.
         stamp: Changes whenever it wakes, also if it then waits for the same.
         on: The calls of which one has to move on before it can.
+        own: Whether it is a call of the runtime itself, which no error names.
     """
 
     actor: str
@@ -91,17 +103,30 @@ class Waiting:
     reason: Reason
     stamp: tuple[int, ...]
     on: tuple[CallAt, ...]
+    own: bool = False
 
 
 class Deadlock(NamedTuple):
     """A cycle of waiting. Each call of it waits for the next, the last one for the first.
 
-    The last one is the call to give up: the youngest of the calls that have not begun (giving them up is safe). The
-    calls' numbers decide which is younger, so that all processes that find the deadlock choose the same call.
+    The last one is the call to give up: the youngest of the user's calls that have not begun (giving them up is safe).
+    The calls' numbers decide which is younger, so that all processes that find the deadlock choose the same call.
     """
 
     calls: tuple[CallAt, ...]
     waiting: tuple[Waiting, ...]
+
+    @property
+    def shown(self) -> tuple[Waiting, ...]:
+        """The user's calls, and how each waits for the next; the last one is the call to give up."""
+        *others, last = self.waiting
+        shown = [last]
+        for one in others:
+            if one.own:
+                shown[-1] = replace(shown[-1], reason=one.reason)
+            else:
+                shown.append(one)
+        return *shown[1:], shown[0]
 
     @property
     def victim(self) -> CallAt:
@@ -110,14 +135,15 @@ class Deadlock(NamedTuple):
     @property
     def cycle(self) -> tuple[WaitingCall, ...]:
         """The calls, for users."""
-        return tuple(WaitingCall(one.actor, one.method, one.line) for one in self.waiting)
+        return tuple(WaitingCall(one.actor, one.method, one.line) for one in self.shown)
 
     def __str__(self) -> str:
-        names = [f"{one.method} of {one.actor}" for one in self.waiting]
-        steps = [f"{name} ({one.line})" if one.line else name for name, one in zip(names, self.waiting, strict=True)]
-        reasons = [one.reason.value for one in self.waiting]
-        connections = [f"{reason} {step}" for reason, step in zip(reasons, [*steps[1:], names[0]], strict=True)]
-        return f"{steps[0]} {', which '.join(connections)}"
+        shown = self.shown
+        names = [f"{one.method} of {one.actor}" for one in shown]
+        steps = [f"{name} ({one.line})" if one.line else name for name, one in zip(names, shown, strict=True)]
+        connections = [f"{one.reason.value} {step}" for one, step in zip(shown, [*steps[1:], names[0]], strict=True)]
+        story = f"{steps[0]} {', which '.join(connections)}"
+        return story if all(one.reason is not Reason.MEETS for one in shown) else story + _WAY_OUT
 
 
 class Phase(Enum):
@@ -213,7 +239,7 @@ def _reach(start: CallAt, stuck: dict[CallAt, Waiting]) -> set[CallAt]:
 
 def _cycle_of(knot: set[CallAt], stuck: dict[CallAt, Waiting]) -> Deadlock:
     """The shortest cycle through the call of a knot that is to be given up."""
-    victim = max(knot, key=lambda call: (not stuck[call].begun, call.number, call.owner))
+    victim = max(knot, key=lambda call: (not stuck[call].begun, not stuck[call].own, call.number, call.owner))
     came_from: dict[CallAt, CallAt] = {}
     ahead = [victim]
     while victim not in came_from:

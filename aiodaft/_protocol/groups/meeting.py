@@ -224,9 +224,19 @@ class Meetings(Generic[T]):
             texts.append(f"{meeting.title}: {late} of {self._size} {'have' if several else 'has'} not come")
         return texts
 
+    def missing(self, name: Hashable, rank: int, ticket: T) -> tuple[Hashable, list[int]]:
+        """What a member that waits has come within, and the ranks that have not come to the same meeting."""
+        for meeting in self._meetings.get(name, ()):
+            if meeting.holds(rank, ticket):
+                return meeting.within, self._absent(meeting)
+        return None, []
+
+    def _absent(self, meeting: _Meeting[T]) -> list[int]:
+        return [rank for rank in range(self._size) if rank not in meeting.waiting]
+
     def _late(self, meeting: _Meeting[T]) -> tuple[str, bool]:
         """The ranks that have not come, and whether there are several."""
-        late = [str(other) for other in range(self._size) if other not in meeting.waiting]
+        late = [str(rank) for rank in self._absent(meeting)]
         return f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}", len(late) > 1
 
     def lose(self, rank: int, error: Exception) -> list[Outcome[T]]:

@@ -237,6 +237,16 @@ def _name_of(function: Any) -> str:
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
 
 
+def add_rule(function: Callable[..., Any], rule: Callable[[Frames], Behind]) -> None:
+    """Say what a task waits for whose innermost frame is of a function; LookupError from the rule: it is not known."""
+    _RULES[_name_of(function)] = rule
+
+
+def check_untimed(timeout: float | None) -> None:
+    """Raise LookupError for a wait with a timeout: it is not a deadlock."""
+    _untimed(timeout, ())
+
+
 # By the name of the innermost frame of a task: what the task waits for. A name that a version of Python does not have
 # does no harm.
 _RULES: Final[dict[str, Callable[[Frames], Behind]]] = {

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from aiodaft._protocol.diagnostics.deadlock import CallAt, Place, Waiting, place_of
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
+from aiodaft._protocol.diagnostics.deadlock import CallAt, Place, Reason, Waiting, place_of
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId, number_of
 from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.actors.steps import take_step
@@ -100,6 +100,8 @@ class WaitGraph:
 
     def look(self, at: CallAt) -> Waiting | None:
         """What a call waits for; None if it does not wait, is not here, or waits for something not known."""
+        if at.member:
+            return self._look_at_member(at)
         call = self.find(at)
         place = None if call is None or call.answered else _place_of(call)
         if call is None or place is None:
@@ -110,7 +112,19 @@ class WaitGraph:
         stamp = sorted(self._stamps.setdefault(future, next(self._numbers)) for future in wait.futures)
         line = wait.line if call.begun else ""
         on = tuple(sorted(set(wait.calls)))
-        return Waiting(call.hosted.name, call.label, line, call.begun, place.reason, tuple(stamp), on)
+        reason = Reason.MEETS if any(other.member for other in on) else place.reason
+        own = call.hosted.id < FIRST_USER_ACTOR
+        return Waiting(call.hosted.name, call.label, line, call.begun, reason, tuple(stamp), on, own)
+
+    def _look_at_member(self, at: CallAt) -> Waiting | None:
+        """The calls by which a member takes part in a call of its group; None if there is none now."""
+        hosted = next((one for one in self.host.actors.values() if number_of(one.id) == at.member), None)
+        if hosted is None:
+            return None
+        within = (at.owner, *at.within)
+        calls = [call for call in (*hosted.mailbox.waiting(), *hosted.under_way()) if call.within == within]
+        on = tuple(sorted(self.place(call) for call in calls if not call.answered))
+        return Waiting(hosted.name, "", "", True, Reason.MEETS, (), on, own=True) if on else None
 
     def wait_of(self, call: InboundCall) -> Wait:
         """What a call waits for, as far as that is known."""

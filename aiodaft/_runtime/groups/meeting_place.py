@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, cast
 
+from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.groups.meeting import Coming, Meetings, Outcome
-from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
 from aiodaft._runtime.actors.enlisted import Enlisted, changed
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
+from aiodaft._runtime.diagnostics.await_chains import Behind, Frames, add_rule, check_untimed
 from aiodaft._runtime.groups.part import Along, Joining
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import add_note, copy_error
@@ -57,6 +59,7 @@ class MeetingPlace:
         self._group = group
         self._table: Meetings[_Ticket] = Meetings(size)
         self._ask_gone = ask_gone
+        self._members: list[Target] = []
         self._watching: list[asyncio.Task[None]] = []
 
     def __len__(self) -> int:
@@ -101,6 +104,19 @@ class MeetingPlace:
             # The error of its future leads here: a cycle would keep what the member has brought.
             del ticket
 
+    def missing(self, coming: Coming, ticket: _Ticket) -> list[CallAt]:
+        """What the members that have not come to a meeting do within the same, for the search for deadlocks.
+
+        Raises:
+            LookupError: It is not known: they come by themselves, or the members are not known yet.
+        """
+        within, ranks = self._table.missing(coming.name, coming.rank, ticket)
+        if within is None:
+            raise LookupError("any of their calls may come")
+        owner, *numbers = cast("tuple[Any, ...]", within)
+        members = [self._members[rank] for rank in ranks]
+        return [CallAt(member.remote, owner, CallId(0), number_of(member.actor), tuple(numbers)) for member in members]
+
     def leave(self, left: Coming, missed: int | None) -> None:
         """A member waits no longer: its meeting fails with the fault; without one, it is forgotten that it has."""
         if left.fault is None:
@@ -110,8 +126,9 @@ class MeetingPlace:
 
     def watch(self, members: Iterable[Target], but: int) -> None:
         """Begin to watch the members, besides that at which this place is, if that has not begun."""
-        if not self._watching:
-            for rank, member in enumerate(members):
+        if not self._members:
+            self._members = list(members)
+            for rank, member in enumerate(self._members):
                 if rank != but:
                     watch = partial(self._process.tasks.create_task, self._watch(rank, member), name="watch a member")
                     # In a context of its own: the call that came first ends before.
@@ -165,6 +182,16 @@ class MeetingPlace:
         except DaftError as error:
             add_note(error, who)
             self.close(error)
+
+
+def _at_meeting(frames: Frames) -> Behind:
+    inside = frames[-1].f_locals
+    check_untimed(inside["timeout"])
+    place: MeetingPlace = inside["self"]
+    return place.missing(inside["coming"], inside["ticket"])
+
+
+add_rule(MeetingPlace.come, _at_meeting)
 
 
 class MeetingPlaces:

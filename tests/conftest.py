@@ -20,7 +20,7 @@ import pytest_asyncio
 import uvloop
 from actors import Echo
 from host_devices import HostDriver, use_host_devices
-from inside import actors_of
+from inside import actors_of, open_runtimes
 from leaks import Snapshot
 from terminals import Terminal
 
@@ -206,14 +206,14 @@ def preloaded(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_left_behind() -> Iterator[None]:
     """Fails a test that leaves a process, thread, descriptor or segment."""
-    before = Snapshot.take()
+    before, going_on = Snapshot.take(), open_runtimes()
     yield
     gc.collect()
     left = Snapshot.take().new_since(before)
-    if not {"module_rt", "log_only", "shared"}.isdisjoint(request.fixturenames):
-        # A runtime that goes on keeps its pools; it is looked at when it ends.
+    if going_on & open_runtimes():
+        # A module's runtime keeps its pools, and answers commands of other tests; it is looked at when it ends.
         left = {name: found for name, found in left.items() if name == "processes"}
     assert left == {}
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import pytest_asyncio
 from leaks import Snapshot, in_shared_memory, left_in_shared_memory
 
+import aiodaft
+
 SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sockets(shared_runtime: aiodaft.Runtime) -> AsyncIterator[list[socket.socket]]:
+    """Sockets of a module's runtime, such as those over which it answers `aiodaft ps`."""
+    sockets: list[socket.socket] = []
+    yield sockets
+    for one in sockets:
+        one.close()
 
 
 @pytest.fixture
@@ -50,3 +63,8 @@ def test_what_another_program_uses_is_no_leak(name: str) -> None:
     assert left_in_shared_memory(before, looks=1) == set()
     (SHARED_MEMORY / f"aiodaft-{name}").unlink()
     other.communicate()
+
+
+@pytest.mark.asyncio(loop_scope="module", loop_factories=["uvloop"])
+async def test_what_a_runtime_opens_that_goes_on_is_no_leak_of_a_test_beside_it(sockets: list[socket.socket]) -> None:
+    sockets.append(socket.socket())

@@ -20,10 +20,15 @@ from aiodaft._runtime.node.node_process import NodeProcess
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Timeouts
-from aiodaft._runtime.process import current_process
+from aiodaft._runtime.process import _open, current_process
 from aiodaft._runtime.scope_actors import ScopeActors
 
 T = TypeVar("T")
+
+
+def open_runtimes() -> set[PeerId]:
+    """The processes that runtimes have opened here, and not closed."""
+    return {process.id for process in _open}
 
 
 def controller_of(rt: aiodaft.Runtime) -> Controller:

@@ -66,8 +66,9 @@ class StartedNode:
             await see_through(tasks.start(started.wait_end(), name=f"end {name}"))
             raise cancelled
         assert process.stdin is not None
-        # A command that has ended says more by its exit status.
-        process.stdin.write(identity.packed())
+        # A command that has ended says more by its exit status. uvloop raises an error for a pipe that is closed.
+        if not process.stdin.is_closing():
+            process.stdin.write(identity.packed())
         return started
 
     async def _read(self) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import lone_launcher
 import pytest
@@ -129,6 +130,24 @@ async def test_an_error_has_what_ssh_said(key_file: Path, capsys: pytest.Capture
             async with launch.ssh(["n1"], key_file=key_file, command=command, patience=1):
                 pass
         assert capsys.readouterr().err == f"a banner\n{refused}\n"
+
+
+async def test_a_command_that_has_ended_before_it_gets_the_key_is_named(
+    key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = asyncio.create_subprocess_exec
+
+    async def start_and_end(*command: Any, **options: Any) -> asyncio.subprocess.Process:
+        process = await start(*command, **options)
+        assert process.stdin is not None
+        while not process.stdin.is_closing():
+            await asyncio.sleep(0)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_end)
+    with pytest.raises(aiodaft.LaunchFailed, match="the node n1 did not come up: .* status 3$"):
+        async with launch.ssh(["n1"], key_file=key_file, command=["sh", "-c", "exit 3"]):
+            pass
 
 
 async def test_a_command_that_is_missing_is_named(key_file: Path) -> None:

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import (
     TYPE_CHECKING,
@@ -33,6 +34,7 @@ from aiodaft._protocol.supervision.supervision import Kind, Restart, check_alone
 from aiodaft._runtime.blueprint import Blueprint, Constraints
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.placing import FixedSites, Site
+from aiodaft._runtime.serialization.errors import add_note
 from aiodaft.actor import Actor, Handle, handle_of, target_of
 from aiodaft.group import Group
 from aiodaft.methods import signature_of
@@ -325,13 +327,17 @@ class Spawner(ABC):
     def _group(
         self,
         what: Literal["group", "host_group"],
-        n: int,
+        n: Any,
         cls: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         axes: Mapping[str, int] | None,
     ) -> Spawned[Any]:
-        cls = _check_class(cls, args, kwargs, plain="host_group" if what == "group" else "")
+        if isinstance(n, type):
+            raise TypeError(f"the number of members comes first: use `rt.{what}({cls!r:.80}, {n.__name__}, ...)`")
+        values = (*args, *kwargs.values())
+        with _noting_that_all_get_the_same(n, values):
+            cls = _check_class(cls, args, kwargs, plain="host_group" if what == "group" else "")
         if not is_count(n):
             raise ValueError(f"a group has a positive number of members, not {n!r}")
         scope, constraints = self._spawning()
@@ -339,8 +345,9 @@ class Spawner(ABC):
             raise ValueError("on(name=..., lifetime=...) is for one actor, not for a group")
         grid = Axes.of(axes, n)
 
-        def start() -> Coroutine[Any, Any, Group[Any]]:
-            return scope.spawn_group(n, Blueprint(cls, args, kwargs, constraints), grid)
+        async def start() -> Group[Any]:
+            with _noting_that_all_get_the_same(n, values):
+                return await scope.spawn_group(n, Blueprint(cls, args, kwargs, constraints), grid)
 
         def end(group: Group[Any], graceful: bool) -> Awaitable[None]:
             return scope.end_block(list(group), graceful)
@@ -474,6 +481,18 @@ _ELSEWHERE: Final = {
 def _instead_of(option: str) -> str:
     here = _ELSEWHERE.get(option) or (f"rt.on({option}=...)" if option in _OPTIONS else "")
     return here and f": use `{here}`"
+
+
+@contextmanager
+def _noting_that_all_get_the_same(n: int, values: Sequence[object]) -> Generator[None]:
+    """Errors of making n members say so where an argument may have been meant to have a part for each."""
+    try:
+        yield
+    except Exception as error:
+        if any(isinstance(value, list | tuple) and len(value) == n for value in values):
+            rank = "aiodaft.current_group().rank"
+            add_note(error, f"each member gets the same arguments, not one of the {n} elements: `{rank}` is its place")
+        raise
 
 
 def _check_single(constraints: Constraints) -> None:

@@ -36,6 +36,13 @@ class Opened:
     def __enter__(self) -> None: ...
 
 
+class Shifted(aiodaft.Actor):
+    """Wants one number."""
+
+    def __init__(self, number: Any) -> None:
+        self.next = number + 1
+
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -396,6 +403,12 @@ async def test_a_name_of_another_framework_says_what_it_is_called_here(name: str
         (lambda rt: rt.spawn(Echo, name="a"), TypeError, r"^Echo.* argument 'name': use `rt.on\(name=...\)`$"),
         (lambda rt: rt.group(2, Echo, num_gpus=1), TypeError, r"argument 'num_gpus': use `rt.on\(gpus=...\)`$"),
         (lambda rt: rt.spawn(Echo, nonsense=1), TypeError, "argument 'nonsense'$"),
+        (
+            lambda rt: rt.group(Echo, 3),
+            TypeError,
+            r"^the number .*s comes first: use `rt.group\(3, Echo, ...\)`$",
+        ),
+        (lambda rt: rt.group(3, Echo, [1, 2, 3]), TypeError, r"\n.* not one of the 3 elements: `.*current_group\(\)"),
         (lambda rt: aiodaft.gather(rt.put(1), rt.put(2)), TypeError, r"^a collective takes .*`await asyncio.gather\("),
         (lambda rt: aiodaft.all_reduce(rt.put(1)), TypeError, "^a collective takes the refs of all members together"),
     ],
@@ -405,6 +418,14 @@ async def test_a_first_guess_names_the_right_word(
 ) -> None:
     with pytest.raises(error, match=reason):
         guess(mrt)
+
+
+async def test_a_constructor_that_takes_the_parts_of_all_members_for_its_own_is_told_so(mrt: aiodaft.Runtime) -> None:
+    for parts, notes in (([1, 2], 1), ([1, 2, 3], 0)):
+        with pytest.raises(TypeError) as told:
+            await mrt.group(2, Shifted, parts)
+        said = [note for note in told.value.__notes__ if note.startswith("each member gets the same arguments")]
+        assert len(said) == notes
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.capabilities import has_fork_server
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
-from aiodaft._runtime.platform.tasks import shield_from_anyio
+from aiodaft._runtime.platform.tasks import logger, shield_from_anyio
 from aiodaft._runtime.process import MSGPACK, ProcessOptions
 from aiodaft._runtime.scope_errors import ScopeErrors
 from aiodaft._runtime.serialization.errors import add_note, give_frames, take_frames
@@ -447,12 +447,23 @@ def _cluster_at(address: str, key_file: str | os.PathLike[str] | None, env: Env)
 
 
 def _address_of_environment() -> str | None:
-    """Raises ValueError for a variable with a typo, with which the program would run on this machine alone."""
+    """The variable, if it is set; what runs on this machine alone for another reason than that is told so.
+
+    Raises:
+        ValueError: A variable has a typo.
+    """
     for name in os.environ:
         if name.upper().startswith(("AIODA", "DAFT")) and any(part in name.upper() for part in ("ADD", "ADR", "DDR")):
             if name == "AIODAFT_ADDRESS":
                 return os.environ[name] or None
             raise ValueError(f"${name} is no variable of aiodaft: set $AIODAFT_ADDRESS instead, or unset it")
+    nodes = os.environ.get("SLURM_STEP_NUM_NODES", "1")
+    if nodes != "1" and os.environ.get("SLURM_PROCID") == "0":
+        logger.warning(
+            "srun runs this program on %s machines, and each has a runtime of its own: use `srun --ntasks-per-node=1 "
+            "aiodaft run SCRIPT` for a cluster of them",
+            nodes,
+        )
     return None
 
 

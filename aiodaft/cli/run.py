@@ -114,7 +114,10 @@ async def _gather(
             with published(meeting, address, identity):
                 await node.wait_nodes(lambda count: count >= size)
     except TimeoutError:
-        raise LaunchFailed(f"not all {size} tasks of the job came within {patience:g} s") from None
+        raise LaunchFailed(
+            f"not all {size} tasks of the job came within {patience:g} s: they look for this one in {meeting.parent}, "
+            "a folder that all machines have to see (--shared names another)"
+        ) from None
 
 
 async def _script_ended(

@@ -65,4 +65,6 @@ async def meet(path: Path, local: PeerId, patience: float) -> tuple[str, Identit
                 # Nothing tells this machine what another one writes to a shared folder.
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
-    raise LaunchFailed(f"rank 0 did not answer within {patience:g} s ({path}): {why}")
+    raise LaunchFailed(
+        f"rank 0 did not answer within {patience:g} s ({path}): {why}; --shared names a folder that all machines see"
+    )

@@ -46,7 +46,9 @@ def find_task(environ: Mapping[str, str]) -> Task:
     if all(name in environ for name in _TORCHRUN):
         rank, size, host, port = (environ[name] for name in _TORCHRUN)
         job = _file_name("torchrun", host, port, environ.get("TORCHELASTIC_RUN_ID", ""))
-        return _checked(Task(_number(rank), _number(size), job, listen_at=host), environ.get("LOCAL_RANK", "0"))
+        task = Task(_number(rank), _number(size), job, listen_at=host)
+        crowded = _number(environ.get("LOCAL_WORLD_SIZE", "1")) > 1
+        return _checked(task, environ.get("LOCAL_RANK", "0"), crowded)
     if all(name in environ for name in _SLURM):
         rank, size, number, step = (environ[name] for name in _SLURM)
         task = Task(
@@ -57,16 +59,18 @@ def find_task(environ: Mapping[str, str]) -> Task:
             seen_from=environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"),
             signals_all=True,
         )
-        return _checked(task, environ.get("SLURM_LOCALID", "0"))
+        # The task with number 0 of a machine would wait for those that are refused.
+        crowded = task.size > _number(environ.get("SLURM_STEP_NUM_NODES", size))
+        return _checked(task, environ.get("SLURM_LOCALID", "0"), crowded)
     return ALONE
 
 
-def _checked(task: Task, local_rank: str) -> Task:
+def _checked(task: Task, local_rank: str, crowded: bool) -> Task:
     if not 0 <= task.rank < task.size:
         raise ValueError(f"the engine says that this is task {task.rank} of {task.size}, which cannot be")
-    if _number(local_rank):
+    if _number(local_rank) or crowded:
         raise ValueError(
-            "several tasks of the job are on this machine: start one on each (`srun --ntasks-per-node=1`, `torchrun "
+            "several tasks of the job are on one machine: start one on each (`srun --ntasks-per-node=1`, `torchrun "
             "--nproc-per-node=1`); it offers all CPUs and GPUs that it may use"
         )
     return task

@@ -442,6 +442,17 @@ async def test_an_address_in_a_variable_with_a_typo_is_no_reason_to_run_alone(
     aiodaft.Runtime()
 
 
+async def test_a_program_that_srun_runs_on_several_machines_is_told_once_that_each_is_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for task, nodes, warnings in (("0", "1", 0), ("1", "2", 0), ("0", "2", 1)):
+        monkeypatch.setenv("SLURM_PROCID", task)
+        monkeypatch.setenv("SLURM_STEP_NUM_NODES", nodes)
+        aiodaft.Runtime()
+        assert len(caplog.messages) == warnings
+    assert "on 2 machines, and each has a runtime of its own: use `srun --ntasks-per-node=1 aiodaft" in caplog.text
+
+
 async def test_a_start_that_is_not_awaited_says_so() -> None:
     starting: Any = aiodaft.start()
     assert repr(starting) == "<aiodaft.start(), not awaited yet: `rt = await aiodaft.start()`>"

@@ -154,8 +154,11 @@ def test_the_other_tasks_end_when_the_first_one_is_killed(tmp_path: Path) -> Non
 def test_a_job_that_lacks_a_task_ends_and_says_so(tmp_path: Path) -> None:
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "HOME": str(tmp_path)}
     for rank, why in (
-        ("0", "not all 2 tasks of the job came within 0.5 s"),
-        ("1", "rank 0 did not answer within 0.5 s"),
+        (
+            "0",
+            f"not all 2 tasks of the job came within 0.5 s: they look for this one in {tmp_path}/.config/aiodaft/jobs,",
+        ),
+        ("1", "; --shared names a folder that all machines see"),
     ):
         done = subprocess.run(
             [*RUN, "--wait", "0.5", "--name", "n1", SCRIPT],
@@ -253,7 +256,13 @@ def test_a_script_that_does_not_end_is_killed_after_the_grace_with_all_nodes(slu
 
 
 def test_two_tasks_on_one_machine_are_refused(slurm: Mapping[str, str]) -> None:
-    command = ["srun", "--ntasks=2", "--nodes=1", "--overcommit", *RUN, "--wait", "5", SCRIPT]
+    command = ["srun", "--ntasks=2", "--nodes=1", "--overcommit", *RUN, SCRIPT]
     done = subprocess.run(command, env=slurm, capture_output=True, text=True, timeout=60)
-    assert "several tasks of the job are on this machine" in done.stderr
+    assert done.stderr.count("several tasks of the job are on one machine") == 2
     assert done.returncode == 1
+
+
+def test_srun_of_python_says_that_each_machine_is_alone(slurm: Mapping[str, str]) -> None:
+    command = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-c", "import aiodaft; aiodaft.Runtime()"]
+    done = subprocess.run(command, env=slurm, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("srun runs this program on 2 machines")) == (0, 1), done.stderr

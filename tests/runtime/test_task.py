@@ -34,9 +34,17 @@ def test_the_variables_of_torchrun_count_also_under_slurm() -> None:
 
 
 def test_one_task_on_each_machine() -> None:
-    for variables in ({**TORCHRUN, "LOCAL_RANK": "1"}, {**SLURM, "SLURM_LOCALID": "1"}):
-        with pytest.raises(ValueError, match="several tasks of the job are on this machine"):
+    for variables in (
+        {**TORCHRUN, "LOCAL_RANK": "1"},
+        {**TORCHRUN, "LOCAL_WORLD_SIZE": "2"},
+        {**SLURM, "SLURM_LOCALID": "1"},
+        # Also the first one of each machine, which would wait for the others.
+        {**SLURM, "SLURM_STEP_NUM_NODES": "2"},
+    ):
+        with pytest.raises(ValueError, match="several tasks of the job are on one machine"):
             find_task(variables)
+    assert find_task({**SLURM, "SLURM_STEP_NUM_NODES": "3"}).size == 3
+    assert find_task({**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}).size == 4
 
 
 @pytest.mark.parametrize("changed", [{"RANK": "4"}, {"RANK": "-1"}, {"WORLD_SIZE": "many"}, {"LOCAL_RANK": "x"}])

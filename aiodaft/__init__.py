@@ -1,6 +1,6 @@
 """Distributed actors, futures and tasks for asyncio: one plain async program drives many processes and GPUs.
 
-The first use of a name loads its module, so a process loads only modules that it uses. Type checkers read __init__.pyi.
+The first use of a name loads its module, so a process loads only what it uses. Type checkers read __init__.pyi.
 """
 
 from importlib import import_module
@@ -9,49 +9,49 @@ from typing import Any
 from aiodaft._protocol.connections.versions import __version__ as __version__
 
 _NAMES = {
-    "aiodaft._protocol.diagnostics.trace_context": "TraceContext",
-    "aiodaft._protocol.node.liveness": "Patience",
-    "aiodaft._protocol.supervision.supervision": "Backoff Restart",
-    "aiodaft._runtime.connections.traffic": "Traffic",
-    "aiodaft._runtime.logs.json_lines": "JsonFormatter",
-    "aiodaft.actor": "Actor local",
-    "aiodaft.attempt": "current_attempt",
+    "aiodaft.actor": "Actor",
     "aiodaft.channel": "Channel",
     "aiodaft.collectives": "all_gather all_reduce all_to_all broadcast gather reduce reduce_scatter scatter",
     "aiodaft.deadlines": "deadline",
     "aiodaft.exceptions": (
-        "ActorDied BorrowError CallCancelled ChannelClosed CoordinatorUnavailable CorruptState "
-        "CyclicGraph DaftError DeadlineExceeded DeadlockDetected GroupChanged InsufficientResources "
-        "KeyFileError LaunchFailed LeaseLost NameNotFound NameTaken NotAuthenticated Overloaded "
-        "OwnerDied PeerLost RemoteError ResourceExhausted RestartLimitReached RuntimeClosed "
-        "SerializationError SpawnFailed StaleHandle VersionMismatch"
+        "ActorDied CallCancelled ChannelClosed DaftError DeadlineExceeded DeadlockDetected GroupChanged NameNotFound "
+        "Overloaded RemoteError ResourceExhausted SpawnFailed"
     ),
-    "aiodaft.graph": "Graph StepTime compile",
+    "aiodaft.graph": "Graph compile",
     "aiodaft.group": "Group",
-    "aiodaft.info": "ActorInfo NodeInfo",
     "aiodaft.inside": "current_runtime",
-    "aiodaft.logs": "Logs",
-    "aiodaft.member": "CurrentGroup Message current_group",
-    "aiodaft.memory": "Registration empty register",
+    "aiodaft.member": "current_group",
     "aiodaft.methods": "method",
-    "aiodaft.overview": "Overview",
-    "aiodaft.placement": "Mesh Placement Slice Spawned",
     "aiodaft.program": "run start stop",
-    "aiodaft.reading": "read_only",
-    "aiodaft.ref": "Ref Refs Stream borrow lazy",
-    "aiodaft.resharding": "Layout ReshardPlan Sharding reshard",
+    "aiodaft.ref": "Ref Refs Stream borrow",
     "aiodaft.runtime": "Runtime",
     "aiodaft.scope": "Scope",
-    "aiodaft.service": "Service ServiceGroup",
-    "aiodaft.survivors": "Survivors among_survivors",
+    "aiodaft.supervision": "Backoff Patience Restart",
     "aiodaft.this_actor": "create_task current_actor",
-    "aiodaft.trace_contexts": "current_trace_context trace_context",
-    "aiodaft.web": "cancel_on_disconnect",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
-_MODULES |= {name: f"aiodaft.{name}" for name in ("exceptions", "policies", "web")}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+# Modules with the other names, which `import aiodaft` is enough for.
+_MODULES = (
+    "collectives",
+    "dashboard",
+    "exceptions",
+    "launch",
+    "logs",
+    "memory",
+    "pipeline",
+    "policies",
+    "prometheus",
+    "queue",
+    "resharding",
+    "state",
+    "supervision",
+    "telemetry",
+    "testing",
+    "typing",
+    "web",
+)
 
-__all__ = sorted([*_MODULES, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll] - it reads the stub
+__all__ = sorted([*_HOMES, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll] - it reads the stub
 
 
 # The words of other frameworks.
@@ -67,14 +67,15 @@ _INSTEAD = {
 
 
 def __getattr__(name: str) -> Any:
-    module = _MODULES.get(name)
-    if module is None:
+    if name in _MODULES:
+        return import_module(f"aiodaft.{name}")
+    home = _HOMES.get(name)
+    if home is None:
         instead = f": use {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}", name=name)
-    loaded = import_module(module)
-    value = globals()[name] = loaded if module == f"aiodaft.{name}" else getattr(loaded, name)
+    value = globals()[name] = getattr(import_module(home), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -13,20 +13,34 @@ Cancellation of a result: as for any ref. The results of the other members are n
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Never, TypeAlias, TypeVar, cast
+from typing import Any, Concatenate, Generic, Literal, NamedTuple, Never, ParamSpec, TypeAlias, TypeVar, cast
 
 from aiodaft._protocol.groups import collective
 from aiodaft._protocol.groups.collective import ALL_REDUCE, Cut
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.groups.arithmetic import check_reducer
-from aiodaft._runtime.groups.collectives import Members, Place, place_beside
+from aiodaft._runtime.groups.collectives import DEATHS, Members, Place, place_beside, place_of, place_of_living
 from aiodaft.actor import target_of
 from aiodaft.ref import Ref, Refs
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+__all__ = [
+    "Survivors",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "among_survivors",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
 
+P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R")
 
 Op: TypeAlias = Literal["sum", "product", "min", "max"] | Callable[[T, T], T]
 Algorithm: TypeAlias = Literal["exchange", "star", "shared", "direct", "ring", "tree", "doubling"]
@@ -185,6 +199,59 @@ def _hand_out(ref: Ref[Any], to: Iterable[Any], cut: Cut, title: str) -> Refs[An
     )
 
 
+class Survivors(NamedTuple, Generic[R]):
+    """The result of a collective among survivors.
+
+    Attributes:
+        ranks: The places of the values that are in the results, among the refs that were given.
+        refs: The results of their members, in this order.
+    """
+
+    ranks: tuple[int, ...]
+    refs: Refs[R]
+
+
+async def among_survivors(
+    collective: Callable[Concatenate[Iterable[Ref[T]], P], Refs[R]],
+    refs: Iterable[Ref[T]],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> Survivors[R]:
+    """Carry out a collective among the members that live: `await among_survivors(all_reduce, gradients, "sum")`.
+
+    Values of members that have died, or die in the middle, are left out, and the others begin again: all results are
+    made of the values of the same members. It returns when they exist.
+
+    Args:
+        collective: `all_reduce`, `reduce_scatter`, `all_gather`, or a function of yours that takes and gives refs so.
+        refs: The values, one for each member.
+        args: Other arguments of the collective.
+        kwargs: The same, by keyword.
+
+    Raises:
+        ActorDied, PeerLost: No value is left, or the death is not that of a member.
+        Exception: The error of a value or a result that is no death.
+
+    Cancellation: as for the results of the collective.
+    """
+    values = dict(enumerate(refs))
+    while True:
+        places = [place_of(ref) for ref in values.values()]
+        results = collective(list(values.values()), *args, **kwargs)
+        error = await _error_of(results)
+        if error is None:
+            return Survivors(tuple(values), results)
+        if not isinstance(error, DEATHS):
+            raise error
+        found = await asyncio.gather(*map(place_of_living, values.values()))
+        if found == places:
+            raise error
+        values = {rank: ref for (rank, ref), place in zip(values.items(), found, strict=True) if place is not None}
+        if not values:
+            raise error
+
+
 def _members(refs: Iterable[Ref[Any]], *others: Never) -> Members:
     if others or isinstance(refs, Ref):
         raise TypeError(
@@ -208,3 +275,10 @@ def _rank(root: int, count: int) -> int:
 
 def _place_beside(handle: Any) -> Place:
     return place_beside(cast("Target", target_of(handle)))
+
+
+async def _error_of(results: Refs[Any]) -> BaseException | None:
+    """The error of results, once all exist or have failed: rather one that is no death."""
+    await asyncio.gather(*(result.ready() for result in results))
+    errors = [error for result in results if (error := result.exception()) is not None]
+    return min(errors, key=lambda error: isinstance(error, DEATHS), default=None)

@@ -1,4 +1,4 @@
-"""Tensors in memory that transports use without a copy: made in shared memory, or registered."""
+"""Memory of values: made shared, registered or lent, so that nothing is copied, or only read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.process import current_process
 from aiodaft._runtime.serialization.tensors import fills_its_span, is_dense_tensor
+from aiodaft.reading import read_only
+from aiodaft.ref import borrow
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Registration", "empty", "register"]
+__all__ = ["Registration", "borrow", "empty", "read_only", "register"]
 
 
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -300,7 +300,7 @@ class Method(_MethodBase, Generic[P, R]):
 
 
 class DefMethod(Method[P, R]):
-    """A remote `def` method: a call on `self` gives the result itself; see `aiodaft.local`."""
+    """A remote `def` method: a call on `self` gives the result itself; see `aiodaft.typing.local`."""
 
 
 class StreamMethod(_MethodBase, Generic[P, R]):
@@ -378,8 +378,8 @@ def method(
         concurrency: Calls of this method that may run at the same time in one actor; for `async def` and generators.
         transport: The transport of its large results, "shm", "ucx" or "tcp". Default: that of the runtime.
         idempotent: The method may run twice: if a call fails because its actor died, the runtime makes it again to the
-            next incarnation, where `aiodaft.current_attempt()` gives the number of the attempt. A call that raises an
-            error is not made again.
+            next incarnation, where `aiodaft.supervision.current_attempt()` gives the number of the attempt. A call that
+            raises an error is not made again.
         retries: The most times that a call is made again. Default: 1.
         max_queue: Calls of this method that may wait at one actor; one more is refused at once with `Overloaded`
             (`.executed` is False). A call waits for the actor's thread (`def`), for a free place (`concurrency`), or

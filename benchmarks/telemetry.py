@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from aiodaft.runtime import Runtime
-from aiodaft.trace_contexts import trace_context
+from aiodaft.telemetry import trace_context
 
 from .results import Bench
 from .tracing import compare_lines, open_lines

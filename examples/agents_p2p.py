@@ -20,7 +20,7 @@ ANSWERS = ("", "needs a source", "found one", "good", "published")
 
 class Agent(aiodaft.Actor):
     def __init__(self) -> None:
-        self.group: aiodaft.CurrentGroup[Agent] = aiodaft.current_group()
+        self.group: aiodaft.typing.CurrentGroup[Agent] = aiodaft.current_group()
 
     @aiodaft.method
     async def work(self) -> list[str]:
@@ -64,7 +64,7 @@ class Agent(aiodaft.Actor):
         return product_MN
 
 
-async def shift(ring: aiodaft.CurrentGroup[Agent], block: Tensor, by: int) -> Tensor:
+async def shift(ring: aiodaft.typing.CurrentGroup[Agent], block: Tensor, by: int) -> Tensor:
     """Pass a block on around a ring, and take the one that comes."""
     await ring.send(block, to=(ring.rank - by) % ring.size)
     shifted: Tensor = await ring.recv(source=(ring.rank + by) % ring.size)

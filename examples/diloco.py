@@ -63,18 +63,18 @@ class Training:
         self.outer_steps += 1
         return ranks
 
-    async def combine(self, changes: aiodaft.Refs[Tensor]) -> aiodaft.Survivors[Tensor]:
+    async def combine(self, changes: aiodaft.Refs[Tensor]) -> aiodaft.collectives.Survivors[Tensor]:
         """The sum of the changes, without those of members that have died."""
-        return await aiodaft.among_survivors(aiodaft.all_reduce, changes)
+        return await aiodaft.collectives.among_survivors(aiodaft.all_reduce, changes)
 
     async def change_members(self, count: int) -> None:
         """Leave out the dead, and have `count` members. If one dies meanwhile, this may have to be called again."""
-        with suppress(aiodaft.ActorDied, aiodaft.OwnerDied, aiodaft.PeerLost):
+        with suppress(aiodaft.ActorDied, aiodaft.exceptions.OwnerDied, aiodaft.exceptions.PeerLost):
             await self.group.heal(count, prepare=self.catch_up)
 
     async def catch_up(self, new: list[Member]) -> None:
         state = self.group.any(Member.state)  # of one that lives
-        await asyncio.gather(*(member.join(aiodaft.lazy(state)) for member in new))
+        await asyncio.gather(*(member.join(aiodaft.typing.lazy(state)) for member in new))
 
     async def received(self) -> int:
         """The bytes of tensors that the members have received from each other."""

@@ -97,7 +97,7 @@ class Writer(aiodaft.Actor, gpus=0.5):
         return self.texts[batch]
 
     @aiodaft.method
-    async def seen(self) -> tuple[str, aiodaft.Traffic]:
+    async def seen(self) -> tuple[str, aiodaft.state.Traffic]:
         """The device, and what this process has sent and received."""
         gpu = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
         return f"{gpu.name}, {gpu.uuid}" if gpu else "CPU", aiodaft.current_runtime().traffic()

@@ -25,11 +25,11 @@ class Counter(aiodaft.Actor, restart=aiodaft.Restart(intensity=2, period=60)):
     # Counting to a number twice does no harm, so a call that died with the process may be made again.
     @aiodaft.method(idempotent=True, retries=1)
     def count_to(self, number: int) -> str:
-        if number == DIES_AT and aiodaft.current_attempt() == 1:
+        if number == DIES_AT and aiodaft.supervision.current_attempt() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         self.count = number
         self.checkpoint.write_text(str(number))
-        return f"{self.count} at attempt {aiodaft.current_attempt()}"
+        return f"{self.count} at attempt {aiodaft.supervision.current_attempt()}"
 
     @aiodaft.method
     def die(self) -> None:
@@ -49,7 +49,7 @@ async def main() -> None:
                 while True:
                     with contextlib.suppress(aiodaft.ActorDied):
                         await counter.die()
-        except* aiodaft.RestartLimitReached as group:
+        except* aiodaft.exceptions.RestartLimitReached as group:
             (error,) = group.exceptions
             print(error)
 

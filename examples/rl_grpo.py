@@ -64,7 +64,7 @@ class Learning:
         rollouts = self.generators.any(Generator.rollout, chunk)
         reference = self.reference.log_probabilities(rollouts)
         await rollouts.ready()
-        return aiodaft.lazy(rollouts), await self.score(chunk, rollouts), aiodaft.lazy(reference)
+        return aiodaft.typing.lazy(rollouts), await self.score(chunk, rollouts), aiodaft.typing.lazy(reference)
 
     async def score(self, chunk: int, rollouts: aiodaft.Ref[Rollouts]) -> list[float]:
         """The rewards. A sandbox that dies is asked again sample by sample, and a sample that kills it is dropped."""

@@ -145,5 +145,5 @@ class Engine(aiodaft.Actor, restart=aiodaft.Restart(intensity=10, backoff=aiodaf
 
     def export(self, sequence: Awaited, kv: Tensor) -> None:
         """Put keys and values where other processes can read them; called by the thread."""
-        shared = aiodaft.empty(kv.shape).copy_(kv)
+        shared = aiodaft.memory.empty(kv.shape).copy_(kv)
         self.loop.call_soon_threadsafe(sequence.results.put_nowait, shared)

@@ -36,7 +36,7 @@ class Member(aiodaft.Actor, restart=aiodaft.Restart(backoff=aiodaft.Backoff(base
     """A call of a collective does not wait: call what belongs together, then await it. A result of None is right."""
 
     @property
-    def group(self) -> aiodaft.CurrentGroup["Member"]:
+    def group(self) -> aiodaft.typing.CurrentGroup["Member"]:
         return aiodaft.current_group()  # as it is now: with the one that was started again
 
     @property

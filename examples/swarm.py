@@ -67,7 +67,7 @@ class Swarm:
             group = self.stages[stage]
             replica = group[microbatch % len(group)]
             self.made[key] = replica, getattr(replica, method)(*args)
-        return aiodaft.lazy(self.made[key][1])
+        return aiodaft.typing.lazy(self.made[key][1])
 
     async def refill(self) -> None:
         """Make new replicas in place of the dead, with the state of others of their stage."""

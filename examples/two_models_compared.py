@@ -20,7 +20,7 @@ import aiodaft
 
 class Meter(aiodaft.Actor):
     @aiodaft.method
-    async def traffic(self) -> aiodaft.Traffic:
+    async def traffic(self) -> aiodaft.state.Traffic:
         return aiodaft.current_runtime().traffic()
 
 

@@ -103,7 +103,7 @@ class Training:
         for number in dead:
             del known[number]
             spare = await self.spares.get()
-            await spare.take_over(number, self.count, self.saved, [aiodaft.lazy(ref) for ref in known])
+            await spare.take_over(number, self.count, self.saved, [aiodaft.typing.lazy(ref) for ref in known])
             self.ranks[number] = spare
 
     async def keep_spare(self) -> None:

@@ -21,9 +21,9 @@ NAMES: dict[type, set[str]] = {
     | {"aclose", "lookup", "name", "names", "nodes", "overview", "put", "ship", "stack", "trace"}
     | {"traffic"},
     aiodaft.Scope: OF_SCOPES,
-    aiodaft.Placement: OF_SPAWNERS,
-    aiodaft.Mesh: OF_SPAWNERS | {"slices"},
-    aiodaft.Slice: OF_SPAWNERS | {"gpus", "node"},
+    aiodaft.typing.Placement: OF_SPAWNERS,
+    aiodaft.typing.Mesh: OF_SPAWNERS | {"slices"},
+    aiodaft.typing.Slice: OF_SPAWNERS | {"gpus", "node"},
     aiodaft.Ref: OF_FUTURES | {"free", "into", "ready", "released", "value"},
     aiodaft.Refs: {"cancel", "gather"},
     aiodaft.Stream: {"aclose"},

@@ -25,6 +25,7 @@ from aiodaft._runtime.diagnostics.native_dump import offer_dump, withdraw_dump
 from aiodaft._runtime.diagnostics.telemetry import begin_telemetry, set_up_telemetry
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.levels import LevelWatch
+from aiodaft._runtime.logs.options import Logs
 from aiodaft._runtime.logs.recent import Recent
 from aiodaft._runtime.logs.relay import ConsoleThread
 from aiodaft._runtime.node.local_node import LocalNode, Machine
@@ -36,7 +37,6 @@ from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import ProcessOptions, check_codec, closed, opened
 from aiodaft._runtime.supervision.directory import Root
 from aiodaft.exceptions import RuntimeClosed
-from aiodaft.logs import Logs
 from aiodaft_transport import Key
 
 if TYPE_CHECKING:

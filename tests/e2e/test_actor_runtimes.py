@@ -55,7 +55,7 @@ async def test_an_actor_gives_its_own_handle_to_others(rt: aiodaft.Runtime, rest
         assert (await unless_dying(me.pid), await unless_dying(other.pids)) == (pid, [pid])
         return
     for call in (me.pid, other.pids):
-        with pytest.raises(aiodaft.StaleHandle):
+        with pytest.raises(aiodaft.exceptions.StaleHandle):
             await unless_dying(call)
 
 
@@ -181,7 +181,7 @@ async def test_the_error_of_a_spawn_is_that_of_the_method(rt: aiodaft.Runtime) -
     parent = await rt.spawn(Parent)
     with pytest.raises(ValueError, match="cannot begin at -1"):
         await parent.bear(-1)
-    with pytest.raises(aiodaft.InsufficientResources, match="needs gpus=9"):
+    with pytest.raises(aiodaft.exceptions.InsufficientResources, match="needs gpus=9"):
         await parent.bear(gpus=9)
 
 

@@ -123,7 +123,7 @@ async def test_a_thread_may_call_and_the_loop_awaits(rt: aiodaft.Runtime) -> Non
     echo = await rt.spawn(Echo)
     refs = await asyncio.to_thread(lambda: [echo.echo(index) for index in range(100)])
     assert await asyncio.gather(*refs) == list(range(100))
-    with pytest.raises(aiodaft.SerializationError, match=r"args\[0\] of Echo.echo cannot travel"):
+    with pytest.raises(aiodaft.exceptions.SerializationError, match=r"args\[0\] of Echo.echo cannot travel"):
         await asyncio.to_thread(lambda: echo.echo(threading.Lock()))
 
 
@@ -165,7 +165,7 @@ async def test_two_runtimes_do_not_know_each_other(rt: aiodaft.Runtime) -> None:
             with pytest.raises(ValueError, match=r"^<Mesh of .*> belongs to another runtime"):
                 await other.stop(mesh)
         truth = f"<Echo {name} in .* another runtime, that of {controller_of(rt).name}: pass a handle of this one"
-        with pytest.raises(aiodaft.SerializationError, match=rf"^args\[0\] of Relay.call_other .*{truth}"):
+        with pytest.raises(aiodaft.exceptions.SerializationError, match=rf"^args\[0\] of Relay.call_other .*{truth}"):
             there.call_other(here, 1)
         assert (await here.echo(1), (await there.call_other(await other.spawn(Echo), 2))) == (1, 2)
     assert await here.echo("outlives it") == "outlives it"
@@ -179,13 +179,13 @@ async def test_a_ref_of_another_runtime_is_refused(rt: aiodaft.Runtime) -> None:
         truth = f"another runtime, that of {controller_of(rt).name}: await it, and pass its value"
         for ref in refs:
             for argument in (ref, {"deep": [ref]}, Holder(ref), aiodaft.Refs([ref]).gather()):
-                with pytest.raises(aiodaft.SerializationError, match=truth):
+                with pytest.raises(aiodaft.exceptions.SerializationError, match=truth):
                     there.echo(argument)
-            with pytest.raises(aiodaft.SerializationError, match=truth):
+            with pytest.raises(aiodaft.exceptions.SerializationError, match=truth):
                 other.put([ref])
-            with pytest.raises(aiodaft.SerializationError, match=truth):
+            with pytest.raises(aiodaft.exceptions.SerializationError, match=truth):
                 aiodaft.compile(lambda x, ref=ref: there.echo([x, ref]))
-            with pytest.raises(aiodaft.SerializationError, match=truth):
+            with pytest.raises(aiodaft.exceptions.SerializationError, match=truth):
                 aiodaft.compile(lambda x, ref=ref: there.echo(ref))
         assert await there.echo("fine") == "fine"
 
@@ -200,10 +200,12 @@ async def test_a_ref_or_handle_of_a_closed_runtime_is_refused_and_its_value_can_
         name, pickled = controller_of(other).name, pickle.dumps(there)
         assert f"<Runtime {name} open" in repr(other)
     for argument in (ref, there, [there], group):
-        with pytest.raises(aiodaft.SerializationError, match=f"another runtime, that of {name}, which is closed"):
+        with pytest.raises(
+            aiodaft.exceptions.SerializationError, match=f"another runtime, that of {name}, which is closed"
+        ):
             here.echo(argument)
     assert await here.echo(await ref) == [1]
-    with pytest.raises(aiodaft.RuntimeClosed):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed):
         there.echo(1)
     with pytest.raises(ValueError, match=f"handle of Echo-1 belongs to another runtime, that of {name}"):
         pickle.loads(pickled)

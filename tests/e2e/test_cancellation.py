@@ -283,7 +283,7 @@ async def test_a_call_that_waits_for_its_argument_is_dropped(rt: aiodaft.Runtime
     await other.open_gate()
 
 
-async def abandoned(rt: aiodaft.Runtime, actor: object, count: int) -> aiodaft.ActorInfo:
+async def abandoned(rt: aiodaft.Runtime, actor: object, count: int) -> aiodaft.state.ActorInfo:
     """Wait until an actor has so many calls without a caller that waits."""
     while (info := await rt.info(actor)).abandoned != count:
         pass

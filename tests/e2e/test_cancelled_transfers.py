@@ -86,7 +86,7 @@ async def test_a_value_that_is_freed_in_the_moment_in_which_it_is_there(module_r
     await helper.let_go()
     while not found:
         await asyncio.sleep(0)
-    assert [type(place) for place in found] == [aiodaft.OwnerDied]
+    assert [type(place) for place in found] == [aiodaft.exceptions.OwnerDied]
     assert in_use(peer) == 0
 
 
@@ -191,7 +191,7 @@ async def test_what_was_lent_is_not_read_any_more_once_it_is_dropped(module_rt: 
 
 async def test_a_value_that_cannot_be_granted_as_a_whole_is_not_granted_in_part(module_rt: aiodaft.Runtime) -> None:
     peer = peer_of(module_rt)
-    tensors = [aiodaft.empty((MEDIUM,)) for _ in range(2)]
+    tensors = [aiodaft.memory.empty((MEDIUM,)) for _ in range(2)]
     stored = peer.store.keep(tensors, Names("tensors"))
     peer.store.pack_here(stored)
     (first, _), (second, _) = stored.blobs()
@@ -223,7 +223,7 @@ async def test_a_process_that_is_lost_while_it_is_told_of_a_value_is_granted_not
     module_rt: aiodaft.Runtime,
 ) -> None:
     peer = peer_of(module_rt)
-    tensors = [aiodaft.empty((MEDIUM,)) for _ in range(2)]
+    tensors = [aiodaft.memory.empty((MEDIUM,)) for _ in range(2)]
     stored = peer.store.keep(tensors, Names("tensors"))
     peer.store.pack_here(stored)
     (first, _), (second, _) = stored.blobs()

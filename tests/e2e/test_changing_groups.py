@@ -34,7 +34,7 @@ async def kill(group: Group[Peer], *ranks: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def mortals(rt: aiodaft.Runtime) -> aiodaft.Placement:
+def mortals(rt: aiodaft.Runtime) -> aiodaft.typing.Placement:
     """Their death is no error of the runtime."""
     return rt.on(restart="temporary")
 
@@ -130,7 +130,7 @@ async def test_new_members_take_over_the_state_of_others_before_they_are_in_the_
         # What the others do goes on, and no call of the group goes to the new ones.
         seen.append({await group.any(Peer.size_of_state) for _ in range(8)})
         state = group[0].get()
-        seen.append(await asyncio.gather(*(one.load(aiodaft.lazy(state)) for one in new)))
+        seen.append(await asyncio.gather(*(one.load(aiodaft.typing.lazy(state)) for one in new)))
 
     before = rt.traffic()
     await group.resize(4, prepare=prepare)

@@ -331,7 +331,7 @@ async def test_closing_the_runtime_wakes_receivers() -> None:
         receiving = asyncio.get_running_loop().create_task(channel.recv())
         await asyncio.sleep(0)
         await rt.aclose()
-        with pytest.raises(aiodaft.RuntimeClosed):
+        with pytest.raises(aiodaft.exceptions.RuntimeClosed):
             await receiving
 
 

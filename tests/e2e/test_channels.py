@@ -339,10 +339,10 @@ async def test_the_death_of_a_second_receiver_leaves_the_channel_to_the_others(r
 async def test_what_cannot_travel_fails_the_send_and_nothing_else(rt: aiodaft.Runtime) -> None:
     receiver = await rt.spawn(Courier)
     channel: aiodaft.Channel[Any] = aiodaft.Channel(2)
-    with pytest.raises(aiodaft.SerializationError, match="Channel.send cannot travel"):
+    with pytest.raises(aiodaft.exceptions.SerializationError, match="Channel.send cannot travel"):
         await channel.send(item for item in [1])
     received = receiver.receive(channel, 1)
-    with pytest.raises(aiodaft.SerializationError, match="Channel.send cannot travel"):
+    with pytest.raises(aiodaft.exceptions.SerializationError, match="Channel.send cannot travel"):
         await channel.send({"lock": asyncio.get_running_loop()})
     await channel.send("fine")
     assert await received == ["fine"]

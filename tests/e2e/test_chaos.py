@@ -15,7 +15,8 @@ from chaos.judge import Hang, judge
 from chaos.plan import ACTORS, Deed, Fault, Harm, Op, Round, rounds, transport_of
 from chaos.run import _no_more_descriptors, torment
 
-from aiodaft import ActorDied, CallCancelled, Overloaded, PeerLost
+from aiodaft import ActorDied, CallCancelled, Overloaded
+from aiodaft.exceptions import PeerLost
 
 CALL = Op(100, Deed.CALL, 0.0, (0, 1, 2), 10)
 CANCEL = Op(100, Deed.CANCEL, 0.0, (0, 1, 2), 10)

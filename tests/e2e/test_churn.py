@@ -42,7 +42,9 @@ class Training:
         doomed = self.random.sample(range(len(group)), victims)
         pids = await asyncio.gather(*(group[rank].pid() for rank in doomed))
         gradients = group.each(Replica.gradient, range(len(group)))
-        summing = asyncio.get_running_loop().create_task(aiodaft.among_survivors(aiodaft.all_reduce, gradients))
+        summing = asyncio.get_running_loop().create_task(
+            aiodaft.collectives.among_survivors(aiodaft.all_reduce, gradients)
+        )
         for pid in pids:
             for _ in range(self.random.randrange(40)):
                 await asyncio.sleep(0)
@@ -78,7 +80,7 @@ class Training:
     async def catch_up(self, new: list[Replica]) -> None:
         # Of a member that lives.
         state = self.group.any(Replica.state)
-        await asyncio.gather(*(replica.load(aiodaft.lazy(state)) for replica in new))
+        await asyncio.gather(*(replica.load(aiodaft.typing.lazy(state)) for replica in new))
 
     async def agree(self) -> None:
         """Check that all members have the same state: that of the sums, in the order of ranks."""

@@ -157,7 +157,7 @@ async def test_runs_of_a_graph_work_again_after_a_connection_broke(rt: aiodaft.R
     async with aiodaft.compile(lambda x: second.increment(first.increment(x))) as graph:
         assert await graph(1) == 3
         break_connection(rt, (await rt.info(second)).process)
-        with pytest.raises(aiodaft.PeerLost):
+        with pytest.raises(aiodaft.exceptions.PeerLost):
             await graph(1)
         assert await graph(1) == 3
 
@@ -174,7 +174,7 @@ async def test_large_values_go_between_nodes_and_to_and_from_the_controller(rt: 
 
 
 async def test_a_node_that_is_not_there_is_named_with_those_that_are(rt: aiodaft.Runtime) -> None:
-    with pytest.raises(aiodaft.InsufficientResources, match="there is no node 'n7'; there is n1 and n2"):
+    with pytest.raises(aiodaft.exceptions.InsufficientResources, match="there is no node 'n7'; there is n1 and n2"):
         await rt.on(node="n7").spawn(Traveller)
 
 
@@ -190,7 +190,7 @@ async def test_the_patience_of_a_runtime_reaches_the_workers_of_nodes(cluster: C
     async with aiodaft.Runtime(cluster.address, key_file=cluster.key_file, patience=patience) as hasty:
         actor = await hasty.on(node="n2").spawn(Traveller)
         os.kill(await actor.pid(), signal.SIGSTOP)
-        with pytest.raises(aiodaft.PeerLost, match=r"lost_after=0\.5"):
+        with pytest.raises(aiodaft.exceptions.PeerLost, match=r"lost_after=0\.5"):
             await actor.increment(1)
 
 
@@ -236,7 +236,7 @@ async def test_the_actors_of_a_controller_that_is_killed_end_and_their_names_are
 
 async def test_another_key_opens_nothing(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run("key", "new", str(tmp_path / "other"))
-    with pytest.raises(aiodaft.NotAuthenticated):
+    with pytest.raises(aiodaft.exceptions.NotAuthenticated):
         async with aiodaft.Runtime(cluster.address, key_file=tmp_path / "other"):
             pass
 
@@ -296,7 +296,7 @@ async def test_the_end_of_a_node_fails_what_was_on_it_and_nothing_else(tmp_path:
             # Its lease ends, and with that its names.
             while await rt.names():
                 await asyncio.sleep(0.01)
-            with pytest.raises(aiodaft.InsufficientResources, match="there is no node 'n2'; there is n1$"):
+            with pytest.raises(aiodaft.exceptions.InsufficientResources, match="there is no node 'n2'; there is n1$"):
                 await rt.on(node="n2").spawn(Traveller)
             with pytest.raises(aiodaft.exceptions.OutcomeUnknown):
                 await second.increment(1)
@@ -365,10 +365,14 @@ async def test_a_coordinator_that_is_killed_stops_no_call_and_comes_back_with_it
                 try:
                     found = await rt.lookup("second", Traveller)
                     break
-                except (aiodaft.exceptions.OutcomeUnknown, aiodaft.NameNotFound, aiodaft.CoordinatorUnavailable):
+                except (
+                    aiodaft.exceptions.OutcomeUnknown,
+                    aiodaft.NameNotFound,
+                    aiodaft.exceptions.CoordinatorUnavailable,
+                ):
                     await asyncio.sleep(0.01)
             assert await found.increment(1) == 2
-            with pytest.raises(aiodaft.NameTaken):
+            with pytest.raises(aiodaft.exceptions.NameTaken):
                 await rt.name(first, "second")
             third = await rt.on(node="n1").spawn(Traveller)
             assert await third.ask(first, 1) == 2

@@ -57,7 +57,7 @@ async def test_labels_and_the_places_of_others_choose_the_node(rt: aiodaft.Runti
     near = await rt.on(near=first, cpus=1).spawn(Traveller)
     apart = await rt.on(apart_from=[first, near], gpus=1).spawn(Traveller)
     assert await nodes_of(rt, (first, near, apart)) == ["n3", "n3", "n2"]
-    with pytest.raises(aiodaft.InsufficientResources) as caught:
+    with pytest.raises(aiodaft.exceptions.InsufficientResources) as caught:
         await rt.on(labels={"zone": "a"}, apart_from=apart).spawn(Traveller)
     assert str(caught.value).endswith("but no node has that: n1: no label 'zone'; n2: Traveller-3 there; n3: zone='b'")
 
@@ -67,8 +67,8 @@ async def test_a_program_and_its_actors_see_what_each_node_has(rt: aiodaft.Runti
     first, second, third = await rt.nodes(patience=30)
     cpus, total = {"cpus": 8, "gpus": 0}, {"cpus": 8, "gpus": 4}
     one, two = cluster.nodes[0].address, cluster.nodes[1].address
-    assert first == aiodaft.NodeInfo("n1", {}, "ready", cpus, cpus, 0, one)
-    assert second == aiodaft.NodeInfo("n2", {"zone": "a"}, "ready", total, {"cpus": 6, "gpus": 3.5}, 1, two)
+    assert first == aiodaft.state.NodeInfo("n1", {}, "ready", cpus, cpus, 0, one)
+    assert second == aiodaft.state.NodeInfo("n2", {"zone": "a"}, "ready", total, {"cpus": 6, "gpus": 3.5}, 1, two)
     assert (third.name, third.labels, third.free) == ("n3", {"zone": "b"}, total)
     onlooker = await rt.on(node="n3", cpus=1).spawn(Onlooker)
     assert await onlooker.free() == {"n1": 8, "n2": 6, "n3": 7}
@@ -87,7 +87,7 @@ async def test_a_gang_is_on_several_nodes_or_on_none(rt: aiodaft.Runtime) -> Non
     async with rt.group(8, Shard) as shards:
         assert await nodes_of(rt, shards) == ["n2"] * 4 + ["n3"] * 4
         assert await shards.all(Shard.ping) == [1] * 8
-    with pytest.raises(aiodaft.InsufficientResources) as caught:
+    with pytest.raises(aiodaft.exceptions.InsufficientResources) as caught:
         await rt.group(9, Shard)
     assert str(caught.value) == (
         "each of the 9 actors Shard-2 needs gpus=1, but there is room for 8: n2: room for 4; n3: room for 4; "
@@ -103,13 +103,14 @@ async def test_a_mesh_has_slices_of_several_nodes(rt: aiodaft.Runtime) -> None:
         first = await mesh.group(2, Shard)
         assert await nodes_of(rt, [*first, *second]) == ["n2"] * 2 + ["n3"] * 2
         with pytest.raises(
-            aiodaft.InsufficientResources, match="n2: 0 whole gpus free of 2; n3: 0 whole gpus free of 2"
+            aiodaft.exceptions.InsufficientResources, match="n2: 0 whole gpus free of 2; n3: 0 whole gpus free of 2"
         ):
             await mesh.spawn(Shard)
         others = await rt.group(4, Shard)
         assert [(await rt.info(shard)).gpus for shard in others] == [(2,), (3,), (2,), (3,)]
     with pytest.raises(
-        aiodaft.InsufficientResources, match="mesh of 3 x 1 GPUs needs 3 nodes with gpus=1 each, but only 2 nodes have"
+        aiodaft.exceptions.InsufficientResources,
+        match="mesh of 3 x 1 GPUs needs 3 nodes with gpus=1 each, but only 2 nodes have",
     ):
         await rt.mesh(hosts=3, gpus=1)
 
@@ -121,7 +122,7 @@ async def test_what_another_runtime_has_taken_is_learned(cluster: Cluster, rt: a
         assert mesh[0].node == "n2"
         # This runtime still sees room on n2.
         assert await nodes_of(rt, [await rt.spawn(Shard)]) == ["n3"]
-        with pytest.raises(aiodaft.InsufficientResources, match="there is room for 3"):
+        with pytest.raises(aiodaft.exceptions.InsufficientResources, match="there is room for 3"):
             await rt.group(4, Shard)
         waiting = asyncio.get_running_loop().create_task(awaited(rt.on(wait=40).group(4, Shard)))
         await other.on(labels={"zone": "b"}).spawn(Shard)
@@ -130,7 +131,7 @@ async def test_what_another_runtime_has_taken_is_learned(cluster: Cluster, rt: a
 
 
 async def test_a_wait_ends_when_a_node_joins(cluster: Cluster, rt: aiodaft.Runtime) -> None:
-    with pytest.raises(aiodaft.InsufficientResources, match="there is no node 'n4'; there is n1, n2 and n3"):
+    with pytest.raises(aiodaft.exceptions.InsufficientResources, match="there is no node 'n4'; there is n1, n2 and n3"):
         await rt.on(node="n4").spawn(Traveller)
     waiting = asyncio.get_running_loop().create_task(awaited(rt.on(node="n4", wait=40).spawn(Traveller)))
     joined = await asyncio.to_thread(cluster.add, "n4")
@@ -159,8 +160,8 @@ async def test_supervised_actors_of_a_lost_node_come_back_where_there_is_room(tm
             assert await there.increment(1) == 2
             # There is only n1 left, where it must not be.
             cluster.nodes[2].process.kill()
-            with pytest.raises(aiodaft.RestartLimitReached) as caught:
+            with pytest.raises(aiodaft.exceptions.RestartLimitReached) as caught:
                 while True:
-                    with suppress(aiodaft.PeerLost):
+                    with suppress(aiodaft.exceptions.PeerLost):
                         await there.increment(1)
             assert "n1: Traveller-1 there" in str(caught.value.__cause__)

@@ -127,7 +127,7 @@ async def test_a_member_that_is_restarted_while_the_group_changes_knows_the_chan
 
 async def test_a_resize_that_fails_leaves_the_group_and_what_its_members_know(rt: aiodaft.Runtime) -> None:
     group = await rt.on(gpus=1).group(2, Seated)
-    with pytest.raises(aiodaft.InsufficientResources):
+    with pytest.raises(aiodaft.exceptions.InsufficientResources):
         await group.resize(5)
     assert (group.epoch, len(group)) == (1, 2)
     assert {(seen.epoch, seen.size) for seen in await group.all(Seated.look)} == {(1, 2)}
@@ -204,5 +204,5 @@ async def test_outside_of_a_member_the_error_says_so(rt: aiodaft.Runtime) -> Non
     with pytest.raises(RuntimeError, match="no code of an actor runs here"):
         aiodaft.current_group()
     group = await rt.group(1, Seated)
-    with pytest.raises(aiodaft.SerializationError, match="belongs to its member: pass the `Group` instead"):
+    with pytest.raises(aiodaft.exceptions.SerializationError, match="belongs to its member: pass the `Group` instead"):
         await group[0].give_away()

@@ -164,9 +164,9 @@ async def test_a_ref_says_that_its_owner_died(rt: aiodaft.Runtime) -> None:
     box = await owner.ref_of_other(echo, bytes(1_000_000))
     await holder.hold(Box(box.ref))
     await rt.kill(owner)
-    with pytest.raises(aiodaft.OwnerDied):
+    with pytest.raises(aiodaft.exceptions.OwnerDied):
         await box.ref
-    with pytest.raises(aiodaft.OwnerDied):
+    with pytest.raises(aiodaft.exceptions.OwnerDied):
         await holder.read_held()
     while (await rt.info(echo)).stored_bytes:
         await asyncio.sleep(0)

@@ -249,7 +249,7 @@ async def test_a_global_that_cannot_travel_is_named(runtime: aiodaft.Runtime, mo
                 pass
 
     with pytest.raises(
-        aiodaft.SerializationError, match=r"the global GATE that .*work uses, in the class.work of Guarded"
+        aiodaft.exceptions.SerializationError, match=r"the global GATE that .*work uses, in the class.work of Guarded"
     ):
         await runtime.spawn(Guarded)
 

@@ -128,7 +128,7 @@ async def test_what_is_lent_is_read_where_it_is(rt: aiodaft.Runtime) -> None:
     ref = a.lend(SIZE, 4.0)
     await ref.ready()
     await a.overwrite(1.0)
-    with pytest.raises(aiodaft.BorrowError):
+    with pytest.raises(aiodaft.exceptions.BorrowError):
         await b.where(ref)
 
 
@@ -189,10 +189,12 @@ async def test_what_is_read_in_place_stays_until_the_stream_of_the_method_is_don
 
 async def test_a_write_to_what_is_only_to_be_read_is_an_error(rt: aiodaft.Runtime) -> None:
     a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
-    with pytest.raises(aiodaft.BorrowError, match=r"break_promise is declared @read_only, but wrote to .* args\[0\]"):
+    with pytest.raises(
+        aiodaft.exceptions.BorrowError, match=r"break_promise is declared @read_only, but wrote to .* args\[0\]"
+    ):
         await b.break_promise(a.make(10, 1.0))
     # Also where each reader has memory of its own.
-    with pytest.raises(aiodaft.BorrowError):
+    with pytest.raises(aiodaft.exceptions.BorrowError):
         await b.break_promise(torch.zeros(3))
 
 

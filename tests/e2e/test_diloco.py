@@ -109,7 +109,7 @@ class GatedMember(Member):
 
 
 class GatedTraining(Training):
-    async def combine(self, changes: aiodaft.Refs[Tensor]) -> aiodaft.Survivors[Tensor]:
+    async def combine(self, changes: aiodaft.Refs[Tensor]) -> aiodaft.collectives.Survivors[Tensor]:
         combined = await super().combine(changes)
         await self.group.all(GatedMember.open)
         return combined

@@ -87,12 +87,14 @@ async def test_a_drained_node_takes_nothing_new_and_ends_with_its_last_actor(
     first, second = await rt.on(node="n1").spawn(Traveller), await rt.on(node="n2").spawn(Traveller)
     drain = Drain(cluster, "n2", "--grace", "60")
     assert (await drain.says()).startswith(f"waits for Traveller-2 (pid {await second.pid()}, of controller-")
-    with pytest.raises(aiodaft.InsufficientResources, match=r"cannot be placed: node 'n2' is being drained$"):
+    with pytest.raises(
+        aiodaft.exceptions.InsufficientResources, match=r"cannot be placed: node 'n2' is being drained$"
+    ):
         await rt.on(node="n2").spawn(Traveller)
-    with pytest.raises(aiodaft.InsufficientResources, match="is being drained"):
+    with pytest.raises(aiodaft.exceptions.InsufficientResources, match="is being drained"):
         await rt.on(apart_from=first).spawn(Traveller)
     assert (await rt.info(await rt.spawn(Traveller))).node == "n1"
-    with pytest.raises(aiodaft.InsufficientResources, match="is being drained"):
+    with pytest.raises(aiodaft.exceptions.InsufficientResources, match="is being drained"):
         await rt.on(with_=second).spawn(Traveller)
     shown = await asyncio.to_thread(cluster.run, "ps")
     assert "    is being drained" in shown.stdout.splitlines()
@@ -285,7 +287,7 @@ async def test_sigterm_drains_if_that_is_asked_for_and_a_second_one_ends_at_once
         while True:
             try:
                 await rt.stop(await rt.on(node="n3").spawn(Traveller))
-            except aiodaft.InsufficientResources:
+            except aiodaft.exceptions.InsufficientResources:
                 break
         assert await actor.increment(1) == 2
         third.process.send_signal(signal.SIGTERM)

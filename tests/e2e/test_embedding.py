@@ -288,7 +288,7 @@ async def test_only_a_disconnect_cancels_the_block(rt: aiodaft.Runtime) -> None:
     request = FakeRequest()
 
     async def answer() -> None:
-        async with aiodaft.cancel_on_disconnect(request):
+        async with aiodaft.web.cancel_on_disconnect(request):
             await sleeper.sleep(60)
 
     task = in_a_task(answer())
@@ -305,7 +305,7 @@ async def test_only_a_disconnect_cancels_the_block(rt: aiodaft.Runtime) -> None:
 async def test_a_block_that_ends_first_watches_no_longer(rt: aiodaft.Runtime) -> None:
     echo = await rt.spawn(Echo)
     request = FakeRequest()
-    async with aiodaft.cancel_on_disconnect(request):
+    async with aiodaft.web.cancel_on_disconnect(request):
         assert await echo.echo(1) == 1
     request.messages.put_nowait({"type": "http.disconnect"})
     await asyncio.sleep(0)
@@ -316,7 +316,7 @@ async def test_a_block_that_is_cancelled_or_fails_by_itself_raises_just_that(rt:
     failing = await rt.spawn(Failing)
 
     async def answer(work: Callable[[], Awaitable[object]]) -> None:
-        async with aiodaft.cancel_on_disconnect(FakeRequest()):
+        async with aiodaft.web.cancel_on_disconnect(FakeRequest()):
             await work()
 
     with pytest.raises(ValueError, match="bad value"):

@@ -207,7 +207,9 @@ async def test_errors_of_siblings_arrive_as_a_group(rt: aiodaft.Runtime) -> None
 
 async def test_a_result_that_cannot_travel_fails_its_call_only(rt: aiodaft.Runtime) -> None:
     failing = await rt.spawn(Failing)
-    with pytest.raises(aiodaft.SerializationError, match=r"result of Failing.unencodable cannot travel") as caught:
+    with pytest.raises(
+        aiodaft.exceptions.SerializationError, match=r"result of Failing.unencodable cannot travel"
+    ) as caught:
         await failing.unencodable()
     assert caught.value.executed is True
     assert await failing.use(1) == 1
@@ -291,6 +293,6 @@ async def test_the_same_error_awaited_twice_does_not_grow(rt: aiodaft.Runtime) -
 async def test_a_failed_spawn_argument_fails_the_spawn(rt: aiodaft.Runtime) -> None:
     failing = await rt.spawn(Failing)
     with pytest.raises(ValueError, match="bad value"):
-        await rt.spawn(Trainer, aiodaft.lazy(failing.raise_value_error()))
-    good = await rt.spawn(Trainer, aiodaft.lazy((await rt.spawn(Echo)).echo(2.0)))
+        await rt.spawn(Trainer, aiodaft.typing.lazy(failing.raise_value_error()))
+    good = await rt.spawn(Trainer, aiodaft.typing.lazy((await rt.spawn(Echo)).echo(2.0)))
     assert await good.step([1]) == 2.0

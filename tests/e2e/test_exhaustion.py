@@ -64,7 +64,7 @@ async def test_a_queue_that_its_first_receiver_cannot_take_is_lost_for_all_and_n
         await channel.send(bytes([number]) * MEDIUM)
     await actor.hoard()
     for receiving in (actor.receive(channel).value(), channel.recv()):
-        with pytest.raises(aiodaft.PeerLost) as caught:
+        with pytest.raises(aiodaft.exceptions.PeerLost) as caught:
             await receiving
         assert any("had its queue" in note for note in caught.value.__notes__)
     assert await actor.release() == "released"

@@ -31,7 +31,7 @@ async def rt(cluster: Cluster) -> AsyncIterator[aiodaft.Runtime]:
 
 async def refused(actor: Traveller) -> None:
     """Wait until an actor refuses calls because its node may have no lease."""
-    with pytest.raises(aiodaft.LeaseLost, match="another actor may have the name"):
+    with pytest.raises(aiodaft.exceptions.LeaseLost, match="another actor may have the name"):
         while True:
             assert await actor.increment(1) == 2
 
@@ -54,13 +54,13 @@ async def test_e76_while_the_coordinator_is_silent_actors_with_names_refuse_and_
     with stopped(cluster.nodes[0].process.pid):
         await refused(actor)
         assert await other.increment(1) == 2
-        with pytest.raises(aiodaft.LeaseLost):
+        with pytest.raises(aiodaft.exceptions.LeaseLost):
             await other.ask(actor, 1)
     while True:
         try:
             assert await other.ask(actor, 1) == 2
             break
-        except aiodaft.LeaseLost:
+        except aiodaft.exceptions.LeaseLost:
             await asyncio.sleep(0.01)
     found = await rt.lookup("x", Traveller)
     assert await found.pid() == await actor.pid()
@@ -74,13 +74,13 @@ async def test_e75_a_node_that_is_stopped_has_no_actor_serve_under_a_name_that_a
     with stopped(cluster.nodes[1].process.pid):
         await refused(actor)
         await named(rt, other, "x")
-        with pytest.raises(aiodaft.LeaseLost):
+        with pytest.raises(aiodaft.exceptions.LeaseLost):
             await actor.increment(1)
         assert await (await rt.lookup("x", Traveller)).pid() == await other.pid()
     # The node hears that the name is lost, and ends the actor.
     with pytest.raises(aiodaft.ActorDied, match="its name 'x' went to another actor"):
         while True:
-            with pytest.raises(aiodaft.LeaseLost):
+            with pytest.raises(aiodaft.exceptions.LeaseLost):
                 await actor.increment(1)
     assert await other.increment(1) == 2
 

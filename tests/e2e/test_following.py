@@ -103,15 +103,15 @@ async def test_handles_that_do_not_follow_refuse_until_they_are_renewed(module_r
             return caller.ask("get")
 
         # The other process may not have heard yet: then its call is lost with the actor, and it has heard.
-        with pytest.raises((aiodaft.StaleHandle, aiodaft.ActorDied)):
+        with pytest.raises((aiodaft.exceptions.StaleHandle, aiodaft.ActorDied)):
             await from_another()
         for ask in (old.get, from_another):
-            with pytest.raises(aiodaft.StaleHandle, match="this handle leads to its epoch 0") as caught:
+            with pytest.raises(aiodaft.exceptions.StaleHandle, match="this handle leads to its epoch 0") as caught:
                 await ask()
             assert caught.value.executed is (ask is from_another)
         # Also if no process ever called that incarnation.
         late = await module_rt.spawn(Responder, old)
-        with pytest.raises(aiodaft.StaleHandle, match="this handle leads to its epoch 0"):
+        with pytest.raises(aiodaft.exceptions.StaleHandle, match="this handle leads to its epoch 0"):
             await late.ask("get")
         new = await module_rt.lookup("pinned", Mortal)
         assert new != old
@@ -184,7 +184,7 @@ async def test_waiting_is_bounded_by_deadlines_cancellation_and_numbers(tmp_path
         refs = [actor.add(10) for _ in range(3)]
         with pytest.raises(aiodaft.Overloaded):
             actor.add(10)
-        with pytest.raises(aiodaft.SerializationError):
+        with pytest.raises(aiodaft.exceptions.SerializationError):
             await gated_error(actor, refs)
         await gated.open()
         # None of the others ever came.
@@ -329,7 +329,7 @@ async def test_an_incarnation_in_the_same_process_takes_nothing_addressed_to_the
         await kill(sibling)
         assert (await guest.pid(), await guest.get()) == (pid, 0)
         # The caller's connection is as good as it was: only the callee knows better.
-        with pytest.raises(aiodaft.StaleHandle, match="leads to an earlier incarnation"):
+        with pytest.raises(aiodaft.exceptions.StaleHandle, match="leads to an earlier incarnation"):
             await caller.ask("add", 1)
         assert await caller.ask("add", 1) == 1
         assert await guest.get() == 1

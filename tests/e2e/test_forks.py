@@ -88,7 +88,7 @@ async def test_a_child_keeps_seeing_values_that_its_parent_has_dropped(rt: aioda
         return await echo.echo(torch.full((100_000,), number))
 
     def made_here(number: float) -> torch.Tensor:
-        return aiodaft.empty(100_000).fill_(number)
+        return aiodaft.memory.empty(100_000).fill_(number)
 
     held = [await value(1), made_here(1)]
     # By numpy: torch's own threads are not there in a child.

@@ -15,7 +15,7 @@ from leaks import ended, is_alive
 import aiodaft
 
 
-def program_of(actor: aiodaft.ActorInfo) -> int:
+def program_of(actor: aiodaft.state.ActorInfo) -> int:
     """The process that an actor has started."""
     assert actor.pid is not None
     return int(Path(f"/proc/{actor.pid}/task/{actor.pid}/children").read_text())

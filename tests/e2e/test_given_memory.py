@@ -1,4 +1,4 @@
-"""Memory that the user has: `ref.into(tensor)` writes to it in place, `aiodaft.register(tensor)` prepares it once."""
+"""Memory that the user has: `ref.into(tensor)` writes to it in place, `aiodaft.memory.register()` prepares it once."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ async def test_a_hundred_sends_and_receives_register_once(module_rt: aiodaft.Run
     giver, ucx = await module_rt.spawn(Giver), transport_of(module_rt, "ucx")
     tensor, target = torch.zeros(SIZE), torch.empty(SIZE)
     counts = []
-    with aiodaft.register(tensor), aiodaft.register(target):
+    with aiodaft.memory.register(tensor), aiodaft.memory.register(target):
         for step in range(100):
             ref = module_rt.put(tensor, transport="ucx")
             assert await giver.total(ref) == SIZE * step
@@ -161,7 +161,7 @@ async def test_a_hundred_sends_and_receives_register_once(module_rt: aiodaft.Run
 async def test_nothing_is_copied_on_the_way_out(module_rt: aiodaft.Runtime, name: str) -> None:
     giver, transport = await module_rt.spawn(Giver), transport_of(module_rt, name)
     tensor = counted(130, 240)
-    with aiodaft.register(tensor):
+    with aiodaft.memory.register(tensor):
         parts = {"a": tensor[:60], "b": tensor[70:], "small": tensor[0]}
         for value, sent in ((tensor, 124_800), (tensor[7:], 118_080), (tensor.t(), 124_800)):
             before, pooled = module_rt.traffic().payload_sent, transport.arena.idle_bytes()
@@ -187,7 +187,7 @@ async def test_an_actor_sends_parts_of_what_it_registered(module_rt: aiodaft.Run
 async def test_with_shared_memory_what_is_sent_is_a_copy_as_ever(module_rt: aiodaft.Runtime) -> None:
     giver = await module_rt.spawn(Giver)
     tensor = torch.ones(SIZE)
-    with aiodaft.register(tensor):
+    with aiodaft.memory.register(tensor):
         ref = module_rt.put(tensor, transport="shm")
         await ref.ready()
         tensor.zero_()
@@ -197,25 +197,25 @@ async def test_with_shared_memory_what_is_sent_is_a_copy_as_ever(module_rt: aiod
 async def test_a_write_before_it_was_read_is_found_out(module_rt: aiodaft.Runtime) -> None:
     giver = await module_rt.spawn(Giver)
     tensor = torch.ones(SIZE)
-    with aiodaft.register(tensor):
+    with aiodaft.memory.register(tensor):
         ref = module_rt.put(tensor, transport="tcp")
         # Receiving is writing.
         await giver.full_by_tcp(SIZE, 2.0).into(tensor)
-        with pytest.raises(aiodaft.BorrowError):
+        with pytest.raises(aiodaft.exceptions.BorrowError):
             await giver.total(ref)
 
 
 async def test_it_ends_with_the_tensor_but_not_before_its_readers(module_rt: aiodaft.Runtime) -> None:
     giver, store = await module_rt.spawn(Giver), peer_of(module_rt).store
     tensor = torch.ones(SIZE)
-    registration = aiodaft.register(tensor[1000:])
+    registration = aiodaft.memory.register(tensor[1000:])
     ref = module_rt.put(tensor[1000:], transport="tcp")
     registration.close()
     registration.close()
     del tensor
     assert await giver.total(ref) == SIZE - 1000
     tensor = torch.ones(SIZE)
-    aiodaft.register(tensor)
+    aiodaft.memory.register(tensor)
     view = tensor[5:]
     del tensor, ref
     gc.collect()
@@ -228,7 +228,7 @@ async def test_it_ends_with_the_tensor_but_not_before_its_readers(module_rt: aio
 async def test_it_may_outlive_the_runtime() -> None:
     tensor, late = torch.ones(SIZE), torch.ones(SIZE)
     async with aiodaft.Runtime(preload=()):
-        first, second = aiodaft.register(tensor), aiodaft.register(late)
+        first, second = aiodaft.memory.register(tensor), aiodaft.memory.register(late)
     first.close()
     del late
     gc.collect()
@@ -245,15 +245,15 @@ async def test_what_cannot_be_registered_is_refused_with_the_reason(module_rt: a
         (torch.zeros(3, 1).expand(3, 4), ValueError, "without gaps"),
     ):
         with pytest.raises(error, match=reason):
-            aiodaft.register(tensor)
+            aiodaft.memory.register(tensor)
     whole = torch.zeros(100)
-    with aiodaft.register(whole) as registration:
+    with aiodaft.memory.register(whole) as registration:
         for part in (whole, whole[:1], whole[99:]):
             with pytest.raises(ValueError, match="already"):
-                aiodaft.register(part)
+                aiodaft.memory.register(part)
     registration.close()
-    aiodaft.register(torch.zeros(0, 3)).close()
-    with aiodaft.register(whole[:50]), aiodaft.register(whole[50:]):
+    aiodaft.memory.register(torch.zeros(0, 3)).close()
+    with aiodaft.memory.register(whole[:50]), aiodaft.memory.register(whole[50:]):
         assert len(peer_of(module_rt).store.registered) == 2
 
 
@@ -276,5 +276,5 @@ async def test_a_lent_value_is_not_copied_for_its_own_process(module_rt: aiodaft
     assert (await lent).max() == 2.0
     again = keeper.lend(SIZE, 3.0)
     await keeper.overwrite(4.0)
-    with pytest.raises(aiodaft.BorrowError):
+    with pytest.raises(aiodaft.exceptions.BorrowError):
         await keeper.is_mine(again)

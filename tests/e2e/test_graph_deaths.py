@@ -154,9 +154,9 @@ async def test_graphs_of_actors_that_are_not_restarted_any_more_say_so(rt: aioda
                 with pytest.raises(aiodaft.ActorDied):
                     await graph("die")
             await asyncio.Event().wait()
-    assert caught.group_contains(aiodaft.RestartLimitReached)
+    assert caught.group_contains(aiodaft.exceptions.RestartLimitReached)
     for _ in range(2):
-        with pytest.raises(aiodaft.RestartLimitReached, match="2 deaths"):
+        with pytest.raises(aiodaft.exceptions.RestartLimitReached, match="2 deaths"):
             await graph("good")
     await graph.aclose()
 
@@ -219,7 +219,7 @@ async def test_a_runtime_that_closes_fails_the_runs_under_way() -> None:
         a, b = await spawn(rt, 2)
         run = aiodaft.compile(lambda x: b.same(a.wait(x)))(1)
     # Stopping `a` cancels its step; what comes of that may arrive before the end of `b`, or of the runtime.
-    with pytest.raises((aiodaft.ActorDied, aiodaft.RuntimeClosed, aiodaft.CallCancelled)):
+    with pytest.raises((aiodaft.ActorDied, aiodaft.exceptions.RuntimeClosed, aiodaft.CallCancelled)):
         await run
 
 

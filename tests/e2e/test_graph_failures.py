@@ -53,7 +53,7 @@ async def test_an_input_that_fails_is_told_as_it_is_one_by_one(module_rt: aiodaf
         assert caught.value.__notes__[1] == (
             f"needed by Node.same of {second}, which did not run: its argument is the result of Node.on_loop of {first}"
         )
-        with pytest.raises(aiodaft.SerializationError):
+        with pytest.raises(aiodaft.exceptions.SerializationError):
             await graph(asyncio.get_running_loop())
         assert await graph(1) == 1
 
@@ -66,7 +66,7 @@ async def test_a_run_that_cannot_begin_keeps_none_of_its_inputs(module_rt: aioda
 
     async with aiodaft.compile(flow) as graph:
         used = b.same("used")
-        with pytest.raises(aiodaft.SerializationError):
+        with pytest.raises(aiodaft.exceptions.SerializationError):
             await graph([used], asyncio.get_running_loop())
         async with asyncio.timeout(5):
             await used.released()
@@ -200,7 +200,7 @@ async def test_closing_waits_for_runs_and_frees_everything(module_rt: aiodaft.Ru
     await a.open()
     await closing
     await graph.aclose()
-    with pytest.raises(aiodaft.RuntimeClosed, match="the graph is closed"):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed, match="the graph is closed"):
         graph(1)
     assert len(await run) == 300_000
     del run

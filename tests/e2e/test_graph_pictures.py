@@ -88,7 +88,7 @@ async def test_a_timed_graph_knows_what_its_steps_took_and_made_when_they_ran_la
         same, wait, on_thread = await graph.times()
         assert (same.value, same.size, on_thread.value) == ("int", None, "")
         assert on_thread.seconds is not None
-    with pytest.raises(aiodaft.RuntimeClosed, match="the graph is closed"):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed, match="the graph is closed"):
         await graph.times()
 
 

@@ -241,7 +241,7 @@ async def test_what_cannot_be_captured_is_refused_with_its_line(module_rt: aioda
         aiodaft.compile(lambda x: x)
     with pytest.raises(TypeError, match="did you forget `await`"):
         aiodaft.compile(lambda x: a.same(x + 1))
-    with pytest.raises(aiodaft.SerializationError) as caught:
+    with pytest.raises(aiodaft.exceptions.SerializationError) as caught:
         aiodaft.compile(lambda x: a.same([x, asyncio.get_running_loop()]))
     assert "test_graphs.py" in caught.value.__notes__[-1]
     captured: list[Ref[Any]] = []
@@ -265,7 +265,7 @@ async def test_what_cannot_be_captured_is_refused_with_its_line(module_rt: aioda
     async with aiodaft.compile(lambda x: a.same(x)) as graph:
         with pytest.raises(TypeError, match=r"cannot run inside another \(.*test_graphs.py:\d+"):
             aiodaft.compile(lambda x: a.same(graph(x)))
-        with pytest.raises(aiodaft.SerializationError, match="stays in the process that captured it"):
+        with pytest.raises(aiodaft.exceptions.SerializationError, match="stays in the process that captured it"):
             await a.same(graph)
 
 

@@ -315,7 +315,10 @@ async def test_what_ends_the_items_of_a_map_comes_behind_the_results_before_it(r
         raise LookupError("no more")
 
     group = await rt.group(2, Member)
-    for last, error, count in ((5, LookupError, 6), (asyncio.get_running_loop(), aiodaft.SerializationError, 5)):
+    for last, error, count in (
+        (5, LookupError, 6),
+        (asyncio.get_running_loop(), aiodaft.exceptions.SerializationError, 5),
+    ):
         for ordered in (True, False):
             mapping = group.map(Member.times, items(last), ordered=ordered)
             assert sorted([await anext(mapping) for _ in range(count)]) == list(range(count))
@@ -433,7 +436,7 @@ async def test_shrinking_lets_calls_under_way_end_and_takes_the_last_ranks(rt: a
 
 async def test_growing_beyond_what_there_is_changes_nothing(rt: aiodaft.Runtime) -> None:
     group = await rt.group(2, NeedsGpu)
-    with pytest.raises(aiodaft.InsufficientResources, match=r"NeedsGpu-\d+\[\d\] needs gpus=1"):
+    with pytest.raises(aiodaft.exceptions.InsufficientResources, match=r"NeedsGpu-\d+\[\d\] needs gpus=1"):
         await group.resize(5)
     assert len(group) == 2
     assert (await resources_of(rt))[1]["gpus"] == 2

@@ -65,14 +65,14 @@ async def test_d60_an_actor_that_stays_stopped_is_given_up_and_its_callers_hear(
         pass
     through = relay.call_other(stuck, 2)
     with pytest.raises(
-        aiodaft.PeerLost, match=r"Stuck-\d+ \(pid \d+\) has not answered .* Patience\(lost_after=1\)"
+        aiodaft.exceptions.PeerLost, match=r"Stuck-\d+ \(pid \d+\) has not answered .* Patience\(lost_after=1\)"
     ) as lost:
         await ref
     assert lost.value.executed is None
     assert lost.value.last_method == "Stuck.stop_itself"
-    with pytest.raises(aiodaft.PeerLost, match="has not answered"):
+    with pytest.raises(aiodaft.exceptions.PeerLost, match="has not answered"):
         await through
-    with pytest.raises(aiodaft.PeerLost, match="has not answered") as later:
+    with pytest.raises(aiodaft.exceptions.PeerLost, match="has not answered") as later:
         await stuck.echo("are you there?")
     assert later.value.executed is False
     seen = await rt.info(stuck)
@@ -92,13 +92,13 @@ async def test_one_that_is_given_up_is_restarted_with_the_patience_and_the_gpus_
     stuck = await rt.on(gpus=1, patience=QUICK, restart=policy).spawn(Stuck)
     before = await rt.info(stuck)
     for epoch in (1, 2):
-        with pytest.raises(aiodaft.PeerLost, match="has not answered"):
+        with pytest.raises(aiodaft.exceptions.PeerLost, match="has not answered"):
             await stuck.stop_itself()
         assert await stuck.echo("back") == "back"
         seen = await rt.info(stuck)
         assert (seen.name, seen.gpus, seen.alive) == (before.name, before.gpus, True)
         assert (seen.epoch, seen.restarts) == (epoch, epoch)
-        assert isinstance(seen.last_error, aiodaft.PeerLost)
+        assert isinstance(seen.last_error, aiodaft.exceptions.PeerLost)
         processes = (await rt.stack()).processes
         assert [process.pid for process in processes if seen.name in process.actors] == [seen.pid]
 
@@ -126,7 +126,8 @@ async def test_d61_c_code_that_keeps_the_interpreter_is_given_up_where_patience_
     stuck, excused = await rt.on(patience=Patience(0.3, None, give_up=1)).spawn(Stuck), await rt.spawn(Unhurried)
     excused_call = excused.hold_interpreter(gate)
     with pytest.raises(
-        aiodaft.PeerLost, match=r"Patience\(give_up=1\).*keeps the interpreter.*under way: Stuck.hold_interpreter"
+        aiodaft.exceptions.PeerLost,
+        match=r"Patience\(give_up=1\).*keeps the interpreter.*under way: Stuck.hold_interpreter",
     ):
         await stuck.hold_interpreter(gate)
     assert not excused_call.done()
@@ -206,7 +207,7 @@ async def test_a_process_that_is_given_up_ends_though_the_fork_server_is_stopped
         stuck = await rt.spawn(Stuck)
         pid = (await rt.info(stuck)).pid
         os.kill(fork_server_of(rt), signal.SIGSTOP)
-        with pytest.raises(aiodaft.PeerLost):
+        with pytest.raises(aiodaft.exceptions.PeerLost):
             await stuck.stop_itself()
         while is_alive(pid):
             pass
@@ -219,7 +220,7 @@ async def test_who_shares_a_process_with_a_patient_actor_is_waited_for_as_long(r
     guest = await rt.on(with_=hasty, patience=Patience(None, None)).spawn(Stuck)
     other = await rt.on(patience=Patience(None, 0.5)).spawn(Stuck)
     ref = guest.stop_itself()
-    with pytest.raises(aiodaft.PeerLost):
+    with pytest.raises(aiodaft.exceptions.PeerLost):
         await other.stop_itself()
     seen = await rt.info(guest)
     assert seen.alive
@@ -229,5 +230,5 @@ async def test_who_shares_a_process_with_a_patient_actor_is_waited_for_as_long(r
 
 async def test_a_runtime_has_a_patience_that_actors_override() -> None:
     async with aiodaft.Runtime(preload=(), patience=Patience(None, 0.5)) as rt:
-        with pytest.raises(aiodaft.PeerLost):
+        with pytest.raises(aiodaft.exceptions.PeerLost):
             await (await rt.spawn(Stuck)).stop_itself()

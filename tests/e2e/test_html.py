@@ -114,7 +114,7 @@ async def test_an_error_shows_its_cause_first_and_what_is_known_of_it(rt: aiodaf
     assert (2, "last_method: Sleeper.sleep") in read.items
     cause = ValueError(FORGED)
     cause.add_note("raised by Model.step in Model-1")
-    later = aiodaft.RestartLimitReached("it died too often")
+    later = aiodaft.exceptions.RestartLimitReached("it died too often")
     later.attempts = (died, ExceptionGroup("members failed", [KeyError("key"), died]))
     later.__cause__ = cause
     items = shown(later).items

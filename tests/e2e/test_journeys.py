@@ -20,7 +20,8 @@ from leaks import is_alive
 from torch import Tensor
 
 import aiodaft
-from aiodaft import Actor, Channel, Group, Ref, lazy, method
+from aiodaft import Actor, Channel, Group, Ref, method
+from aiodaft.typing import lazy
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -138,7 +139,7 @@ async def test_journey_4_a_compiled_pipeline_gives_the_interpreted_results(rt: a
         assert torch.equal(interpreted[index], one_by_one[index])
         assert torch.equal(interpreted[index], overlapping[index])
     assert len(captured) == 1
-    with pytest.raises(aiodaft.RuntimeClosed, match="the graph is closed"):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed, match="the graph is closed"):
         fast(torch.zeros(1))
 
 
@@ -262,7 +263,7 @@ async def test_journey_8_elastic_group(rt: aiodaft.Runtime) -> None:
         assert len(group) == 1
         assert [is_alive(pid) for pid in pids] == [True, False, False, False, False]
         assert await group.all(Trainer.step, [1]) == [3.0]
-        with pytest.raises(aiodaft.InsufficientResources):
+        with pytest.raises(aiodaft.exceptions.InsufficientResources):
             await group.resize(9)
         assert await group.all(Trainer.step, [1]) == [4.0]
     assert (await resources_of(rt))[1] == before
@@ -302,7 +303,7 @@ async def test_journey_10_notebook_cells_share_a_runtime_across_tasks() -> None:
     await run_in_a_task(aiodaft.stop())
     second = await run_in_a_task(aiodaft.start(gpus=8))
     assert not is_alive(old_pid)
-    with pytest.raises(aiodaft.RuntimeClosed):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed):
         await run_in_a_task(awaited(first.spawn(Model, 1.0)))
 
     async def spawn() -> Any:
@@ -318,5 +319,5 @@ async def test_journey_10_notebook_cells_share_a_runtime_across_tasks() -> None:
     await run_in_a_task(aiodaft.stop())
     assert not is_alive(pid)
     await aiodaft.stop()
-    with pytest.raises(aiodaft.RuntimeClosed):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed):
         await call(model)

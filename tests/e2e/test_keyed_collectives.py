@@ -17,8 +17,9 @@ from supervised import AT_ONCE
 from torch import Tensor
 
 import aiodaft
-from aiodaft import ActorDied, CallCancelled, GroupChanged, Restart, SerializationError
+from aiodaft import ActorDied, CallCancelled, GroupChanged, Restart
 from aiodaft._protocol.connections.session import WINDOW_BYTES
+from aiodaft.exceptions import SerializationError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

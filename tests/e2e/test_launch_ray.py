@@ -33,12 +33,12 @@ async def main() -> None:
     try:
         async with aiodaft.launch.ray([{"CPU": 2}, {"CPU": 2}], patience=2):
             pass
-    except aiodaft.LaunchFailed as error:
+    except aiodaft.exceptions.LaunchFailed as error:
         print(error)
     try:
         async with aiodaft.launch.ray([{"CPU": 1}], node_options=["--label", "broken"]):
             pass
-    except aiodaft.LaunchFailed as error:
+    except aiodaft.exceptions.LaunchFailed as error:
         print("ended with status" in str(error))
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 2}], "PACK")
     async with aiodaft.launch.ray(group) as address, aiodaft.Runtime(address) as rt:

@@ -109,14 +109,14 @@ def test_the_program_of_the_page_runs(key_file: Path, sshd: Sshd, tmp_path: Path
 
 
 async def test_a_host_that_cannot_be_reached_is_named_and_the_other_nodes_end(key_file: Path, sshd: Sshd) -> None:
-    with pytest.raises(aiodaft.LaunchFailed, match="the node nowhere did not come up: .* status 255"):
+    with pytest.raises(aiodaft.exceptions.LaunchFailed, match="the node nowhere did not come up: .* status 255"):
         async with launch.ssh(["n1", "nowhere"], key_file=key_file, command=sshd.command):
             pass
     await all_ended(sshd)
 
 
 async def test_a_host_without_that_interpreter_is_named(key_file: Path, sshd: Sshd) -> None:
-    with pytest.raises(aiodaft.LaunchFailed, match="the node n1 did not come up: .* status 12[67]"):
+    with pytest.raises(aiodaft.exceptions.LaunchFailed, match="the node n1 did not come up: .* status 12[67]"):
         async with launch.ssh(["n1"], key_file=key_file, command=sshd.command, python="/no/python"):
             pass
     await all_ended(sshd)
@@ -126,7 +126,7 @@ async def test_an_error_has_what_ssh_said(key_file: Path, capsys: pytest.Capture
     refused = "ssh: connect to host n1 port 22: No route to host"
     for ending, status in (("exit 255", "ended with status 255"), ("cat >/dev/null", "not all nodes came up")):
         command = ["sh", "-c", f"echo 'a banner\n{refused}' >&2; {ending}"]
-        with pytest.raises(aiodaft.LaunchFailed, match=f"{status}[^\n]*\n  a banner\n  {refused}$"):
+        with pytest.raises(aiodaft.exceptions.LaunchFailed, match=f"{status}[^\n]*\n  a banner\n  {refused}$"):
             async with launch.ssh(["n1"], key_file=key_file, command=command, patience=1):
                 pass
         assert capsys.readouterr().err == f"a banner\n{refused}\n"
@@ -151,7 +151,7 @@ async def test_a_command_that_has_ended_before_it_gets_the_key_is_named(
 
 
 async def test_a_command_that_is_missing_is_named(key_file: Path) -> None:
-    with pytest.raises(aiodaft.LaunchFailed, match="the node n1: no-ssh cannot be started: No such file"):
+    with pytest.raises(aiodaft.exceptions.LaunchFailed, match="the node n1: no-ssh cannot be started: No such file"):
         async with launch.ssh(["n1"], key_file=key_file, command=["no-ssh"]):
             pass
 
@@ -159,7 +159,7 @@ async def test_a_command_that_is_missing_is_named(key_file: Path) -> None:
 @pytest.mark.parametrize("patience", [0.1, 0])
 async def test_nodes_that_take_too_long_are_given_up(key_file: Path, patience: float) -> None:
     # It never says where it listens, and ends with its standard input.
-    with pytest.raises(aiodaft.LaunchFailed, match=f"not all nodes came up within {patience} s"):
+    with pytest.raises(aiodaft.exceptions.LaunchFailed, match=f"not all nodes came up within {patience} s"):
         async with launch.ssh(["n1"], key_file=key_file, command=["sh", "-c", "cat >/dev/null"], patience=patience):
             pass
 
@@ -183,7 +183,7 @@ async def test_a_command_that_leaves_its_output_to_others_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr("aiodaft.launch.started_node._PATIENCE", 0.2)
     left = f"sleep 1000 & echo $! >{tmp_path}/pid; cat >/dev/null"
-    with pytest.raises(aiodaft.LaunchFailed, match=r"not all nodes came up"):
+    with pytest.raises(aiodaft.exceptions.LaunchFailed, match=r"not all nodes came up"):
         async with launch.ssh(["n1"], key_file=key_file, command=["sh", "-c", left], patience=3):
             pass
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)

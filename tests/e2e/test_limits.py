@@ -68,7 +68,8 @@ async def test_more_refs_than_a_message_has_room_for_are_refused(rt: aiodaft.Run
     echo = await rt.spawn(Echo)
     ref = echo.echo(1)
     with pytest.raises(
-        aiodaft.SerializationError, match=r"args\[0\] of Echo.echo cannot travel to Echo-\d+: it holds more than"
+        aiodaft.exceptions.SerializationError,
+        match=r"args\[0\] of Echo.echo cannot travel to Echo-\d+: it holds more than",
     ):
         await echo.echo([ref] * 100_000)
     assert await echo.echo([ref] * 1000) == [1] * 1000

@@ -50,7 +50,7 @@ async def test_records_of_actors_come_to_the_handlers_of_the_program(module_rt: 
     assert record.exc_text is not None
     assert record.exc_text.endswith("IndexError: list index out of range")
     assert record.threadName == info.name
-    fields = json.loads(aiodaft.JsonFormatter().format(record))
+    fields = json.loads(aiodaft.logs.JsonFormatter().format(record))
     assert (fields["message"], fields["level"]) == ("what was asked for is not there", "ERROR")
     assert (fields["actor"], fields["error"]) == (info.name, record.exc_text)
 
@@ -229,7 +229,7 @@ async def test_each_actor_has_a_file_that_a_restart_goes_on_with(tmp_path: Path)
 async def test_lines_are_json_objects_on_request(
     terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logs = aiodaft.Logs(folder=tmp_path, json=True)
+    logs = aiodaft.logs.Logs(folder=tmp_path, json=True)
     async with aiodaft.Runtime(preload=(), logs=logs) as rt, rt.group(2, Printer) as group:
         with monkeypatch.context() as patch:
             patch.setattr(logging.getLogger(), "handlers", [])
@@ -260,4 +260,4 @@ async def test_a_folder_that_cannot_be_made_is_an_error_when_the_runtime_is_open
         async with aiodaft.Runtime(logs=tmp_path / "file" / "logs"):
             pass
     with pytest.raises(ValueError, match="merge=-1"):
-        aiodaft.Logs(merge=-1)
+        aiodaft.logs.Logs(merge=-1)

@@ -68,10 +68,14 @@ async def test_a_consumer_of_a_stream_hears_the_same(scope: aiodaft.Scope) -> No
 
 async def test_a_producer_that_lives_is_not_said_to_be_dead(scope: aiodaft.Scope) -> None:
     actor = await spawn(scope, dies=False)
-    with pytest.raises(aiodaft.PeerLost, match="lives, and a value could not be fetched from it: the stream"):
+    with pytest.raises(
+        aiodaft.exceptions.PeerLost, match="lives, and a value could not be fetched from it: the stream"
+    ):
         await actor.make()
     stream = actor.items()
-    with pytest.raises(aiodaft.PeerLost, match="lives, and a value could not be fetched from it: the stream"):
+    with pytest.raises(
+        aiodaft.exceptions.PeerLost, match="lives, and a value could not be fetched from it: the stream"
+    ):
         await anext(stream)
     await stream.aclose()
     assert await actor.take(b"four") == 4

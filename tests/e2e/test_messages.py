@@ -52,7 +52,7 @@ async def test_a_receive_may_come_before_its_message_and_after_it(rt: aiodaft.Ru
     assert torch.equal(late["second"][1], torch.ones(3))
     # A member may send to itself.
     await a.send(0, None)
-    assert await a.recv_message(0) == aiodaft.Message(None, 0, 0)
+    assert await a.recv_message(0) == aiodaft.typing.Message(None, 0, 0)
 
 
 async def test_a_receive_does_not_wait_for_a_member_that_waits_for_one_whose_call_has_failed(
@@ -104,8 +104,8 @@ async def test_a_receive_selects_by_sender_and_tag(rt: aiodaft.Runtime) -> None:
     assert await receiver.recv(1, 7) == "d"
     assert await receiver.recv(None, 7) == "b"
     assert await receiver.recv(1) == "c"
-    assert await receiver.recv_message(0) == aiodaft.Message("a", 0, "x")
-    assert await receiver.recv_message() == aiodaft.Message("e", 0, 7)
+    assert await receiver.recv_message(0) == aiodaft.typing.Message("a", 0, "x")
+    assert await receiver.recv_message() == aiodaft.typing.Message("e", 0, 7)
     assert await receiver.counts() == Counts(boxes=1)
 
 
@@ -333,13 +333,13 @@ async def test_messages_stay_with_their_sender_when_the_group_changes(rt: aiodaf
     # The member that left sends nothing more; what it has sent is there, from a rank that is none any more.
     with pytest.raises(aiodaft.ActorDied, match=r"\[2\] .* was stopped"):
         await waiting
-    assert await group[0].recv_now(1) == aiodaft.Message(1, 1, 0)
-    assert await group[0].recv_now() == aiodaft.Message(2, None, 0)
+    assert await group[0].recv_now(1) == aiodaft.typing.Message(1, 1, 0)
+    assert await group[0].recv_now() == aiodaft.typing.Message(2, None, 0)
     await group.resize(3)
     with pytest.raises(ValueError, match="has ranks from 0 to 2, not 3"):
         await group[0].send(3, "to nobody")
     await group[2].send(0, "new")
-    assert await group[0].recv_now(2) == aiodaft.Message("new", 2, 0)
+    assert await group[0].recv_now(2) == aiodaft.typing.Message("new", 2, 0)
 
 
 async def test_a_restarted_member_sends_and_receives_as_the_next_one(rt: aiodaft.Runtime) -> None:

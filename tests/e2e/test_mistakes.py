@@ -229,7 +229,7 @@ async def test_a_stream_is_neither_awaited_nor_passed_on(mrt: aiodaft.Runtime) -
         await stream
     with pytest.raises(TypeError, match="is asynchronous: use `async for`"):
         list(stream)
-    with pytest.raises(aiodaft.SerializationError, match=r"let the actors share a Channel"):
+    with pytest.raises(aiodaft.exceptions.SerializationError, match=r"let the actors share a Channel"):
         echo.echo(stream)
     assert [item async for item in stream] == [0, 1, 2]
 
@@ -239,14 +239,17 @@ async def test_what_belongs_to_this_process_cannot_be_passed_and_is_named(mrt: a
     async with mrt.scope() as scope:
         for value, name in ((mrt, "Runtime"), (scope, "Scope")):
             with pytest.raises(
-                aiodaft.SerializationError, match=rf"^args\[0\] of Echo.echo cannot travel to Echo-\d+: .*{name}"
+                aiodaft.exceptions.SerializationError,
+                match=rf"^args\[0\] of Echo.echo cannot travel to Echo-\d+: .*{name}",
             ):
                 echo.echo(value)
-    with pytest.raises(aiodaft.SerializationError, match=r"^args\[0\]\['rt'\] of Echo.echo cannot travel"):
+    with pytest.raises(aiodaft.exceptions.SerializationError, match=r"^args\[0\]\['rt'\] of Echo.echo cannot travel"):
         echo.echo({"rt": mrt})
-    with pytest.raises(aiodaft.SerializationError, match=r"^args\[0\] .*Echo.echo stays .*pass the actor's handle"):
+    with pytest.raises(
+        aiodaft.exceptions.SerializationError, match=r"^args\[0\] .*Echo.echo stays .*pass the actor's handle"
+    ):
         echo.echo(echo.echo)
-    with pytest.raises(aiodaft.SerializationError, match=r"Relay.*cannot travel|cannot travel.*Relay"):
+    with pytest.raises(aiodaft.exceptions.SerializationError, match=r"Relay.*cannot travel|cannot travel.*Relay"):
         echo.echo(spawned := mrt.spawn(Relay))
     await spawned
 
@@ -260,10 +263,10 @@ async def test_a_class_that_cannot_be_pickled_fails_the_spawn_and_gives_back_its
             return lock.locked()
 
     with pytest.raises(
-        aiodaft.SerializationError, match=r"^the variable lock of .*, in the class.use of Locked cannot"
+        aiodaft.exceptions.SerializationError, match=r"^the variable lock of .*, in the class.use of Locked cannot"
     ):
         await mrt.spawn(Locked)
-    with pytest.raises(aiodaft.SerializationError, match=r"^args\[0\] of Trainer cannot travel"):
+    with pytest.raises(aiodaft.exceptions.SerializationError, match=r"^args\[0\] of Trainer cannot travel"):
         await mrt.on(gpus=1).spawn(Trainer, lock)  # type: ignore[arg-type]  # the mistake under test
     assert await resources_of(mrt) == before
 
@@ -340,7 +343,7 @@ async def test_a_scope_that_ends_while_an_actor_is_made_takes_it_along(mrt: aiod
         pid = await _made(tmp_path / "pid")
     try:
         async with asyncio.timeout(5):
-            with pytest.raises(aiodaft.RuntimeClosed, match="its scope is closed"):
+            with pytest.raises(aiodaft.exceptions.RuntimeClosed, match="its scope is closed"):
                 await asyncio.shield(making)
         assert not is_alive(pid)
         assert await resources_of(mrt) == before
@@ -370,7 +373,7 @@ async def test_a_runtime_that_ends_while_an_actor_is_made_takes_it_along(tmp_pat
         making = asyncio.get_running_loop().create_task(awaited(rt.spawn(StuckInConstructor, str(tmp_path / "pid"))))
         pid = await _made(tmp_path / "pid")
     assert not is_alive(pid)
-    with pytest.raises(aiodaft.RuntimeClosed):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed):
         await making
 
 

@@ -82,7 +82,7 @@ async def test_a_name_belongs_to_one_actor_and_an_actor_may_have_several(rt: aio
     await rt.name(first, "a")
     await rt.name(first, "a")
     await rt.name(first, "b")
-    with pytest.raises(aiodaft.NameTaken, match=r"the name 'a' belongs to Echo-\d+") as caught:
+    with pytest.raises(aiodaft.exceptions.NameTaken, match=r"the name 'a' belongs to Echo-\d+") as caught:
         await rt.name(second, "a")
     assert caught.value.executed is False
     assert (await rt.info(first)).names == ("a", "b")
@@ -161,7 +161,7 @@ async def test_of_many_that_want_an_actor_with_a_name_one_makes_it(rt: aiodaft.R
 async def test_an_actor_is_spawned_with_a_name_or_not_at_all(rt: aiodaft.Runtime) -> None:
     async with rt.on(name="router").spawn(Child) as router:
         assert await rt.lookup("router", Child) == router
-        with pytest.raises(aiodaft.NameTaken, match=r"'router' belongs to Child-\d+"):
+        with pytest.raises(aiodaft.exceptions.NameTaken, match=r"'router' belongs to Child-\d+"):
             await rt.on(name="router").spawn(Child)
         assert (await rt.info(router)).names == ("router",)
     assert await rt.names() == ()
@@ -381,6 +381,6 @@ async def test_a_value_that_was_put_is_encoded_once_and_shared(rt: aiodaft.Runti
 
 async def test_what_cannot_travel_is_found_out_when_a_put_value_is_used(rt: aiodaft.Runtime) -> None:
     echo = await rt.spawn(Echo)
-    with pytest.raises(aiodaft.SerializationError, match="cannot travel"):
+    with pytest.raises(aiodaft.exceptions.SerializationError, match="cannot travel"):
         await echo.echo(rt.put({"loop": asyncio.get_running_loop()}))
     assert await echo.echo(rt.put("fine")) == "fine"

@@ -17,21 +17,23 @@ import aiodaft
 async def test_a_runtime_that_is_not_open_yet_says_so() -> None:
     rt = aiodaft.Runtime(preload=(), gpus=1)
     assert "not open" in repr(rt)
-    with pytest.raises(aiodaft.RuntimeClosed, match="Echo cannot be spawned: .* not open yet: use `async with"):
+    with pytest.raises(
+        aiodaft.exceptions.RuntimeClosed, match="Echo cannot be spawned: .* not open yet: use `async with"
+    ):
         await rt.spawn(Echo)
     actions: list[Callable[[], object]] = [lambda: rt.put(1), rt.scope, lambda: aiodaft.Channel(1)]
     for action in actions:
-        with pytest.raises(aiodaft.RuntimeClosed, match=r"not open yet|no runtime is open"):
+        with pytest.raises(aiodaft.exceptions.RuntimeClosed, match=r"not open yet|no runtime is open"):
             action()
 
 
 async def test_a_runtime_says_whose_address_it_was_to_go_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AIODAFT_ADDRESS", "tcp://127.0.0.1:1")
     monkeypatch.setenv("AIODAFT_KEY_FILE", str(tmp_path / "absent"))
-    with pytest.raises(aiodaft.KeyFileError) as told:
+    with pytest.raises(aiodaft.exceptions.KeyFileError) as told:
         aiodaft.Runtime()
     assert "$AIODAFT_ADDRESS" in told.value.__notes__[0]
-    with pytest.raises(aiodaft.KeyFileError) as told:
+    with pytest.raises(aiodaft.exceptions.KeyFileError) as told:
         aiodaft.Runtime("tcp://127.0.0.1:1")
     assert not hasattr(told.value, "__notes__")
 
@@ -58,7 +60,7 @@ async def test_everything_says_that_the_runtime_is_closed() -> None:
         lambda: aiodaft.Channel(1),
     ]
     for call in calls:
-        with pytest.raises(aiodaft.RuntimeClosed):
+        with pytest.raises(aiodaft.exceptions.RuntimeClosed):
             call()
     waits: list[Callable[[], Coroutine[Any, Any, Any]]] = [
         lambda: awaited(rt.spawn(Echo)),
@@ -76,13 +78,13 @@ async def test_everything_says_that_the_runtime_is_closed() -> None:
     ]
     for wait in waits:
         async with asyncio.timeout(5):
-            with pytest.raises(aiodaft.RuntimeClosed):
+            with pytest.raises(aiodaft.exceptions.RuntimeClosed):
                 await wait()
     await rt.aclose()
 
 
 def test_without_a_runtime_there_is_none_to_ask_for() -> None:
-    with pytest.raises(aiodaft.RuntimeClosed, match="no runtime is open"):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed, match="no runtime is open"):
         aiodaft.current_runtime()
 
 

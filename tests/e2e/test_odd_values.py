@@ -81,7 +81,9 @@ async def test_a_graph_finds_refs_in_every_container(rt: aiodaft.Runtime) -> Non
 
 async def test_a_class_that_hides_its_refs_is_named(rt: aiodaft.Runtime) -> None:
     echo = await rt.spawn(Echo)
-    with pytest.raises(aiodaft.SerializationError, match="ByName has refs inside and is pickled by its name"):
+    with pytest.raises(
+        aiodaft.exceptions.SerializationError, match="ByName has refs inside and is pickled by its name"
+    ):
         echo.echo(ByName([echo.echo(1)]))
 
 
@@ -133,7 +135,9 @@ async def test_handles_beside_each_other_travel_as_themselves(rt: aiodaft.Runtim
 
 async def test_an_actors_own_instance_does_not_travel(rt: aiodaft.Runtime) -> None:
     odd = await rt.spawn(Odd)
-    with pytest.raises(aiodaft.SerializationError, match="an instance of Odd stays in its process: pass the handle"):
+    with pytest.raises(
+        aiodaft.exceptions.SerializationError, match="an instance of Odd stays in its process: pass the handle"
+    ):
         await odd.myself()
 
 
@@ -143,7 +147,7 @@ async def test_an_open_file_does_not_travel(rt: aiodaft.Runtime, tmp_path: Path)
     path.write_text("content")
     with (
         path.open() as file,
-        pytest.raises(aiodaft.SerializationError, match=r"args\[0\] of Echo.echo .* pass its path"),
+        pytest.raises(aiodaft.exceptions.SerializationError, match=r"args\[0\] of Echo.echo .* pass its path"),
     ):
         echo.echo(file)
 
@@ -158,7 +162,7 @@ async def test_items_that_cannot_be_read_use_up_their_credit(rt: aiodaft.Runtime
             good += 1
         except StopAsyncIteration:
             break
-        except aiodaft.SerializationError:
+        except aiodaft.exceptions.SerializationError:
             bad += 1
     assert (good, bad) == (30, 30)
 
@@ -237,6 +241,6 @@ async def test_values_deep_in_others_travel_or_are_refused(rt: aiodaft.Runtime, 
     # From Python 3.14 on the limit is the memory of the stack: more than 50,000 levels.
     for _ in range(100_000):
         deep = wrap(deep)
-    with pytest.raises(aiodaft.SerializationError, match="nested too deeply"):
+    with pytest.raises(aiodaft.exceptions.SerializationError, match="nested too deeply"):
         await echo.echo(deep)
     assert await echo.echo("goes on") == "goes on"

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SIZE = 4 << 20
 
 
-def named(overview: Overview, name: str) -> aiodaft.ActorInfo:
+def named(overview: Overview, name: str) -> aiodaft.state.ActorInfo:
     return next(actor for actor in overview.actors if actor.name == name)
 
 
@@ -196,7 +196,7 @@ async def test_actors_that_died_for_good_are_there_until_they_are_stopped(log_on
     for name, actor in missed.items():
         found, info = named(overview, name), await rt.info(actor)
         assert (found.pid, found.process, found.class_name, found.alive) == (None, "", "Source", False)
-        expected = aiodaft.RestartLimitReached if actor is given_up else aiodaft.ActorDied
+        expected = aiodaft.exceptions.RestartLimitReached if actor is given_up else aiodaft.ActorDied
         assert [type(one.last_error) for one in (found, info)] == [expected] * 2
         assert info.state == "dead"
         await rt.stop(actor)

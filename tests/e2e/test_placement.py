@@ -23,7 +23,7 @@ async def free(rt: aiodaft.Runtime) -> Mapping[str, float]:
     return (await resources_of(rt))[1]
 
 
-async def spawn_all(*spawned: aiodaft.Spawned[Any]) -> list[Any]:
+async def spawn_all(*spawned: aiodaft.typing.Spawned[Any]) -> list[Any]:
     """Spawn side by side; gives handles and errors."""
     return await asyncio.gather(*(awaited(one) for one in spawned), return_exceptions=True)
 
@@ -53,7 +53,9 @@ async def test_fractions_share_one_gpu_and_whole_ones_are_exclusive(rt: aiodaft.
     assert [(await rt.info(half)).gpus for half in halves] == [(0,), (0,), (1,)]
     whole = await rt.on(gpus=2).spawn(Probe)
     assert (await rt.info(whole)).gpus == (2, 3)
-    with pytest.raises(aiodaft.InsufficientResources, match=r"needs gpus=1, but this node has 4, of which 0.5 free"):
+    with pytest.raises(
+        aiodaft.exceptions.InsufficientResources, match=r"needs gpus=1, but this node has 4, of which 0.5 free"
+    ):
         await rt.spawn(NeedsGpu)
     third = await rt.on(gpus=0.5).spawn(Probe)
     assert (await rt.info(third)).gpus == (1,)
@@ -73,7 +75,8 @@ async def test_thirds_add_up_to_one(rt: aiodaft.Runtime) -> None:
 async def test_a_refusal_says_what_there_is_and_who_has_it() -> None:
     async with aiodaft.Runtime(preload=(), cpus=2, gpus=2, resources={"disk": 3}) as rt:
         with pytest.raises(
-            aiodaft.InsufficientResources, match=r"^Echo-1 needs gpus=3, but this node has 2, of which 2 free$"
+            aiodaft.exceptions.InsufficientResources,
+            match=r"^Echo-1 needs gpus=3, but this node has 2, of which 2 free$",
         ) as caught:
             await rt.on(gpus=3).spawn(Echo)
         assert caught.value.executed is False
@@ -85,14 +88,16 @@ async def test_a_refusal_says_what_there_is_and_who_has_it() -> None:
             ({"resources": {"tape": 1}}, r"needs tape=1, but this node has 0.*declare them"),
         ]
         for wish, reason in cases:
-            with pytest.raises(aiodaft.InsufficientResources, match=reason):
+            with pytest.raises(aiodaft.exceptions.InsufficientResources, match=reason):
                 await rt.on(**wish).spawn(Echo)
         assert await free(rt) == {"cpus": 0, "gpus": 1, "disk": 2}
 
 
 async def test_without_gpus_the_refusal_says_how_to_declare_some() -> None:
     async with aiodaft.Runtime(preload=(), gpus=0) as rt:
-        with pytest.raises(aiodaft.InsufficientResources, match=r"has 0, of which 0 free; .*Runtime\(gpus=\.\.\.\)"):
+        with pytest.raises(
+            aiodaft.exceptions.InsufficientResources, match=r"has 0, of which 0 free; .*Runtime\(gpus=\.\.\.\)"
+        ):
             await rt.spawn(NeedsGpu)
 
 
@@ -131,7 +136,7 @@ def test_a_runtime_with_odd_resources_cannot_be_made(wish: dict[str, Any]) -> No
 
 async def test_spawns_side_by_side_never_overcommit(rt: aiodaft.Runtime) -> None:
     outcomes = await spawn_all(*(rt.on(gpus=1).spawn(Probe) for _ in range(7)))
-    refused = [outcome for outcome in outcomes if isinstance(outcome, aiodaft.InsufficientResources)]
+    refused = [outcome for outcome in outcomes if isinstance(outcome, aiodaft.exceptions.InsufficientResources)]
     made = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
     assert (len(made), len(refused)) == (4, 3)
     assert sorted([(await rt.info(actor)).gpus for actor in made]) == [(0,), (1,), (2,), (3,)]
@@ -142,7 +147,7 @@ async def test_a_spawn_that_fails_leaves_room_for_its_neighbours(rt: aiodaft.Run
     outcomes = await spawn_all(*(rt.on(gpus=1).spawn(SlowStart, 0.0, "no" if index % 2 else "") for index in range(4)))
     assert [isinstance(outcome, ValueError) for outcome in outcomes] == [False, True, False, True]
     assert (await free(rt))["gpus"] == 2
-    with pytest.raises(aiodaft.InsufficientResources):
+    with pytest.raises(aiodaft.exceptions.InsufficientResources):
         await rt.on(gpus=1).group(3, Probe)
     assert (await free(rt))["gpus"] == 2
     assert len(await rt.on(gpus=1).group(2, Probe)) == 2
@@ -165,7 +170,7 @@ async def test_actors_on_a_mesh_see_the_gpus_of_their_slice(rt: aiodaft.Runtime)
         on_mesh = await mesh[0].group(2, NeedsGpu)
         assert await on_mesh.all(NeedsGpu.visible) == ["1", "2"]
         assert await (await rt.spawn(NeedsGpu)).visible() == "3"
-        with pytest.raises(aiodaft.InsufficientResources, match="has 2, of which 0 free"):
+        with pytest.raises(aiodaft.exceptions.InsufficientResources, match="has 2, of which 0 free"):
             await mesh[0].spawn(NeedsGpu)
     with pytest.raises(aiodaft.ActorDied):
         await on_mesh[0].visible()
@@ -204,7 +209,7 @@ async def test_on_overrides_the_class_line_and_children_inherit_it() -> None:
             (lambda: rt.on(cpus=0, gpus=0, resources={}).spawn(Half), (0, 0, 0)),
             (lambda: rt.on(resources={"tape": 1}).spawn(Half), (1, 0.5, 0)),
         ):
-            made: Callable[[], aiodaft.Spawned[Any]] = make
+            made: Callable[[], aiodaft.typing.Spawned[Any]] = make
             async with made():
                 left = await free(rt)
                 assert tuple(whole[name] - left[name] for name in ("cpus", "gpus", "disk")) == used
@@ -218,7 +223,7 @@ async def test_with_lives_in_the_same_process_and_shares_its_gpus(rt: aiodaft.Ru
     assert (await rt.info(guest)).gpus == (0, 1)
     assert (await rt.info(guest)).pid == await host.pid()
     assert (await free(rt))["gpus"] == 2
-    with pytest.raises(aiodaft.InsufficientResources, match="shares its GPUs: ask for none"):
+    with pytest.raises(aiodaft.exceptions.InsufficientResources, match="shares its GPUs: ask for none"):
         await rt.on(with_=host, gpus=1).spawn(Probe)
     members = await rt.on(with_=guest).group(2, Probe)
     assert await members.all(Probe.pid) == [await host.pid()] * 2
@@ -234,7 +239,7 @@ async def test_gpus_stay_taken_while_a_neighbour_lives_on_them(rt: aiodaft.Runti
     guest = await rt.on(with_=host).spawn(Probe)
     await rt.stop(host)
     assert await guest.environ("CUDA_VISIBLE_DEVICES") == "0,1,2,3"
-    with pytest.raises(aiodaft.InsufficientResources):
+    with pytest.raises(aiodaft.exceptions.InsufficientResources):
         await rt.spawn(NeedsGpu)
     await rt.stop(guest)
     assert await (await rt.spawn(NeedsGpu)).visible() == "0"
@@ -264,7 +269,7 @@ async def test_neighbours_pass_the_object_itself(rt: aiodaft.Runtime, padding: i
 async def test_a_node_is_named_or_refused(rt: aiodaft.Runtime) -> None:
     name = controller_of(rt).options.process.node
     assert await (await rt.on(node=name).spawn(Echo)).echo(1) == 1
-    with pytest.raises(aiodaft.InsufficientResources, match=f"there is no node 'mars'; there is {name}"):
+    with pytest.raises(aiodaft.exceptions.InsufficientResources, match=f"there is no node 'mars'; there is {name}"):
         await rt.on(node="mars").spawn(Echo)
 
 
@@ -279,7 +284,7 @@ async def test_without_forking_everything_is_the_same(monkeypatch: pytest.Monkey
             await rt.spawn(SlowStart, 0.0, "no weights")
         await rt.kill(other)
         assert await probe.echo(1) == 1
-    with pytest.raises(aiodaft.RuntimeClosed):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed):
         probe.pid()
 
 

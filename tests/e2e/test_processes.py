@@ -238,10 +238,10 @@ async def test_a_stopped_fork_server_is_reported_and_then_fails_what_waits_for_i
             await asyncio.Event().wait()
     advice = f"it is stopped (SIGSTOP); continue it with `kill -CONT {fork_server}`"
     await asyncio.wait(spawning)
-    with pytest.raises(aiodaft.RestartLimitReached):
+    with pytest.raises(aiodaft.exceptions.RestartLimitReached):
         await call
     (reached,) = limit.value.exceptions
-    assert isinstance(reached, aiodaft.RestartLimitReached)
+    assert isinstance(reached, aiodaft.exceptions.RestartLimitReached)
     for error in (*(task.exception() for task in spawning), *reached.attempts[1:]):
         assert isinstance(error, aiodaft.SpawnFailed)
         assert error.executed is False

@@ -167,7 +167,7 @@ async def test_metrics_end_with_their_runtime() -> None:
         metrics = Metrics(rt)
         await metrics.refresh()
         assert list(metrics.collect())
-    with pytest.raises(aiodaft.RuntimeClosed):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed):
         await metrics.scrape()
     while list(metrics.collect()):
         await asyncio.sleep(0)

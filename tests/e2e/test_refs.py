@@ -312,7 +312,7 @@ async def test_a_value_that_cannot_be_rebuilt_fails_the_calls_that_need_it(rt: a
     told, _forgotten = teller.tell(), teller.forget()
     # The value is there when the call comes.
     for failing, actor in ((elsewhere, other), (teller.tell(told), teller)):
-        with pytest.raises(aiodaft.SerializationError, match="no attribute 'Tale'") as caught:
+        with pytest.raises(aiodaft.exceptions.SerializationError, match="no attribute 'Tale'") as caught:
             await failing
         assert caught.value.executed is False
         await actor.wait()

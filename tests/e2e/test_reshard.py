@@ -11,7 +11,8 @@ import torch
 from sharded import Rank, assert_has, bits, in_place, loaded, tp, whole_tensors
 
 import aiodaft
-from aiodaft import Group, Layout, Refs, Sharding, reshard
+from aiodaft import Group, Refs
+from aiodaft.resharding import Layout, Sharding, reshard
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -302,7 +303,7 @@ async def test_a_shard_that_its_actor_writes_to_on_the_way_is_a_snapshot_or_an_e
             await old[0].add(1.0)
             await old[0].go_on()
         if how is Rank.lend:
-            with pytest.raises(aiodaft.BorrowError):
+            with pytest.raises(aiodaft.exceptions.BorrowError):
                 await moved[0]
         else:
             await assert_has(new, tp(1), whole, moved)

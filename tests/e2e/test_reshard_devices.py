@@ -6,7 +6,7 @@ import torch
 from sharded import DeviceRank, Rank, assert_has, whole_tensors
 
 import aiodaft
-from aiodaft import Layout, Sharding, reshard
+from aiodaft.resharding import Layout, Sharding, reshard
 
 
 async def test_lent_shards_on_accelerators_are_read_there_when_they_are_done_and_not_copied_there(

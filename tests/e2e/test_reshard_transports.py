@@ -11,7 +11,8 @@ from sharded import Rank, State, assert_has, bits, bounds, in_place, loaded, tp,
 from transports import REPEATED
 
 import aiodaft
-from aiodaft import Layout, Refs, Sharding, reshard
+from aiodaft import Refs
+from aiodaft.resharding import Layout, Sharding, reshard
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -96,7 +97,7 @@ async def test_a_shard_that_is_written_to_while_its_bytes_are_sent_is_an_error(r
     shards = await loaded(old, tp(2), whole_tensors({"w": Sharding(shape=(1024, 256), dtype=F32)}))
     await old[0].write_at_grant()
     moved = await plan.move(shards, to=new)
-    with pytest.raises(aiodaft.BorrowError):
+    with pytest.raises(aiodaft.exceptions.BorrowError):
         await moved[0]
     del moved
     await new[0].blocks(0)

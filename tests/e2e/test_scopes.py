@@ -137,7 +137,7 @@ async def test_an_error_in_a_scope_ends_that_scope_only(rt: aiodaft.Runtime) -> 
             failing.raise_value_error()
             await asyncio.sleep(60)
     assert await survivor.echo(1) == 1
-    with pytest.raises(aiodaft.RuntimeClosed):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed):
         await scope.spawn(Echo)
 
 
@@ -167,7 +167,7 @@ async def test_spawn_as_a_context_manager_stops_its_actor(rt: aiodaft.Runtime) -
 
 async def test_stopping_and_killing_are_idempotent_and_free_resources(rt: aiodaft.Runtime) -> None:
     first = await rt.on(gpus=4).spawn(Echo)
-    with pytest.raises(aiodaft.InsufficientResources):
+    with pytest.raises(aiodaft.exceptions.InsufficientResources):
         await rt.spawn(NeedsGpu)
     await rt.stop(first)
     await rt.stop(first)
@@ -203,7 +203,7 @@ async def test_a_runtime_is_opened_in_one_task_and_closed_in_another() -> None:
     echo = await rt.spawn(Echo)
     assert await echo.echo(1) == 1
     await asyncio.get_running_loop().create_task(rt.__aexit__(None, None, None))
-    with pytest.raises(aiodaft.RuntimeClosed):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed):
         await rt.spawn(Echo)
 
 
@@ -217,7 +217,7 @@ async def test_a_block_does_not_end_before_what_is_being_spawned_in_it_is_taken_
         await asyncio.wait([cancelled], timeout=0)
         cancelled.cancel()
     assert spawning.done()
-    with pytest.raises(aiodaft.RuntimeClosed, match="Echo cannot be spawned: its scope is closed"):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed, match="Echo cannot be spawned: its scope is closed"):
         await spawning
     assert descendants() <= before
 
@@ -232,7 +232,7 @@ async def test_a_block_ends_although_the_actor_that_an_actor_is_spawned_beside_d
     async with rt.scope() as scope:
         spawning = asyncio.get_running_loop().create_task(awaited(scope.on(with_=late).spawn(Echo)))
         await asyncio.wait([spawning], timeout=0)
-    with pytest.raises(aiodaft.RuntimeClosed, match="Echo cannot be spawned: its scope is closed"):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed, match="Echo cannot be spawned: its scope is closed"):
         await spawning
 
 
@@ -247,7 +247,7 @@ async def test_a_runtime_ends_although_what_starts_its_actors_imports_modules(
         # Open as soon as the module is being imported, which ends when this is closed.
         importing = await asyncio.to_thread(gate.open, "w")
     importing.close()
-    with pytest.raises(aiodaft.RuntimeClosed, match="Echo cannot be spawned: its scope is closed"):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed, match="Echo cannot be spawned: its scope is closed"):
         await spawning
 
 

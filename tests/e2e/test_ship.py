@@ -325,5 +325,5 @@ async def test_what_does_not_exist_and_a_codec_without_code_are_refused(cluster:
     async with runtime(cluster, codec="msgpack") as rt:
         with pytest.raises(ValueError, match="sends no code: install it on every machine"):
             await rt.ship(source)
-    with pytest.raises(aiodaft.RuntimeClosed):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed):
         await rt.ship(source)

@@ -36,7 +36,7 @@ async def test_a_first_node_that_is_stopped_holds_up_no_name_no_spawn_and_no_cal
             with stopped(cluster.nodes[0].process.pid):
                 asked = rt.lookup("named", Traveller), rt.on(node="n1").spawn(Traveller)
                 for outcome in await asyncio.gather(*asked, return_exceptions=True):
-                    assert isinstance(outcome, aiodaft.PeerLost)
+                    assert isinstance(outcome, aiodaft.exceptions.PeerLost)
                     assert "has not answered for more than 0.8 s" in str(outcome)
                 placed = [await rt.spawn(Traveller) for _ in range(3)]
                 assert {(await rt.info(actor)).node for actor in placed} == {"n2", "n3"}
@@ -60,7 +60,7 @@ async def test_calls_to_a_first_machine_that_is_stopped_fail(tmp_path: Path) -> 
             with stopped(cluster.nodes[0].process.pid, await first.pid()):
                 calls = [first.increment(1), second.ask(first, 1)]
                 for call in calls:
-                    with pytest.raises(aiodaft.PeerLost):
+                    with pytest.raises(aiodaft.exceptions.PeerLost):
                         await call
                 assert await second.increment(1) == 2
             assert await (await when_there(rt, "n1")).ask(second, 1) == 2

@@ -141,7 +141,7 @@ async def test_a_trace_from_outside_and_baggage_come_to_the_libraries_in_an_acto
     module_rt: aiodaft.Runtime, folder: SpanFolder
 ) -> None:
     one = await module_rt.spawn(Worker)
-    with aiodaft.trace_context(HEADERS) as outside:
+    with aiodaft.telemetry.trace_context(HEADERS) as outside:
         trace_id, span_id, user = await one.ids()
     assert outside is not None
     assert (trace_id, user) == (outside.trace_id, "7")
@@ -155,7 +155,7 @@ async def test_a_trace_from_outside_and_baggage_come_to_the_libraries_in_an_acto
             assert (await one.ids())[2] == "8"
         # Without a span of its own.
         assert await one.user() == "8"
-        with aiodaft.trace_context():
+        with aiodaft.telemetry.trace_context():
             assert await one.user() == "8"
     finally:
         context.detach(token)

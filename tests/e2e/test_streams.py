@@ -317,7 +317,7 @@ async def test_misuse_says_what_to_do_instead(rt: aiodaft.Runtime) -> None:
     stream = streamer.numbers(1)
     with pytest.raises(TypeError, match="use `async for`"):
         await stream  # type: ignore[misc]  # the mistake under test
-    with pytest.raises(aiodaft.SerializationError, match="let the actors share a Channel"):
+    with pytest.raises(aiodaft.exceptions.SerializationError, match="let the actors share a Channel"):
         await echo.echo(Box(stream))
     with pytest.raises(TypeError, match="nothing to tell"):
         streamer.numbers.tell(1)  # type: ignore[attr-defined]  # the mistake under test

@@ -18,12 +18,12 @@ from leaks import is_alive
 from supervised import AT_ONCE, Heir, Member, Mortal, ThreadedHeir
 
 import aiodaft
-from aiodaft import Backoff, Restart
+from aiodaft import Restart
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 # Long enough for no test to see its end.
-SLOW = Restart(intensity=1, period=3600, backoff=Backoff(base=1000, max=1000))
+SLOW = Restart(intensity=1, period=3600, backoff=aiodaft.Backoff(base=1000, max=1000))
 
 
 def policy(intensity: int = 1, **options: Any) -> Restart:
@@ -36,7 +36,7 @@ async def kill(actor: Mortal, how: int = signal.SIGKILL) -> None:
         await actor.die(how)
 
 
-async def gone(scope: aiodaft.Scope, actor: object) -> aiodaft.ActorInfo:
+async def gone(scope: aiodaft.Scope, actor: object) -> aiodaft.state.ActorInfo:
     """Returns when the actor is down, and how it is."""
     while (info := await scope.info(actor)).alive:
         await asyncio.sleep(0)
@@ -48,12 +48,12 @@ async def free_gpus(rt: aiodaft.Runtime) -> float:
 
 
 @contextlib.contextmanager
-def limit_reached(deaths: int) -> Generator[list[aiodaft.RestartLimitReached], None, None]:
+def limit_reached(deaths: int) -> Generator[list[aiodaft.exceptions.RestartLimitReached], None, None]:
     """Expects one error, with that many deaths."""
     caught: list[Any] = []
     try:
         yield caught
-    except* aiodaft.RestartLimitReached as group:
+    except* aiodaft.exceptions.RestartLimitReached as group:
         caught += group.exceptions
     assert [len(error.attempts) for error in caught] == [deaths]
 
@@ -179,7 +179,7 @@ async def test_the_slot_stays_between_incarnations_and_is_free_at_the_end(
     down = await gone(module_rt, actor)
     assert (down.pid, down.alive, down.restarts) == (None, False, 0)
     assert await free_gpus(module_rt) == 1
-    with pytest.raises(aiodaft.InsufficientResources, match="Mortal-[0-9]+ has 3"):
+    with pytest.raises(aiodaft.exceptions.InsufficientResources, match="Mortal-[0-9]+ has 3"):
         await place.spawn(Mortal)
     waiting = actor.visible()
     await asyncio.to_thread(gate.write_text, "")

@@ -114,7 +114,7 @@ async def test_a_restart_in_a_directory_that_is_gone_says_so(monkeypatch: pytest
             # The limit of restarts ends the block.
             await asyncio.Event().wait()
     limit = failed.value.exceptions[0]
-    assert isinstance(limit, aiodaft.RestartLimitReached)
+    assert isinstance(limit, aiodaft.exceptions.RestartLimitReached)
     assert isinstance(limit.attempts[-1], aiodaft.SpawnFailed)
     assert f"when it spawned the actor cannot be entered: [Errno 2] No such file or directory: '{directory}'" in str(
         limit.attempts[-1]

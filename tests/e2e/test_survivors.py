@@ -44,18 +44,18 @@ def total(ranks: tuple[int, ...], shape: tuple[int, ...] = LARGE) -> Tensor:
     return first
 
 
-async def same(done: aiodaft.Survivors[Tensor], expected: Tensor) -> bool:
+async def same(done: aiodaft.collectives.Survivors[Tensor], expected: Tensor) -> bool:
     assert len(done.refs) == len(done.ranks)
     return all(torch.equal(value, expected) for value in await done.refs)
 
 
 async def test_without_a_death_it_is_the_collective_itself(rt: aiodaft.Runtime) -> None:
     group = await mortals(rt, 3)
-    done = await aiodaft.among_survivors(aiodaft.all_reduce, values(group), "max", algorithm="ring")
+    done = await aiodaft.collectives.among_survivors(aiodaft.all_reduce, values(group), "max", algorithm="ring")
     assert done.ranks == (0, 1, 2)
     assert all(ref.done() for ref in done.refs)
     assert await same(done, torch.stack([made(rank, *LARGE) for rank in range(3)]).amax(0))
-    gathered = await aiodaft.among_survivors(aiodaft.all_gather, [member.give(7) for member in group])
+    gathered = await aiodaft.collectives.among_survivors(aiodaft.all_gather, [member.give(7) for member in group])
     assert await gathered.refs == [[7] * 3] * 3
 
 
@@ -68,7 +68,7 @@ async def test_members_that_die_before_or_in_the_middle_are_left_out(rt: aiodaft
     refs[0] = group[0].die()
     os.kill(await group[2].pid(), signal.SIGKILL)
     await group[3].doom()
-    done = await aiodaft.among_survivors(aiodaft.all_reduce, refs, lethal, algorithm="exchange")
+    done = await aiodaft.collectives.among_survivors(aiodaft.all_reduce, refs, lethal, algorithm="exchange")
     assert done.ranks == (1, 4)
     assert await same(done, total((1, 4), shape))
     assert [producer_of(ref) for ref in done.refs] == [producer_of(refs[1]), producer_of(refs[4])]
@@ -85,7 +85,7 @@ async def test_a_function_of_ones_own_is_carried_out_among_survivors(rt: aiodaft
 
     refs = values(group)
     os.kill(await group[1].pid(), signal.SIGKILL)
-    done = await aiodaft.among_survivors(twice, refs)
+    done = await aiodaft.collectives.among_survivors(twice, refs)
     assert (done.ranks, seen) == ((0, 2), [3, 2])
     assert await same(done, total((0, 2)) + total((0, 2)))
 
@@ -93,27 +93,29 @@ async def test_a_function_of_ones_own_is_carried_out_among_survivors(rt: aiodaft
 async def test_when_no_value_is_left_the_death_is_raised(rt: aiodaft.Runtime) -> None:
     group = await mortals(rt, 2)
     with pytest.raises(ActorDied, match="SIGKILL"):
-        await aiodaft.among_survivors(aiodaft.all_reduce, group.all(Member.die))
+        await aiodaft.collectives.among_survivors(aiodaft.all_reduce, group.all(Member.die))
 
 
 async def test_what_is_no_death_is_raised(rt: aiodaft.Runtime) -> None:
     group = await mortals(rt, 3)
     with pytest.raises(ValueError, match="the members disagree"):
-        await aiodaft.among_survivors(
+        await aiodaft.collectives.among_survivors(
             aiodaft.all_reduce, [member.make(1, rank + 1) for rank, member in enumerate(group)]
         )
     with pytest.raises(LookupError, match="no gradient"):
-        await aiodaft.among_survivors(aiodaft.all_reduce, [group[0].die(), group[1].fail(), group[2].make(1, 2)])
+        await aiodaft.collectives.among_survivors(
+            aiodaft.all_reduce, [group[0].die(), group[1].fail(), group[2].make(1, 2)]
+        )
     # The death of another actor, which a method has met, is that of its value.
     other = await rt.spawn(Member)
-    done = await aiodaft.among_survivors(aiodaft.all_reduce, [group[1].give(other.die()), group[2].give(5)])
+    done = await aiodaft.collectives.among_survivors(aiodaft.all_reduce, [group[1].give(other.die()), group[2].give(5)])
     assert (done.ranks, await done.refs) == ((1,), [5])
 
 
 async def test_a_value_that_is_made_again_takes_part(rt: aiodaft.Runtime) -> None:
     group = await rt.on(restart=Restart(backoff=AT_ONCE)).group(3, Member)
     refs = [*values(group[:2]), group[2].make_in_second_life(2, *LARGE)]
-    done = await aiodaft.among_survivors(aiodaft.all_reduce, refs)
+    done = await aiodaft.collectives.among_survivors(aiodaft.all_reduce, refs)
     assert done.ranks == (0, 1, 2)
     assert await same(done, total((0, 1, 2)))
 

@@ -160,9 +160,9 @@ async def test_a_shared_tensor_is_not_copied(rt: aiodaft.Runtime) -> None:
     assert await b.total(ref) == 8.0 * MIB
     assert await b.add_in_place(ref, 1.0) == 3.0
     assert await a.kept() == 8.0 * MIB
-    mine = aiodaft.empty(2, MIB, dtype=torch.int32).fill_(3)
+    mine = aiodaft.memory.empty(2, MIB, dtype=torch.int32).fill_(3)
     assert await b.total(mine) == 6.0 * MIB
-    assert aiodaft.empty((3, 0)).shape == (3, 0)
+    assert aiodaft.memory.empty((3, 0)).shape == (3, 0)
 
 
 async def test_writing_to_a_lent_tensor_is_found_out_by_its_reader(rt: aiodaft.Runtime) -> None:
@@ -171,7 +171,7 @@ async def test_writing_to_a_lent_tensor_is_found_out_by_its_reader(rt: aiodaft.R
         ref = make(MIB, 1.0)
         await ref.ready()
         await a.overwrite(5.0)
-        with pytest.raises(aiodaft.BorrowError):
+        with pytest.raises(aiodaft.exceptions.BorrowError):
             await b.total(ref)
 
 
@@ -344,7 +344,7 @@ async def test_only_a_whole_result_can_be_lent(rt: aiodaft.Runtime) -> None:
     lent = aiodaft.borrow(torch.ones(3))
     for argument in (lent, [lent]):
         with pytest.raises(
-            aiodaft.SerializationError, match=r"borrow\(\) is for the whole result of a method: pass the"
+            aiodaft.exceptions.SerializationError, match=r"borrow\(\) is for the whole result of a method: pass the"
         ):
             await keeper.echo(argument)
 

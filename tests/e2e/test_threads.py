@@ -268,7 +268,7 @@ async def test_a_method_that_is_called_on_self_runs_in_place(module_rt: aiodaft.
         await blocking.awaits_one()
     assert any("gives its result, not a ref: do not await it" in note for note in caught.value.__notes__)
     with pytest.raises(TypeError, match="^Blocking.one runs in another process"):
-        aiodaft.local(blocking.one)
+        aiodaft.typing.local(blocking.one)
 
 
 async def test_a_call_of_a_thread_has_its_small_arguments_as_they_were(module_rt: aiodaft.Runtime) -> None:

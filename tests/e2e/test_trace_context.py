@@ -25,8 +25,8 @@ async def test_a_trace_goes_with_every_kind_of_call(module_rt: aiodaft.Runtime) 
     restarted = await module_rt.on(restart=aiodaft.Restart()).spawn(Tracer)
     graph = aiodaft.compile(lambda x: one.trace(other.trace_on_thread(), x))
     async with module_rt.group(2, Tracer) as group:
-        with aiodaft.trace_context(HEADERS) as trace:
-            assert trace == aiodaft.current_trace_context()
+        with aiodaft.telemetry.trace_context(HEADERS) as trace:
+            assert trace == aiodaft.telemetry.current_trace_context()
             assert trace is not None
             assert trace.headers() == {name.lower(): value for name, value in HEADERS.items()}
             assert await one.trace() == await one.trace_on_thread() == await restarted.trace() == HERE
@@ -55,10 +55,10 @@ async def test_calls_at_the_same_time_have_traces_of_their_own(module_rt: aiodaf
     one, other = await module_rt.spawn(Tracer), await module_rt.spawn(Tracer)
 
     async def trace() -> None:
-        with aiodaft.trace_context() as trace:
+        with aiodaft.telemetry.trace_context() as trace:
             assert trace is not None
             assert await one.ask(other) == [trace.trace_id] * 4
-            with aiodaft.trace_context({}) as none:
+            with aiodaft.telemetry.trace_context({}) as none:
                 assert none is None
                 assert await one.ask(other) == [None] * 4
             assert await one.trace() == trace.trace_id
@@ -70,21 +70,21 @@ async def test_calls_at_the_same_time_have_traces_of_their_own(module_rt: aiodaf
 
 async def test_log_records_have_the_ids_of_their_trace(module_rt: aiodaft.Runtime) -> None:
     one = await module_rt.spawn(Tracer)
-    with listening("users.module") as ear, aiodaft.trace_context(HEADERS):
+    with listening("users.module") as ear, aiodaft.telemetry.trace_context(HEADERS):
         await one.log()
         record = await ear.hears_record("logged in a trace")
         own = logging.makeLogRecord({"msg": "logged here"})
         for found in (record, own):
-            fields = json.loads(aiodaft.JsonFormatter().format(found))
+            fields = json.loads(aiodaft.logs.JsonFormatter().format(found))
             assert (fields["trace_id"], fields["span_id"]) == (TRACE, "b7ad6b7169203331")
-    assert "trace_id" not in json.loads(aiodaft.JsonFormatter().format(own))
+    assert "trace_id" not in json.loads(aiodaft.logs.JsonFormatter().format(own))
 
 
 async def test_a_context_that_is_not_valid_is_refused_and_headers_are_not() -> None:
     with (
         pytest.raises(ValueError, match="'made up' is no traceparent"),
-        aiodaft.trace_context(aiodaft.TraceContext("made up")),
+        aiodaft.telemetry.trace_context(aiodaft.telemetry.TraceContext("made up")),
     ):
         pass
-    with aiodaft.trace_context({"traceparent": "made up"}) as trace:
+    with aiodaft.telemetry.trace_context({"traceparent": "made up"}) as trace:
         assert trace is None

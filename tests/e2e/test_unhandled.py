@@ -124,7 +124,7 @@ async def test_a_restart_limit_is_logged_and_raised_at_the_end(ear: Ear) -> None
                 await supervised.kill_itself()
             await ear.hears("Failing-1 died more often than its restart policy allows")
             assert await other.echo("alive") == "alive"
-    assert [type(error) for error in caught.value.exceptions] == [aiodaft.RestartLimitReached]
+    assert [type(error) for error in caught.value.exceptions] == [aiodaft.exceptions.RestartLimitReached]
 
 
 async def test_errors_that_are_kept_hold_no_variables(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> None:

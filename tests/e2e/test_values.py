@@ -83,7 +83,8 @@ async def test_what_cannot_travel_is_refused_in_one_line_without_frames_of_pickl
         ),
     ):
         with pytest.raises(
-            aiodaft.SerializationError, match=rf"^args\[0\]\S* of Echo.echo cannot travel to Echo-\d+: .*{what}"
+            aiodaft.exceptions.SerializationError,
+            match=rf"^args\[0\]\S* of Echo.echo cannot travel to Echo-\d+: .*{what}",
         ) as caught:
             echo.echo(value)
         cause = caught.value.__cause__
@@ -94,7 +95,7 @@ async def test_what_cannot_travel_is_refused_in_one_line_without_frames_of_pickl
 
 async def test_what_the_users_own_code_raises_when_an_argument_is_pickled_is_the_cause(rt: aiodaft.Runtime) -> None:
     echo = await rt.spawn(Echo)
-    with pytest.raises(aiodaft.SerializationError, match=r"cannot travel to Echo-\d+: not today") as caught:
+    with pytest.raises(aiodaft.exceptions.SerializationError, match=r"cannot travel to Echo-\d+: not today") as caught:
         echo.echo([Refuses()])
     cause = caught.value.__cause__
     assert isinstance(cause, ValueError)
@@ -124,10 +125,10 @@ async def test_what_cannot_travel_is_named_before_anything_is_sent(rt: aiodaft.R
     echo = await rt.spawn(Echo)
     connection = list(peer_of(rt).connections.values())[-1]
     sent = connection.traffic.messages_sent
-    with pytest.raises(aiodaft.SerializationError, match=rf"^{path} cannot travel") as caught:
+    with pytest.raises(aiodaft.exceptions.SerializationError, match=rf"^{path} cannot travel") as caught:
         echo.echo(make(threading.Lock()))
     assert caught.value.executed is False
-    with pytest.raises(aiodaft.SerializationError, match="value of Echo.echo cannot travel"):
+    with pytest.raises(aiodaft.exceptions.SerializationError, match="value of Echo.echo cannot travel"):
         echo.echo(value=threading.Lock())
     assert connection.traffic.messages_sent == sent
     assert await echo.echo("fine") == "fine"

@@ -54,7 +54,7 @@ async def test_a_program_of_another_release_or_python_is_refused_when_it_attache
 ) -> None:
     theirs = getattr(far.SOFTWARE, what)
     monkeypatch.setattr(far, "SOFTWARE", far.SOFTWARE._replace(**{what: other}))
-    with pytest.raises(aiodaft.VersionMismatch) as refused:
+    with pytest.raises(aiodaft.exceptions.VersionMismatch) as refused:
         await attach(cluster)
     assert f"the node at {cluster.address} runs {said} {theirs}, and this process {other}: " in str(refused.value)
 
@@ -71,7 +71,9 @@ async def test_a_program_of_the_handshake_before_this_one_is_told_so(
 ) -> None:
     monkeypatch.setattr(handshake, "VERSION", 2)
     monkeypatch.setattr(handshake, "OLDEST_VERSION", 2)
-    with pytest.raises(aiodaft.VersionMismatch, match="speaks versions 3 to 3 of the handshake, this process 2 to 2"):
+    with pytest.raises(
+        aiodaft.exceptions.VersionMismatch, match="speaks versions 3 to 3 of the handshake, this process 2 to 2"
+    ):
         await attach(cluster)
 
 

@@ -94,7 +94,7 @@ async def test_actors_lend_to_each_other_and_to_the_controller(shared: list[GpuK
         assert (await reader.where(again))[2] == 8.0 * 64 * MIB
         await again.ready()
         await lender.overwrite(1.0)
-        with pytest.raises(aiodaft.BorrowError):
+        with pytest.raises(aiodaft.exceptions.BorrowError):
             await reader.where(again)
 
 
@@ -127,9 +127,9 @@ async def test_pinned_tensors_travel_as_tensors_of_the_host(shared: list[GpuKeep
 async def test_registering_a_pinned_tensor_works_and_one_of_a_gpu_needs_none(shared: list[GpuKeeper]) -> None:
     a, _ = shared
     with pytest.raises(ValueError, match=r"not one on cuda:0 \(one on a GPU needs no preparation"):
-        aiodaft.register(torch.zeros(MIB, device="cuda"))
+        aiodaft.memory.register(torch.zeros(MIB, device="cuda"))
     pinned = torch.zeros(MIB, pin_memory=True)
-    with aiodaft.register(pinned):
+    with aiodaft.memory.register(pinned):
         await a.make_pinned(MIB, 5.0).into(pinned)
         assert pinned.min() == pinned.max() == 5.0
         assert await a.where(pinned) == ("cpu", "", 5.0 * MIB)
@@ -181,5 +181,7 @@ async def test_what_a_reader_keeps_outlives_who_made_it(
 
 async def test_a_write_to_what_is_only_to_be_read_is_an_error(shared: list[GpuKeeper]) -> None:
     a, b = shared
-    with pytest.raises(aiodaft.BorrowError, match=r"break_promise is declared @read_only, but wrote to .* args\[0\]"):
+    with pytest.raises(
+        aiodaft.exceptions.BorrowError, match=r"break_promise is declared @read_only, but wrote to .* args\[0\]"
+    ):
         await b.break_promise(a.make(MIB, 1.0))

@@ -178,7 +178,7 @@ async def test_what_is_lent_is_read_where_it_is(
     ref = a.lend(MIB, 4.0)
     await ref.ready()
     await a.overwrite(1.0)
-    with pytest.raises(aiodaft.BorrowError):
+    with pytest.raises(aiodaft.exceptions.BorrowError):
         await b.where(ref)
 
 

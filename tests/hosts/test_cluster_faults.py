@@ -204,7 +204,7 @@ async def test_d58_resets_under_load_leave_no_call_waiting_and_every_actor_alive
             # The connection may be the one that was reset last.
             try:
                 await actor.where()
-            except aiodaft.PeerLost:
+            except aiodaft.exceptions.PeerLost:
                 continue
             break
 

@@ -119,8 +119,8 @@ async def test_a_value_is_lost_with_the_connection_between_its_producer_and_its_
         await waiting
     # Over another connection.
     assert await second.tell(1) == 1
-    with pytest.raises(aiodaft.PeerLost) as told:
+    with pytest.raises(aiodaft.exceptions.PeerLost) as told:
         await first.length(value)
     assert "the connection to" in str(told.value)
-    with pytest.raises(aiodaft.PeerLost):
+    with pytest.raises(aiodaft.exceptions.PeerLost):
         await value

@@ -11,7 +11,8 @@ from host_clusters import HostCluster, cluster_on, network_bytes, use_all
 from network_namespaces import network
 from sharded import Rank, assert_has, tp, whole_tensors
 
-from aiodaft import Refs, Sharding, reshard
+from aiodaft import Refs
+from aiodaft.resharding import Sharding, reshard
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(60), pytest.mark.asyncio(loop_factories=["uvloop"])]
 

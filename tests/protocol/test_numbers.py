@@ -9,11 +9,12 @@ from typing import Any, Final
 import pytest
 
 import aiodaft
-from aiodaft import Backoff, Logs, Patience, Restart
+from aiodaft import Patience, Restart
 from aiodaft._protocol.calls.following import check_retries
 from aiodaft._protocol.calls.mailbox import check_concurrency, check_max_queue
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.numbers import is_count, is_number
+from aiodaft.logs import Logs
 from aiodaft.web.admission import admission_of
 
 INF: Final = float("inf")
@@ -78,7 +79,7 @@ NUMBERS: Final[dict[str, tuple[Callable[[Any], object], float, bool, str]]] = {
     "give_up": (lambda value: Patience(give_up=value), 0.1, False, "give_up="),
     "cpus": (lambda value: Demand(cpus=value), 0, False, "cpus="),
     "deadline": (deadline, 1, True, "a deadline is"),
-    "longest backoff": (lambda value: Backoff(max=value), 0, True, "max="),
+    "longest backoff": (lambda value: aiodaft.Backoff(max=value), 0, True, "max="),
 }
 
 

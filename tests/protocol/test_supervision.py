@@ -324,7 +324,7 @@ def test_retries_are_checked_where_they_are_said(options: dict[str, Any], fn: Ca
 
 def test_an_attempt_is_that_of_a_call() -> None:
     with pytest.raises(RuntimeError, match="no call runs here"):
-        aiodaft.current_attempt()
+        aiodaft.supervision.current_attempt()
 
 
 def test_an_actors_own_policy_comes_before_that_of_its_scope_and_this_before_that_of_its_class() -> None:

@@ -31,7 +31,7 @@ def overview(clock: float = 0.0, done: int = 0, **changes: Any) -> Overview:
         taken=1e9 + clock,
         clock=clock,
         runtime=HERE,
-        nodes=(aiodaft.NodeInfo("host", {}, "ready", {"cpus": 4.0}, {"cpus": 3.0}, 1),),
+        nodes=(aiodaft.state.NodeInfo("host", {}, "ready", {"cpus": 4.0}, {"cpus": 3.0}, 1),),
         processes=(
             ProcessInfo(HERE, 1, "host", "controller", HERE, (), answered=True),
             ProcessInfo(THERE, 2, "host", "worker", HERE, ("Model-1",), answered=True, cpu_seconds=done / 80),

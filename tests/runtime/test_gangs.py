@@ -67,7 +67,7 @@ async def free_gpus(rt: aiodaft.Runtime) -> float:
 
 def test_a_gang_of_any_size_is_refused_before_its_members_are_counted_out() -> None:
     async def program(rt: aiodaft.Runtime) -> None:
-        with pytest.raises(aiodaft.InsufficientResources) as caught:
+        with pytest.raises(aiodaft.exceptions.InsufficientResources) as caught:
             await rt.on(cpus=1).group(10**9, Light)
         assert "each of the 1000000000 actors Light-1 needs cpus=1, but there is room for 4" in str(caught.value)
         # As many as there may be are placed one by one.
@@ -81,7 +81,7 @@ def test_a_gang_that_does_not_fit_starts_no_process() -> None:
     async def program(rt: aiodaft.Runtime) -> None:
         async with rt.group(2, Shard) as first:
             pids = {(await rt.info(shard)).pid or 0 for shard in first}
-            with pytest.raises(aiodaft.InsufficientResources) as caught:
+            with pytest.raises(aiodaft.exceptions.InsufficientResources) as caught:
                 await rt.group(3, Shard)
             assert str(caught.value) == (
                 "2 of 3 such actors fit: Shard-2[2] needs gpus=1, but this node has 4, of which 2 free: "
@@ -93,7 +93,7 @@ def test_a_gang_that_does_not_fit_starts_no_process() -> None:
                 # Pids are given in turn: no process was started in between.
                 assert (await rt.info(next_one)).pid == max(pids) + 1
             await first.resize(4)
-            with pytest.raises(aiodaft.InsufficientResources, match="0 free"):
+            with pytest.raises(aiodaft.exceptions.InsufficientResources, match="0 free"):
                 await first.resize(5)
             assert len(first) == 4
 
@@ -137,7 +137,7 @@ def test_a_gang_that_is_made_while_its_scope_closes_gives_everything_back(moment
             spawning = asyncio.get_running_loop().create_task(spawn(scope))
             for _ in range(moment):
                 await asyncio.sleep(0)
-        with suppress(aiodaft.RuntimeClosed, aiodaft.CallCancelled):
+        with suppress(aiodaft.exceptions.RuntimeClosed, aiodaft.CallCancelled):
             await spawning
         assert await free_gpus(rt) == 4
 
@@ -148,7 +148,7 @@ def test_a_gang_in_the_process_of_another_actor_is_reserved_as_a_whole() -> None
     async def program(rt: aiodaft.Runtime) -> None:
         async with rt.on(cpus=1).spawn(Light) as host:
             with pytest.raises(
-                aiodaft.InsufficientResources, match=r"3 of 4 such actors fit: Light-2\[3\] needs cpus=1"
+                aiodaft.exceptions.InsufficientResources, match=r"3 of 4 such actors fit: Light-2\[3\] needs cpus=1"
             ):
                 await rt.on(with_=host, cpus=1).group(4, Light)
             async with rt.on(with_=host, cpus=1).group(3, Light) as guests:
@@ -164,13 +164,13 @@ def test_a_spawn_waits_for_room_only_if_it_is_asked_to() -> None:
     async def program(rt: aiodaft.Runtime) -> None:
         loop = asyncio.get_running_loop()
         first = await rt.on(gpus=3).spawn(Shard)
-        with pytest.raises(aiodaft.InsufficientResources, match="of which 1 free: Shard-1 has 3$"):
+        with pytest.raises(aiodaft.exceptions.InsufficientResources, match="of which 1 free: Shard-1 has 3$"):
             await rt.on(gpus=2).spawn(Shard)
         started = loop.time()
-        with pytest.raises(aiodaft.InsufficientResources, match=r"Shard-1 has 3 \(waited 5 s\)$"):
+        with pytest.raises(aiodaft.exceptions.InsufficientResources, match=r"Shard-1 has 3 \(waited 5 s\)$"):
             await rt.on(gpus=2, wait=5).spawn(Shard)
         assert 5 <= loop.time() - started < 6
-        with pytest.raises(aiodaft.InsufficientResources, match="needs gpus=5, but this node has 4"):
+        with pytest.raises(aiodaft.exceptions.InsufficientResources, match="needs gpus=5, but this node has 4"):
             await rt.on(gpus=5, wait=1000).spawn(Shard)
 
         async def stop_later() -> None:
@@ -193,7 +193,7 @@ def test_the_end_of_its_scope_ends_a_wait(what: str) -> None:
         async with rt.group(4, Shard):
             async with rt.scope() as scope:
                 place = scope.on(wait=1000)
-                ways: dict[str, Callable[[], aiodaft.Spawned[Any]]] = {
+                ways: dict[str, Callable[[], aiodaft.typing.Spawned[Any]]] = {
                     "spawn": lambda: place.spawn(Shard),
                     "group": lambda: place.group(2, Shard),
                     "mesh": lambda: place.mesh(1, gpus=2),
@@ -206,7 +206,7 @@ def test_the_end_of_its_scope_ends_a_wait(what: str) -> None:
                 await asyncio.sleep(1)
                 before = loop.time()
             assert loop.time() - before < 10
-            with pytest.raises(aiodaft.RuntimeClosed, match="its scope is closed"):
+            with pytest.raises(aiodaft.exceptions.RuntimeClosed, match="its scope is closed"):
                 await waiting
 
     simulate(program)
@@ -237,7 +237,7 @@ def test_the_end_of_a_runtime_ends_a_wait() -> None:
 
             waiting = loop.create_task(wait())
             await asyncio.sleep(1)
-        with pytest.raises(aiodaft.RuntimeClosed):
+        with pytest.raises(aiodaft.exceptions.RuntimeClosed):
             await waiting
 
     simulation.run(main())
@@ -260,7 +260,7 @@ def test_a_mesh_reserves_its_slices_until_it_is_stopped() -> None:
             assert [(await rt.info(shard)).gpus for shard in shards] == [(1,), (2,)]
             assert (await rt.info(shards[0])).node == mesh.slices[0].node
             with pytest.raises(
-                aiodaft.InsufficientResources, match="this slice of mesh of 1 x 2 GPUs has 2, of which 0"
+                aiodaft.exceptions.InsufficientResources, match="this slice of mesh of 1 x 2 GPUs has 2, of which 0"
             ):
                 await mesh.spawn(Shard)
             # Actors take what the slice does not have from its node.
@@ -272,7 +272,7 @@ def test_a_mesh_reserves_its_slices_until_it_is_stopped() -> None:
             for gone in (*shards, light):
                 with pytest.raises(aiodaft.ActorDied):
                     await gone.ping()
-            with pytest.raises(aiodaft.RuntimeClosed, match="its scope is closed"):
+            with pytest.raises(aiodaft.exceptions.RuntimeClosed, match="its scope is closed"):
                 await mesh.group(2, Shard)
 
     simulate(program)
@@ -283,7 +283,7 @@ def test_a_mesh_ends_with_its_block_or_its_scope() -> None:
         async with rt.on(cpus=1).mesh(hosts=1, gpus=4) as mesh:
             await mesh.group(4, Shard)
             await mesh.on(cpus=0.5, gpus=0).group(2, Light)
-            with pytest.raises(aiodaft.InsufficientResources, match="of which 0 free"):
+            with pytest.raises(aiodaft.exceptions.InsufficientResources, match="of which 0 free"):
                 await mesh.on(cpus=0.5, gpus=0).spawn(Light)
         assert await free_gpus(rt) == 4
         async with rt.scope() as scope:
@@ -302,7 +302,9 @@ def test_an_actor_that_is_restarted_on_a_slice_keeps_its_gpu() -> None:
             shard = await mesh.on(restart="permanent").spawn(Shard)
             [worker] = simulation.workers
             simulation.kill(worker)
-            with pytest.raises(aiodaft.InsufficientResources, match="this slice .* of which 1 free: Shard-1 has 1"):
+            with pytest.raises(
+                aiodaft.exceptions.InsufficientResources, match="this slice .* of which 1 free: Shard-1 has 1"
+            ):
                 await mesh.on(gpus=2).spawn(Shard)
             while not (info := await rt.info(shard)).restarts:
                 await asyncio.sleep(0.01)
@@ -315,11 +317,11 @@ def test_an_actor_that_is_restarted_on_a_slice_keeps_its_gpu() -> None:
 def test_what_a_mesh_cannot_be_is_an_error_at_once() -> None:
     async def program(rt: aiodaft.Runtime) -> None:
         with pytest.raises(
-            aiodaft.InsufficientResources, match=r"^mesh of 1 x 5 GPUs needs gpus=5, but this node has 4"
+            aiodaft.exceptions.InsufficientResources, match=r"^mesh of 1 x 5 GPUs needs gpus=5, but this node has 4"
         ):
             await rt.mesh(1, gpus=5)
         with pytest.raises(
-            aiodaft.InsufficientResources,
+            aiodaft.exceptions.InsufficientResources,
             match=r"mesh of 2 x 2 GPUs needs 2 nodes with gpus=2 each, but only 1 node has that: .*: room for 1",
         ):
             await rt.on(wait=1000).mesh(2, gpus=2)
@@ -343,7 +345,7 @@ def test_what_a_mesh_cannot_be_is_an_error_at_once() -> None:
 
 @pytest.mark.parametrize("moment", range(0, 12, 2))
 def test_a_mesh_that_is_cancelled_at_any_moment_is_released(moment: int) -> None:
-    async def reserve(rt: aiodaft.Runtime) -> aiodaft.Mesh:
+    async def reserve(rt: aiodaft.Runtime) -> aiodaft.typing.Mesh:
         return await rt.mesh(1, gpus=3)
 
     async def program(rt: aiodaft.Runtime) -> None:
@@ -384,7 +386,7 @@ def test_labels_of_the_machine_are_compared() -> None:
         async with rt.on(labels={"zone": "a"}).spawn(Light) as light:
             assert await light.ping() == 1
         with pytest.raises(
-            aiodaft.InsufficientResources,
+            aiodaft.exceptions.InsufficientResources,
             match=r"^Light-2 needs labels={'zone': 'b'}, but no node has that: .*: zone='a'$",
         ):
             await rt.on(labels={"zone": "b"}, wait=1000).spawn(Light)
@@ -401,10 +403,10 @@ def test_an_actor_is_near_to_others_or_apart_from_them() -> None:
             async with rt.on(near=near).spawn(Light) as light:
                 assert await light.ping() == 1
         with pytest.raises(
-            aiodaft.InsufficientResources, match=r"needs a node apart from Light-1 \(on .*: Light-1 there"
+            aiodaft.exceptions.InsufficientResources, match=r"needs a node apart from Light-1 \(on .*: Light-1 there"
         ):
             await rt.on(apart_from=other).spawn(Light)
-        with pytest.raises(aiodaft.InsufficientResources, match=r": Light-2\[0\] and Light-2\[1\] there"):
+        with pytest.raises(aiodaft.exceptions.InsufficientResources, match=r": Light-2\[0\] and Light-2\[1\] there"):
             await rt.on(apart_from=group).group(2, Light)
         await rt.kill(other)
         await rt.stop(group)

@@ -88,11 +88,11 @@ async def test_two_runtimes_of_a_machine_do_not_give_away_the_same_gpu(gpu: str)
         half = await one.on(gpus=0.5).spawn(Probe)
         other = await one.on(gpus=0.5).spawn(Probe)
         with pytest.raises(
-            aiodaft.InsufficientResources, match=rf"GPU 0 is in use by pid {os.getpid()} \(.*share_gpus"
+            aiodaft.exceptions.InsufficientResources, match=rf"GPU 0 is in use by pid {os.getpid()} \(.*share_gpus"
         ):
             await two.spawn(NeedsGpu)
         await one.stop(half)
-        with pytest.raises(aiodaft.InsufficientResources, match="GPU 0 is in use by"):
+        with pytest.raises(aiodaft.exceptions.InsufficientResources, match="GPU 0 is in use by"):
             await two.spawn(NeedsGpu)
         await one.kill(other)
         assert await (await two.spawn(NeedsGpu)).visible() == "0"
@@ -106,7 +106,7 @@ async def test_a_wait_ends_when_another_runtime_gives_back_a_gpu(gpu: str) -> No
         aiodaft.Runtime(preload=(), env=machine(gpu)) as two,
     ):
         holder = await one.spawn(NeedsGpu)
-        with pytest.raises(aiodaft.InsufficientResources, match=r"in use by .* \(waited 0.01 s\)"):
+        with pytest.raises(aiodaft.exceptions.InsufficientResources, match=r"in use by .* \(waited 0.01 s\)"):
             await two.on(wait=0.01).spawn(NeedsGpu)
         waiting = asyncio.get_running_loop().create_task(awaited(two.on(wait=20).spawn(NeedsGpu)))
         # It has been refused when both runtimes have answered others.
@@ -194,7 +194,7 @@ async def test_two_programs_do_not_give_away_the_same_gpu_and_a_kill_frees_it(
     gpu: str, other: subprocess.Popen[str]
 ) -> None:
     async with aiodaft.Runtime(preload=(), env=machine(gpu)) as rt:
-        with pytest.raises(aiodaft.InsufficientResources, match=rf"GPU 0 is in use by pid {other.pid} \("):
+        with pytest.raises(aiodaft.exceptions.InsufficientResources, match=rf"GPU 0 is in use by pid {other.pid} \("):
             await rt.spawn(NeedsGpu)
         other.kill()
         assert await (await rt.on(wait=20).spawn(NeedsGpu)).visible() == "0"

@@ -183,7 +183,7 @@ async def test_a_graph_waits_for_its_runs_when_it_is_closed(site: Site) -> None:
     closing = asyncio.get_running_loop().create_task(graph.aclose())
     await turns()
     assert not closing.done()
-    with pytest.raises(aiodaft.RuntimeClosed, match="the graph is closed"):
+    with pytest.raises(aiodaft.exceptions.RuntimeClosed, match="the graph is closed"):
         graph("y")
     site.actors[0].gate.set()
     await closing
@@ -435,7 +435,7 @@ async def test_the_runtime_closes_while_runs_wait(site: Site) -> None:
     graph = aiodaft.compile(lambda x: site.a.wait(x), max_in_flight=1)
     first, second = graph("x"), graph("y")
     await turns(8)
-    site.owner.graphs.abandon(aiodaft.RuntimeClosed("the test is over"))
+    site.owner.graphs.abandon(aiodaft.exceptions.RuntimeClosed("the test is over"))
     assert (await error_of(second)).executed is False
     site.actors[0].gate.set()
     assert await first == "x"
@@ -445,7 +445,7 @@ async def test_the_runtime_closes_while_runs_wait(site: Site) -> None:
 async def test_the_runtime_closes_before_a_graph_is_ready(site: Site) -> None:
     graph = aiodaft.compile(lambda x: site.a.wait(x))
     refs = [graph("x"), graph(LARGE), graph("y"), graph("z")]
-    site.owner.graphs.abandon(aiodaft.RuntimeClosed("the test is over"))
+    site.owner.graphs.abandon(aiodaft.exceptions.RuntimeClosed("the test is over"))
     assert [(await error_of(ref)).executed for ref in refs] == [False] * 4
     await graph.aclose()
     assert left(site) == (0, 0, 0)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from aiodaft import BorrowError, method, read_only
+from aiodaft import method
+from aiodaft.exceptions import BorrowError
+from aiodaft.memory import read_only
 from aiodaft.reading import is_read_only
 
 

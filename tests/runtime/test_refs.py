@@ -51,10 +51,10 @@ def tell(peer: Any) -> TellState:
 
 
 def test_a_call_of_the_runtime_itself_fails_in_silence_where_a_process_ends(caplog: pytest.LogCaptureFixture) -> None:
-    for error in (aiodaft.RuntimeClosed("the node agent is gone"), aiodaft.ActorDied("it was stopped")):
+    for error in (aiodaft.exceptions.RuntimeClosed("the node agent is gone"), aiodaft.ActorDied("it was stopped")):
         TellState("Agent.give_back", own=True).on_error(error)
     assert caplog.text == ""
-    TellState("Log.note").on_error(aiodaft.RuntimeClosed("the node agent is gone"))
+    TellState("Log.note").on_error(aiodaft.exceptions.RuntimeClosed("the node agent is gone"))
     assert "Log.note, called by tell(), failed" in caplog.text
 
 

@@ -223,7 +223,7 @@ def test_an_array_stays_read_only() -> None:
 def test_a_tensor_with_freed_memory_cannot_travel(length: int) -> None:
     freed = torch.ones(length)
     freed.untyped_storage().resize_(0)
-    with pytest.raises(aiodaft.SerializationError, match="memory of this tensor was freed"):
+    with pytest.raises(aiodaft.exceptions.SerializationError, match="memory of this tensor was freed"):
         round_trip([freed])
 
 
@@ -432,13 +432,15 @@ def test_sparse_tensors_and_modules() -> None:
 
 def test_a_storage_says_that_it_cannot_travel() -> None:
     value = torch.ones(3).untyped_storage()
-    with pytest.raises(aiodaft.SerializationError, match=r"args\[0\] .*pass a tensor that uses it"):
+    with pytest.raises(aiodaft.exceptions.SerializationError, match=r"args\[0\] .*pass a tensor that uses it"):
         encode([value], names=Names("Model.execute", (("args[0]", value),)))
 
 
 def test_a_tensor_without_data_says_that_it_cannot_travel() -> None:
     value = torch.empty(3, device="meta")
-    with pytest.raises(aiodaft.SerializationError, match=r"args\[0\] of Model.execute cannot travel: a meta"):
+    with pytest.raises(
+        aiodaft.exceptions.SerializationError, match=r"args\[0\] of Model.execute cannot travel: a meta"
+    ):
         encode([value], names=Names("Model.execute", (("args[0]", value),)))
 
 

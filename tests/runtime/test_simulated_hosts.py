@@ -89,7 +89,7 @@ def test_a_partition_fails_calls_in_the_time_of_tcp_and_heals() -> None:
                 simulation.routes.drop("two", other)
                 simulation.routes.drop(other, "two")
         begun = simulation.loop.time()
-        with pytest.raises(aiodaft.PeerLost):
+        with pytest.raises(aiodaft.exceptions.PeerLost):
             await call(second)
         assert 3 < simulation.loop.time() - begun < 15
         assert await call(first) is not None
@@ -114,7 +114,7 @@ def test_a_call_gets_its_argument_although_the_connection_that_brings_it_is_rese
             delay = simulation.loop.rng.random() * 0.05
             simulation.loop.later(delay, simulation.routes.reset, "two", "three")
             async with asyncio.timeout(120):
-                with suppress(aiodaft.PeerLost):
+                with suppress(aiodaft.exceptions.PeerLost):
                     assert await call == number * 7
 
     for seed in range(25 * part, 25 * (part + 1)):
@@ -136,7 +136,7 @@ def test_a_call_gets_its_argument_although_that_is_lost_on_its_way_before_the_ca
         simulation.routes.reset("two", "three")
         is_connected = False
         while not is_connected:
-            with suppress(aiodaft.PeerLost):
+            with suppress(aiodaft.exceptions.PeerLost):
                 is_connected = bool(await relay(third, second))
         simulation.routes.heal()
         async with asyncio.timeout(120):
@@ -167,7 +167,7 @@ def test_what_is_sent_one_way_arrives_although_nothing_comes_back() -> None:
         _, second, _ = await spread(rt)
         simulation.routes.drop("two", DESK)
         number = Onlooker.history.made(second)
-        with pytest.raises(aiodaft.PeerLost):
+        with pytest.raises(aiodaft.exceptions.PeerLost):
             await second.at_once(number, 0)
         assert Onlooker.history.calls[number].began == 1
 
@@ -192,7 +192,7 @@ def test_a_reset_fails_what_is_under_way_and_the_next_call_connects_again() -> N
         await asyncio.sleep(1)
         simulation.routes.reset(DESK, "two")
         ((error,)) = await waiting
-        assert isinstance(error, aiodaft.PeerLost)
+        assert isinstance(error, aiodaft.exceptions.PeerLost)
         assert await call(second) is not None
 
     play(scene)
@@ -207,7 +207,7 @@ def test_a_host_that_is_gone_is_out_after_its_lease_and_comes_back(without_power
         assert not [process for process in simulation.workers if process.host == "three"]
         with pytest.raises(OutcomeUnknown):
             await call(third)
-        with pytest.raises(aiodaft.InsufficientResources):
+        with pytest.raises(aiodaft.exceptions.InsufficientResources):
             while True:
                 await asyncio.sleep(1)
                 try:
@@ -244,7 +244,7 @@ def test_the_name_of_an_actor_that_ended_while_the_coordinator_was_not_heard_is_
         [process] = [process for process in simulation.workers if process.host == "two"]
         for ends in ((DESK, "one"), ("one", DESK)):
             simulation.routes.drop(*ends)
-        with pytest.raises(aiodaft.PeerLost):
+        with pytest.raises(aiodaft.exceptions.PeerLost):
             await rt.names()
         simulation.kill(process)
         with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
@@ -257,7 +257,7 @@ def test_the_name_of_an_actor_that_ended_while_the_coordinator_was_not_heard_is_
         await rt.name(other, "x")
 
     async def names(rt: aiodaft.Runtime) -> tuple[str, ...] | None:
-        with suppress(aiodaft.PeerLost):
+        with suppress(aiodaft.exceptions.PeerLost):
             return await rt.names()
         return None
 
@@ -273,13 +273,13 @@ def test_e75_an_actor_refuses_calls_before_another_one_gets_its_name_and_ends_wh
             simulation.routes.drop(*ends)
         while await rt.names():
             await asyncio.sleep(0.1)
-        with pytest.raises(aiodaft.LeaseLost):
+        with pytest.raises(aiodaft.exceptions.LeaseLost):
             await call(second)
         await rt.name(third, "x")
         simulation.routes.heal()
         with pytest.raises(aiodaft.ActorDied, match="its name 'x' went to another actor"):
             while True:
-                with pytest.raises(aiodaft.LeaseLost):
+                with pytest.raises(aiodaft.exceptions.LeaseLost):
                     await call(second)
                 await asyncio.sleep(0.1)
         assert await call(await rt.lookup("x", Subject)) is not None
@@ -328,7 +328,7 @@ def test_a_node_that_comes_back_keeps_nothing_of_an_actor_that_was_made_again_el
                 # All that it has.
                 await rt.on(node="two", cpus=100, wait=30).spawn(Subject)
                 break
-            except (aiodaft.PeerLost, aiodaft.ActorDied):
+            except (aiodaft.exceptions.PeerLost, aiodaft.ActorDied):
                 await asyncio.sleep(1)
         assert not old.alive
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from aiodaft import BorrowError
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.encoder import Names, encode
+from aiodaft.exceptions import BorrowError
 from aiodaft_transport import Unreachable
 from aiodaft_transport.memory.host_pool import Arena, ArenaBlock
 

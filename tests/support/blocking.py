@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from aiodaft import Actor, CallCancelled, deadline, local, method
+from aiodaft import Actor, CallCancelled, deadline, method
+from aiodaft.typing import local
 
 T = TypeVar("T")
 

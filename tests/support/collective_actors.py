@@ -89,7 +89,7 @@ class Member(Actor):
 
     @method(idempotent=True)
     async def make_in_second_life(self, seed: int, *shape: int) -> Tensor:
-        if aiodaft.current_attempt() == 1:
+        if aiodaft.supervision.current_attempt() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return made(seed, *shape)
 

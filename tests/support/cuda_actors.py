@@ -13,7 +13,8 @@ from tensor_keepers import TensorKeeper
 from torch import Tensor
 
 import aiodaft
-from aiodaft import method, read_only
+from aiodaft import method
+from aiodaft.memory import read_only
 
 # About a second of a GPU's time.
 LONG = 1_500_000_000

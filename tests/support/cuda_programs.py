@@ -137,7 +137,7 @@ class Programmer(Actor):
 
     @method
     async def reduce_by_name(self, size: int) -> tuple[str, float]:
-        group: aiodaft.CurrentGroup[Any] = aiodaft.current_group()
+        group: aiodaft.typing.CurrentGroup[Any] = aiodaft.current_group()
         x = torch.full((size,), float(group.rank + 1), device=self.device)
         total = await group.all_reduce(x)
         gathered = await group.all_gather(x)
@@ -148,7 +148,7 @@ class Programmer(Actor):
     @method
     async def pass_round(self, size: int) -> tuple[str, float]:
         """A message to the next member, and one from the one before."""
-        group: aiodaft.CurrentGroup[Any] = aiodaft.current_group()
+        group: aiodaft.typing.CurrentGroup[Any] = aiodaft.current_group()
         x = torch.full((size,), float(group.rank), device=self.device)
         _, came = await asyncio.gather(
             group.send(x, to=(group.rank + 1) % group.size), group.recv(source=(group.rank - 1) % group.size)

@@ -83,13 +83,13 @@ class DeviceKeeper(TensorKeeper):
         return float(tensor[0])
 
     @method
-    @aiodaft.read_only
+    @aiodaft.memory.read_only
     async def peek(self, tensor: Tensor) -> float:
         """The sum of a tensor, which is not copied for it."""
         return float(tensor.sum())
 
     @method
-    @aiodaft.read_only
+    @aiodaft.memory.read_only
     def peek_on_thread(self, tensors: list[Tensor], *, factor: float) -> float:
         return sum(float(tensor.sum()) for tensor in tensors) * factor
 
@@ -124,12 +124,12 @@ class DeviceKeeper(TensorKeeper):
         return self.peer.store.devices.kind.device_of(tensors[0]), sum(float(tensor.sum()) for tensor in tensors)
 
     @method
-    @aiodaft.read_only
+    @aiodaft.memory.read_only
     def read_on_thread(self, tensor: Tensor) -> float:
         return float(tensor.sum())
 
     @method
-    @aiodaft.read_only
+    @aiodaft.memory.read_only
     async def hold_on(self, tensor: Tensor) -> None:
         """Keep a part of it."""
         self.tensor = tensor[1:]
@@ -140,7 +140,7 @@ class DeviceKeeper(TensorKeeper):
         return first
 
     @method
-    @aiodaft.read_only
+    @aiodaft.memory.read_only
     async def break_promise(self, tensor: Tensor) -> None:
         tensor.add_(1.0)
 
@@ -174,11 +174,11 @@ class Reader:
     def __init__(self) -> None:
         use_host_devices(0)
 
-    @aiodaft.read_only
+    @aiodaft.memory.read_only
     def total(self, tensor: Tensor) -> float:
         return float(tensor.sum())
 
     @staticmethod
-    @aiodaft.read_only
+    @aiodaft.memory.read_only
     def write(tensor: Tensor) -> None:
         tensor.add_(1.0)

@@ -49,7 +49,7 @@ class Peer(Actor):
     @method
     async def watch(self, epoch: int) -> list[tuple[int, int, int]]:
         """What it sees of its group, up to an epoch."""
-        group: aiodaft.CurrentGroup[Peer] = aiodaft.current_group()
+        group: aiodaft.typing.CurrentGroup[Peer] = aiodaft.current_group()
         seen: list[tuple[int, int, int]] = []
         self.gate.set()
         while group.epoch < epoch:

@@ -13,7 +13,8 @@ from typing import Any
 from actors import Echo
 from early_signal import fork_a_child_that_is_terminated_at_once
 
-from aiodaft import Actor, RuntimeClosed, method
+from aiodaft import Actor, method
+from aiodaft.exceptions import RuntimeClosed
 
 FORK = multiprocessing.get_context("fork")
 

@@ -125,7 +125,7 @@ def miss_the_members() -> None:
     standing.roster = replace(standing.roster, since=-1)
 
 
-def traffic_here() -> aiodaft.Traffic:
+def traffic_here() -> aiodaft.state.Traffic:
     """What this process sent and received."""
     return current_process().part(Peer).connections.traffic()
 

@@ -17,11 +17,12 @@ from collective_actors import made
 from torch import Tensor
 
 import aiodaft
-from aiodaft import Actor, CurrentGroup, Ref, method
+from aiodaft import Actor, Ref, method
 from aiodaft._runtime.groups import keyed as keyed_module
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.process import current_process
+from aiodaft.typing import CurrentGroup
 
 # What a random program does: a key, the axes of the part of the group, and the operation.
 Round = tuple[int, str, str]

@@ -72,7 +72,7 @@ class Giver(Actor):
     @method
     async def register_cache(self, rows: int, columns: int) -> None:
         self.cache = counted(rows, columns)
-        aiodaft.register(self.cache)
+        aiodaft.memory.register(self.cache)
 
     @method(transport="ucx")
     async def rows_by_ucx(self, start: int, end: int) -> Tensor:

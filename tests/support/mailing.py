@@ -27,7 +27,7 @@ class Counts(NamedTuple):
 
 class Member(Actor):
     def __init__(self) -> None:
-        self.group: aiodaft.CurrentGroup[Member] = aiodaft.current_group()
+        self.group: aiodaft.typing.CurrentGroup[Member] = aiodaft.current_group()
 
     @method
     async def send(self, to: int, value: Any, tag: int | str = 0) -> None:
@@ -79,7 +79,7 @@ class Member(Actor):
         return await aiodaft.current_group().recv_message(source=source, tag=tag)
 
     @method
-    async def recv_message(self, source: int | None = None, tag: int | str | None = None) -> aiodaft.Message:
+    async def recv_message(self, source: int | None = None, tag: int | str | None = None) -> aiodaft.typing.Message:
         return await self.group.recv_message(source=source, tag=tag)
 
     @method
@@ -133,7 +133,7 @@ class Member(Actor):
         row, column = self.group.along("column"), self.group.along("row")
         i, j, size = self.group.coords["row"], self.group.coords["column"], row.size
 
-        async def shift(ring: aiodaft.CurrentGroup[Member], block: torch.Tensor, by: int) -> torch.Tensor:
+        async def shift(ring: aiodaft.typing.CurrentGroup[Member], block: torch.Tensor, by: int) -> torch.Tensor:
             await ring.send(block, to=(ring.rank - by) % size)
             shifted: torch.Tensor = await ring.recv(source=(ring.rank + by) % size)
             return shifted
@@ -176,7 +176,7 @@ class Member(Actor):
         return members_watched_here() > 0
 
     @method
-    async def traffic(self) -> aiodaft.Traffic:
+    async def traffic(self) -> aiodaft.state.Traffic:
         return traffic_here()
 
     @method

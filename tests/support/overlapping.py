@@ -8,9 +8,10 @@ import signal
 from typing import Any, NamedTuple
 
 import aiodaft
-from aiodaft import Actor, CurrentGroup, method
+from aiodaft import Actor, method
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.process import current_process
+from aiodaft.typing import CurrentGroup
 
 
 class Step(NamedTuple):

@@ -170,7 +170,7 @@ class Parent(Actor):
         await aiodaft.current_runtime().stop(child)
 
     @method
-    async def look_at(self, child: Child) -> aiodaft.ActorInfo:
+    async def look_at(self, child: Child) -> aiodaft.state.ActorInfo:
         return await aiodaft.current_runtime().info(child)
 
     @method

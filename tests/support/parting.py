@@ -49,7 +49,7 @@ class Parting(Keyer):
     @method
     async def gather_in_replica(self, failing: int | None) -> list[int]:
         """Gather the places in a replica, unless this member is the failing one."""
-        replica: aiodaft.CurrentGroup[Any] = self.group.along("tp")
+        replica: aiodaft.typing.CurrentGroup[Any] = self.group.along("tp")
         if replica.rank == failing:
             raise ValueError("a bad batch")
         return await replica.all_gather(replica.rank, key="x")

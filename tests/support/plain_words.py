@@ -21,8 +21,8 @@ END = re.compile(r"(?<=[.!?:])[\")]*\s+|\s\|\s|\n\s*\n")
 BEGINS = re.compile(r"(?:What|Who|Whoever|Whatever|Where|How) \w")
 # An indirect question may follow one of these.
 ASKS = re.compile(
-    "asks?|checks?|decides?|describes?|documents?|explains?|finds?|found|knows?|known|knew|learns?|matters?|prints?|says?"
-    "|said|sees?|seen|shows?|shown|tells?|told|tests?"
+    r"asks?|checks?|decides?|describes?|documents?|explains?|finds?|found|knows?|known|knew|learns?|matters?|prints?|says?"
+    r"|said|sees?|seen|shows?|shown|tells?|told|tests?"
 )
 HEADLESS = re.compile(
     r"(?P<before>\w*) ?\b(?:what|whatever|whoever)\b(?! if\b)"

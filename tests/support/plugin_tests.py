@@ -116,7 +116,7 @@ async def test_a_graph_without_processes(daft: aiodaft.Runtime, counter: Counter
 
 @pytest.mark.daft(gpus=2)
 async def test_options_of_the_runtime(daft: aiodaft.Runtime) -> None:
-    with pytest.raises(aiodaft.InsufficientResources):
+    with pytest.raises(aiodaft.exceptions.InsufficientResources):
         await daft.on(gpus=3).spawn(Counter)
 
 
@@ -177,7 +177,7 @@ async def test_actors_have_nodes(daft_cluster: aiodaft.Runtime, daft_faults: Fau
     waiting = second.wait()
     await second.add(0)
     await daft_faults.cut(second)
-    with pytest.raises(aiodaft.PeerLost):
+    with pytest.raises(aiodaft.exceptions.PeerLost):
         await waiting
     assert await second.add(1) == 2
     waiting = second.wait()
@@ -185,5 +185,5 @@ async def test_actors_have_nodes(daft_cluster: aiodaft.Runtime, daft_faults: Fau
     with pytest.raises(ValueError, match="no node 'n3': it has n1, n2"):
         await daft_faults.kill_node("n3")
     await daft_faults.kill_node("n2")
-    with pytest.raises((aiodaft.ActorDied, aiodaft.PeerLost)):
+    with pytest.raises((aiodaft.ActorDied, aiodaft.exceptions.PeerLost)):
         await waiting

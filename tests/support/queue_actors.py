@@ -7,8 +7,9 @@ import asyncio
 import torch
 from here import current_peer
 
-from aiodaft import Actor, Traffic, method
+from aiodaft import Actor, method
 from aiodaft.queue import TransferQueue
+from aiodaft.state import Traffic
 
 
 class Producer(Actor):

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from here import current_peer
 
-from aiodaft import Actor, Traffic, method
+from aiodaft import Actor, method
+from aiodaft.state import Traffic
 from aiodaft_transport.tcp import TcpTransport
 
 

@@ -79,7 +79,7 @@ def make_app() -> FastAPI:
 
     @app.get("/generate")
     async def generate(prompt: str, request: Request, llm: Models) -> str:
-        async with aiodaft.cancel_on_disconnect(request):
+        async with aiodaft.web.cancel_on_disconnect(request):
             return await llm.any(LLM.generate, prompt)
 
     @app.get("/warm")

@@ -80,7 +80,7 @@ class Seated(Actor):
     @method
     async def next_rank(self) -> int:
         """The rank of its neighbour, which says so itself."""
-        group: aiodaft.CurrentGroup[Seated] = aiodaft.current_group()
+        group: aiodaft.typing.CurrentGroup[Seated] = aiodaft.current_group()
         return (await group.members[(group.rank + 1) % group.size].look()).rank
 
     @method

@@ -17,10 +17,11 @@ from host_devices import use_host_devices
 from torch import Tensor
 
 import aiodaft
-from aiodaft import Actor, Group, Layout, Refs, Sharding, method
+from aiodaft import Actor, Group, Refs, method
 from aiodaft._protocol.ids import RESHARDING
 from aiodaft._runtime.groups.resharding import Resharding
 from aiodaft._runtime.objects.store import InPlace
+from aiodaft.resharding import Layout, Sharding
 from aiodaft_transport import Block, Control, Grant
 from aiodaft_transport.shm import ShmTransport
 from aiodaft_transport.tcp import TcpTransport

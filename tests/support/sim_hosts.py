@@ -145,7 +145,7 @@ class HostProgram(Program):
         for _ in range(int(_QUIET)):
             try:
                 return await rt.on(node=name).spawn(Subject)
-            except (OutcomeUnknown, aiodaft.InsufficientResources):
+            except (OutcomeUnknown, aiodaft.exceptions.InsufficientResources):
                 await asyncio.sleep(1)
         return await rt.on(node=name).spawn(Subject)
 

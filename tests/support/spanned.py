@@ -52,7 +52,7 @@ class Worker(Actor):
         """What code of the actor, and a library in it, know of the trace."""
         from opentelemetry import baggage, trace
 
-        here, known = aiodaft.current_trace_context(), trace.get_current_span().get_span_context()
+        here, known = aiodaft.telemetry.current_trace_context(), trace.get_current_span().get_span_context()
         assert here is not None
         assert (here.trace_id, here.span_id) == (f"{known.trace_id:032x}", f"{known.span_id:016x}")
         return here.trace_id, here.span_id, str(baggage.get_baggage("user"))

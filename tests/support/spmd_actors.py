@@ -107,7 +107,7 @@ class Rank(aiodaft.Actor):
     def __init__(self) -> None:
         self.inside = threading.Event()
         self.kept = ExitStack()
-        self.first_group: aiodaft.CurrentGroup[Any] | None = None
+        self.first_group: aiodaft.typing.CurrentGroup[Any] | None = None
 
     @aiodaft.method
     async def epoch(self) -> int:
@@ -176,7 +176,7 @@ class Rank(aiodaft.Actor):
     @aiodaft.method
     def train_ddp(self) -> list[float]:
         """The mean losses of the parts of the batch."""
-        group: aiodaft.CurrentGroup[Any] = aiodaft.current_group()
+        group: aiodaft.typing.CurrentGroup[Any] = aiodaft.current_group()
         with group.process_group("gloo"):
             x, y = (part.chunk(group.size)[group.rank] for part in batch())
             losses = torch.tensor(train(DistributedDataParallel(model()), x, y), dtype=torch.double)
@@ -188,7 +188,7 @@ class Rank(aiodaft.Actor):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        group: aiodaft.CurrentGroup[Any] = aiodaft.current_group()
+        group: aiodaft.typing.CurrentGroup[Any] = aiodaft.current_group()
         with group.process_group("gloo"):
             sharded = model()
             fully_shard(sharded, mesh=init_device_mesh("cpu", (group.size,)))
@@ -215,7 +215,7 @@ class Rank(aiodaft.Actor):
     @aiodaft.method
     def train_and_die(self, point: str, dies: int) -> None:
         """Train; a member dies at a point of that."""
-        group: aiodaft.CurrentGroup[Any] = aiodaft.current_group()
+        group: aiodaft.typing.CurrentGroup[Any] = aiodaft.current_group()
         trained = model()
         if group.rank == dies:
             die_at(point, trained)
@@ -244,7 +244,7 @@ class Rank(aiodaft.Actor):
         """One member is out of the block before its loop can do anything for the others."""
         # torch asks for the names of addresses when it logs, which takes seconds where no server of names answers.
         end_blocks_that_stand_still(looks=200)
-        group: aiodaft.CurrentGroup[Any] = aiodaft.current_group()
+        group: aiodaft.typing.CurrentGroup[Any] = aiodaft.current_group()
         out = threading.Event()
         try:
             with group.process_group("gloo"):
@@ -257,7 +257,7 @@ class Rank(aiodaft.Actor):
 
     @aiodaft.method
     def fail(self, fails: int) -> None:
-        group: aiodaft.CurrentGroup[Any] = aiodaft.current_group()
+        group: aiodaft.typing.CurrentGroup[Any] = aiodaft.current_group()
         with group.process_group("gloo"):
             if group.rank == fails:
                 # The group cannot be destroyed while this is under way.

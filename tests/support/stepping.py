@@ -50,7 +50,7 @@ class Stepper(Actor):
     def where(self, count: int) -> Iterator[tuple[int, int, int]]:
         """The thread of each step, what the step before left in the context, and the attempt."""
         for index in range(count):
-            yield threading.get_ident(), step_of.get(), aiodaft.current_attempt()
+            yield threading.get_ident(), step_of.get(), aiodaft.supervision.current_attempt()
             step_of.set(index)
 
     @method

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import aiodaft
-from aiodaft import Actor, Backoff, Restart, method
+from aiodaft import Actor, Restart, method
 
 # At once, so that no test waits.
-AT_ONCE = Backoff(base=0)
+AT_ONCE = aiodaft.Backoff(base=0)
 
 
 class Mortal(Actor):
@@ -85,7 +85,7 @@ class Mortal(Actor):
     @method(idempotent=True, retries=3)
     async def survive(self, lives: int, value: Any = None) -> tuple[int, int, Any]:
         """Dies in its first lives."""
-        attempt = aiodaft.current_attempt()
+        attempt = aiodaft.supervision.current_attempt()
         self.note(f"attempt {attempt}")
         if attempt <= lives:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -38,7 +38,7 @@ class Keeper(Actor):
 
     @method
     async def make_shared(self, size: int, value: float) -> Tensor:
-        self.tensor = aiodaft.empty(size).fill_(value)
+        self.tensor = aiodaft.memory.empty(size).fill_(value)
         return self.tensor
 
     @method
@@ -51,7 +51,7 @@ class Keeper(Actor):
     async def make_both(self, size: int, value: float) -> tuple[Tensor, Tensor]:
         """One tensor in shared memory, and one that is not."""
         self.tensor = torch.full((size,), value)
-        return aiodaft.empty(size).fill_(value), self.tensor
+        return aiodaft.memory.empty(size).fill_(value), self.tensor
 
     @method
     async def stored_bytes(self) -> int:

@@ -12,7 +12,7 @@ from aiodaft import Actor, method
 
 def trace_here() -> str | None:
     """The id of the trace of the running code, with its baggage."""
-    trace = aiodaft.current_trace_context()
+    trace = aiodaft.telemetry.current_trace_context()
     return None if trace is None else trace.trace_id + trace.baggage
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 from good import LLM, Model, Tensor
 
 import aiodaft
-from aiodaft import Channel, Ref, Runtime, lazy
+from aiodaft import Channel, Ref, Runtime
+from aiodaft.typing import lazy
 
 
 async def spawning(rt: Runtime) -> None:
@@ -60,8 +61,10 @@ async def groups(rt: Runtime) -> None:
 
     await ws.resize(5, prepare=prepare)  # E61 members of another class are prepared
     await ws.remove(1)  # E62 a rank is no member
-    await aiodaft.among_survivors(aiodaft.all_reduce, [1])  # E63 values are no refs
-    await aiodaft.among_survivors(aiodaft.all_gather, ws.all(Model.sync, 1), "sum")  # E64 no argument of the collective
+    await aiodaft.collectives.among_survivors(aiodaft.all_reduce, [1])  # E63 values are no refs
+    await aiodaft.collectives.among_survivors(
+        aiodaft.all_gather, ws.all(Model.sync, 1), "sum"
+    )  # E64 no argument of the collective
 
 
 async def services(rt: Runtime, b: Model) -> None:
@@ -109,14 +112,14 @@ async def supervision(rt: Runtime) -> None:
     aiodaft.method(retries="twice")  # E44 not a number of retries
 
 
-async def resharding(rt: Runtime, layout: aiodaft.Layout) -> None:
-    aiodaft.Sharding(shape="2", dims={0: "tp"})  # E58 no dtype
-    plan = aiodaft.reshard(layout, {"tp": 3})  # E59 not a layout
+async def resharding(rt: Runtime, layout: aiodaft.resharding.Layout) -> None:
+    aiodaft.resharding.Sharding(shape="2", dims={0: "tp"})  # E58 no dtype
+    plan = aiodaft.resharding.reshard(layout, {"tp": 3})  # E59 not a layout
     models = await rt.group(2, Model, "w")
     await plan.move(models.all(Model.sync, 1), to=models)  # E60 results that are no shards
 
 
-async def keyed(group: aiodaft.CurrentGroup[Model]) -> None:
+async def keyed(group: aiodaft.typing.CurrentGroup[Model]) -> None:
     text: str = await group.all_reduce(1, key="x")  # E65 a result of another type
     group.all_reduce(1, "avg")  # E66 no such op
     group.barrier(key=1.5)  # E67 no key

@@ -11,7 +11,7 @@ from aiodaft import web
 
 async def handler(app: FastAPI) -> None:
     web.cancel_on_disconnect("request")  # E01 not a request
-    async with aiodaft.cancel_on_disconnect(app):  # E02 not a request
+    async with aiodaft.web.cancel_on_disconnect(app):  # E02 not a request
         pass
 
 

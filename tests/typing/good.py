@@ -8,30 +8,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, assert_type
 
 import aiodaft
-from aiodaft import (
-    ActorInfo,
-    Backoff,
-    Channel,
-    CurrentGroup,
-    Graph,
-    Group,
-    Message,
-    NodeInfo,
-    Ref,
-    Refs,
-    Restart,
-    Runtime,
-    Scope,
-    Service,
-    ServiceGroup,
-    Spawned,
-    Stream,
-    lazy,
-    local,
-    method,
-)
+from aiodaft import Channel, Graph, Group, Ref, Refs, Restart, Runtime, Scope, Stream, method
 from aiodaft.pipeline import drive, one_f_one_b
 from aiodaft.queue import Batch, Consumer, TransferQueue, Wants, at_once, open_queue
+from aiodaft.state import ActorInfo, NodeInfo
+from aiodaft.typing import CurrentGroup, Message, Service, ServiceGroup, Spawned, lazy, local
 
 if TYPE_CHECKING:
     import torch
@@ -169,7 +150,7 @@ class Model(aiodaft.Actor, gpus=1):
         await out.aclose()
 
 
-class Lasting(Model, restart=Restart(intensity=3, period=60, backoff=Backoff(base=0.5, max=10))):
+class Lasting(Model, restart=Restart(intensity=3, period=60, backoff=aiodaft.Backoff(base=0.5, max=10))):
     """Is restarted, and gets back its state."""
 
     async def on_restart(self, epoch: int) -> None:
@@ -177,7 +158,7 @@ class Lasting(Model, restart=Restart(intensity=3, period=60, backoff=Backoff(bas
 
     @method(idempotent=True, retries=2)
     async def again(self, x: int) -> int:
-        assert_type(aiodaft.current_attempt(), int)
+        assert_type(aiodaft.supervision.current_attempt(), int)
         assert_type(aiodaft.current_runtime(), aiodaft.Runtime)
         async with aiodaft.current_runtime().scope() as scope:
             assert_type(await scope.get_or_create("model", Derived, "cpu", gain=1.0), Derived)
@@ -298,10 +279,10 @@ async def refs(rt: Runtime) -> None:
         assert_type(await weights.into(Tensor()), Tensor)
 
 
-def registered(registration: aiodaft.Registration) -> None:
-    """What `aiodaft.register` returns."""
+def registered(registration: aiodaft.typing.Registration) -> None:
+    """What `aiodaft.memory.register` returns."""
     with registration as entered:
-        assert_type(entered, aiodaft.Registration)
+        assert_type(entered, aiodaft.typing.Registration)
     assert_type(registration.close(), None)
 
 
@@ -492,12 +473,12 @@ async def collectives(rt: Runtime) -> None:
         assert await assert_type(aiodaft.scatter(aiodaft.gather(numbers), to=[a, b]), Refs[int]) == [1, 2]
         await assert_type(aiodaft.all_to_all(aiodaft.all_gather(numbers)), Refs[list[int]])
         assert await aiodaft.all_reduce(numbers, min) == [1, 1]
-        done = await aiodaft.among_survivors(aiodaft.all_reduce, numbers, "max", algorithm="tree")
-        assert_type(done, aiodaft.Survivors[int])
+        done = await aiodaft.collectives.among_survivors(aiodaft.all_reduce, numbers, "max", algorithm="tree")
+        assert_type(done, aiodaft.collectives.Survivors[int])
         ranks, totals = done
         assert_type(ranks, tuple[int, ...])
         assert_type(totals, Refs[int])
-        assert_type((await aiodaft.among_survivors(aiodaft.all_gather, numbers)).refs, Refs[list[int]])
+        assert_type((await aiodaft.collectives.among_survivors(aiodaft.all_gather, numbers)).refs, Refs[list[int]])
 
 
 async def supervised(rt: Runtime) -> None:
@@ -517,11 +498,11 @@ async def supervised(rt: Runtime) -> None:
     await rt.stop(pinned)
     try:
         pass
-    except* aiodaft.RestartLimitReached as group:
+    except* aiodaft.exceptions.RestartLimitReached as group:
         for error in group.exceptions:
-            if isinstance(error, aiodaft.RestartLimitReached):
+            if isinstance(error, aiodaft.exceptions.RestartLimitReached):
                 assert_type(error.attempts, tuple[BaseException, ...])
-    except* aiodaft.StaleHandle:
+    except* aiodaft.exceptions.StaleHandle:
         pass
 
 
@@ -547,9 +528,9 @@ class Sharded(aiodaft.Actor):
 
 async def resharding(rt: Runtime) -> None:
     """Layouts and plans."""
-    layout = aiodaft.Layout({"pp": 1, "tp": 1}, {})
-    plan = aiodaft.reshard(layout, aiodaft.Layout({}, {}), colocated=False)
-    assert_type(plan, aiodaft.ReshardPlan)
+    layout = aiodaft.resharding.Layout({"pp": 1, "tp": 1}, {})
+    plan = aiodaft.resharding.reshard(layout, aiodaft.resharding.Layout({}, {}), colocated=False)
+    assert_type(plan, aiodaft.resharding.ReshardPlan)
     assert_type(plan.received, tuple[int, ...])
     group = await rt.group(1, Sharded)
     new = await plan.move(group.all(Sharded.state), to=group)
@@ -574,7 +555,7 @@ async def main() -> str:
     """Run all of it."""
     async with Runtime(gpus=8) as rt:
         assert_type(rt, Runtime)
-        registered(aiodaft.Registration(list))
+        registered(aiodaft.typing.Registration(list))
         for part in (
             calls,
             refs,

@@ -41,7 +41,7 @@ def answer(model: Model, prompt: str) -> Ref[str]:
 
 
 async def in_fastapi(request: FastAPIRequest, prompt: str) -> str:
-    async with aiodaft.cancel_on_disconnect(request):
+    async with aiodaft.web.cancel_on_disconnect(request):
         return await answer(request.state.model, prompt)
 
 

@@ -356,7 +356,7 @@ def test_a_client_that_sends_no_body_holds_no_place_that_another_waits_for(liste
     [
         (aiodaft.DeadlineExceeded("Model.step of Model-1: late\nforged: line"), 504, b"too late"),
         (aiodaft.ActorDied("Model-1 (pid 7) died"), 503, b"unavailable: come back in 1 s"),
-        (aiodaft.PeerLost("Model-1 does not answer"), 503, b"unavailable: come back in 1 s"),
+        (aiodaft.exceptions.PeerLost("Model-1 does not answer"), 503, b"unavailable: come back in 1 s"),
     ],
 )
 async def test_a_call_that_failed_for_no_fault_of_the_app_is_one_line_of_the_log(

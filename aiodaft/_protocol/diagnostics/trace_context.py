@@ -18,7 +18,7 @@ _SAMPLED: Final = 1
 
 
 class TraceContext(NamedTuple):
-    """The trace that a call is part of: `with aiodaft.trace_context(headers):` begins it, calls carry it on.
+    """The trace that a call is part of: `with aiodaft.telemetry.trace_context(headers):` begins it, calls carry it on.
 
     Attributes:
         traceparent: The trace, the operation in it that the calls belong to, and flags: "00-<32 hex>-<16 hex>-01".

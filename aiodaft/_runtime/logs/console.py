@@ -19,9 +19,9 @@ from aiodaft._runtime.logs import own_bars
 from aiodaft._runtime.logs.entries import Entry, Life, Line, Source, log_record
 from aiodaft._runtime.logs.json_lines import JsonFormatter
 from aiodaft._runtime.logs.log_files import LogFiles, json_of
+from aiodaft._runtime.logs.options import Logs
 from aiodaft._runtime.logs.recent import Recent, Said
 from aiodaft._runtime.platform.error_log import log_error
-from aiodaft.logs import Logs
 
 logger = logging.getLogger("aiodaft")
 

@@ -19,7 +19,8 @@ class JsonFormatter(logging.Formatter):
 
     It has `time` (UTC), `level`, `logger`, `message`, `pid`, `thread`, `file`, `line` and `function`; of an error
     `error`, the traceback; and what the record was given as `extra`. Records of actors have `actor`, `method`, `node`
-    and `rank`, too, where there is one. Inside of `aiodaft.trace_context()`, they have `trace_id` and `span_id`.
+    and `rank`, too, where there is one. Inside of `aiodaft.telemetry.trace_context()`, they have `trace_id` and
+    `span_id`.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -16,6 +16,7 @@ from aiodaft._runtime.connections.far import FarConnections, Network, who_listen
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.attach import Greeting, Visits
 from aiodaft._runtime.logs.console import Console
+from aiodaft._runtime.logs.options import Logs
 from aiodaft._runtime.node.contact import CoordinatorContact
 from aiodaft._runtime.node.fencing import Fencing
 from aiodaft._runtime.node.local_node import LocalNode, Machine
@@ -28,7 +29,6 @@ from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import ProcessOptions, closed, opened
 from aiodaft.exceptions import DaftError
-from aiodaft.logs import Logs
 
 # Seconds that the other nodes have to leave.
 _PATIENCE: Final = 10.0

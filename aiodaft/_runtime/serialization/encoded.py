@@ -1,7 +1,8 @@
 """Encoded values: a small skeleton and large buffers, which are copied only when their target is known.
 
 The buffers of one value are packed into one *blob* (64-byte aligned), so that 200 tensors are one transfer. A buffer in
-memory that other processes can read (`aiodaft.empty`, `aiodaft.register`) is a separate blob and is never copied.
+memory that other processes can read (`aiodaft.memory.empty`, `aiodaft.memory.register`) is a separate blob and is never
+copied.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _NO_LOOP: Final = re.compile(r"no (running|current) event loop")
 _ON_THREAD: Final = "a `def` method runs on the actor's thread, without an event loop: make it `async def`"
 _OWN_CALL: Final = (
     "a `def` method that is called on `self` gives its result, not a ref: do not await it; "
-    "`aiodaft.local(self.method)(...)` tells type checkers so"
+    "`aiodaft.typing.local(self.method)(...)` tells type checkers so"
 )
 
 

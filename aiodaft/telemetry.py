@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from aiodaft._protocol.diagnostics.trace_context import TraceContext, read_headers
 from aiodaft._runtime.platform.context import current_terms, deadline_of, terms_of, trace_of, under
 
-__all__ = ["current_trace_context", "trace_context"]
+__all__ = ["TraceContext", "current_trace_context", "trace_context"]
 
 
 @contextmanager

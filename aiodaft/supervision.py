@@ -1,10 +1,12 @@
-"""The number of the attempt at a call that may be made again."""
+"""Restarts of actors that end, patience with processes that do not answer, and attempts at calls."""
 
 from __future__ import annotations
 
+from aiodaft._protocol.node.liveness import Patience
+from aiodaft._protocol.supervision.supervision import Backoff, Restart
 from aiodaft._runtime.actors.hosted_actor import current_call
 
-__all__ = ["current_attempt"]
+__all__ = ["Backoff", "Patience", "Restart", "current_attempt"]
 
 
 def current_attempt() -> int:

@@ -1,0 +1,7 @@
+"""The state of a running program: records that `rt.overview()`, `rt.info()`, `rt.nodes()` and `rt.traffic()` return."""
+
+from aiodaft._runtime.connections.traffic import Traffic
+from aiodaft.info import ActorInfo, NodeInfo
+from aiodaft.overview import Overview
+
+__all__ = ["ActorInfo", "NodeInfo", "Overview", "Traffic"]

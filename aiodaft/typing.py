@@ -1,0 +1,26 @@
+"""Types of values that the API returns, for annotations, and two functions that only type checkers need."""
+
+from aiodaft.actor import local
+from aiodaft.collectives import Survivors
+from aiodaft.graph import StepTime
+from aiodaft.member import CurrentGroup, Message
+from aiodaft.memory import Registration
+from aiodaft.placement import Mesh, Placement, Slice, Spawned
+from aiodaft.ref import lazy
+from aiodaft.service import Service, ServiceGroup
+
+__all__ = [
+    "CurrentGroup",
+    "Mesh",
+    "Message",
+    "Placement",
+    "Registration",
+    "Service",
+    "ServiceGroup",
+    "Slice",
+    "Spawned",
+    "StepTime",
+    "Survivors",
+    "lazy",
+    "local",
+]

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, Generic, NamedTuple, TypeVar
 
+from aiodaft._protocol.ids import CallId, serial_of
+
 Maker = TypeVar("Maker")
 
 # Awaits that are remembered. If more calls fail before a sibling is dropped, its error is reported after all.
@@ -20,7 +22,7 @@ _REMEMBERED: Final = 1024
 
 class _Failed(NamedTuple, Generic[Maker]):
     maker: Maker
-    made: int
+    call: CallId
     raised: int
 
 
@@ -30,16 +32,17 @@ class FailedAwaits(Generic[Maker]):
     def __init__(self) -> None:
         self._failed: deque[_Failed[Maker]] = deque(maxlen=_REMEMBERED)
 
-    def note(self, maker: Maker, made: int, raised: int) -> None:
-        """An await raised something: of a call that the task `maker` made then."""
-        self._failed.append(_Failed(maker, made, raised))
+    def note(self, maker: Maker, call: CallId, raised: int) -> None:
+        """An await raised something: of a call that the task `maker` made."""
+        self._failed.append(_Failed(maker, call, raised))
 
-    def excuse(self, maker: Maker, made: int, failed: int, dropped: int) -> bool:
+    def excuse(self, maker: Maker, call: CallId, failed: int, dropped: int) -> bool:
         """Whether the error of a call is no news, because the await of a sibling had failed before.
 
         A sibling is another call of the same task, its `maker`, under way at the same time. `dropped`: the call's ref.
         """
+        made = serial_of(call)
         return any(
-            one.maker == maker and one.made != made and one.made < failed and made < one.raised < dropped
+            one.maker == maker and one.call != call and serial_of(one.call) < failed and made < one.raised < dropped
             for one in self._failed
         )

@@ -306,9 +306,7 @@ class RefState(Value):
     def _report(self) -> None:
         error, objects = self.error, self.objects
         assert error is not None
-        if self.maker is not None and objects.failed_awaits.excuse(
-            self.maker, serial_of(self.number), self.failed, self.dropped
-        ):
+        if self.maker is not None and objects.failed_awaits.excuse(self.maker, self.number, self.failed, self.dropped):
             why = "its ref was dropped after the await of another call of the same task had failed"
             log_error(f"{self.label} failed as well; {why}", error, logging.INFO)
             return
@@ -359,7 +357,7 @@ class RefState(Value):
     def _note_failed_await(self) -> None:
         """Note that an await raises: the code after it, which may await siblings of this call, does not run."""
         if self.maker is not None:
-            self.objects.failed_awaits.note(self.maker, serial_of(self.number), self.process.next_number())
+            self.objects.failed_awaits.note(self.maker, self.number, self.process.next_number())
 
     def result(self, ref: Ref[Any], timeout: float | None) -> Any:
         """Return the value, or raise the error; where it is not here, another thread than that of the loop waits."""

@@ -59,7 +59,7 @@ def pytest_runtest_makereport(
     if call.excinfo is not None and not set(_KINDS).isdisjoint(getattr(item, "fixturenames", ())):
         from aiodaft.testing.fixtures import FAILED  # noqa: PLC0415 - as above
 
-        # The traceback keeps what the test had.
+        # The traceback keeps the test's objects.
         item.stash[FAILED] = True
     return (yield)
 

@@ -35,12 +35,12 @@ _MODULES: Final = {
     "down": ".cluster",
     "completion": ".completion",
 }
-# Where a command prints to.
+# The errors of a full disk, to which a command prints.
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 
 
 class _Commands(click.Group):
-    """Loads the module of a command when it is used: a node never loads what draws tables."""
+    """Loads the module of a command when it is used: a node never loads code that draws tables."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_MODULES)
@@ -68,12 +68,12 @@ class _Commands(click.Group):
 def main() -> None:
     """Distributed actors, futures and tasks for asyncio.
 
-    Answers go to standard output, errors to standard error. The exit status is 0, 1 if a command did not do what it was
-    asked, 2 for wrong usage, and for `run` that of the script.
+    Answers go to standard output, errors to standard error. The exit status is 0, 1 if a command failed, 2 for wrong
+    usage, and for `run` that of the script.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # What a terminal of another encoding lacks.
+            # Characters that a terminal of another encoding lacks are escaped.
             stream.reconfigure(errors="backslashreplace")
 
 

@@ -1,4 +1,4 @@
-"""`aiodaft doctor ADDRESS`: which hosts of a cluster reach each other, over what, how fast, and what is wrong."""
+"""`aiodaft doctor ADDRESS`: the ways between the hosts of a cluster, their transports and speeds, and the faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PATIENCE: Final = 20.0
 _HEAD: Final = ("from", "to", "over", "call", "tcp", "ucx")
 _HERE: Final = "(here)"
 _REFUSED: Final = os.strerror(errno.ECONNREFUSED)
-# What an error says, and what it comes from; the first one that fits.
+# Texts of errors, and the advice for each; the first one that fits.
 _ADVICE: Final = (
     ("another key", "", "copy the key file of the cluster, or name it by `--key-file` or $AIODAFT_KEY_FILE"),
     ("speak this protocol", "", "another program listens there"),
@@ -38,7 +38,7 @@ _ADVICE: Final = (
     (_REFUSED, "", "nothing listens there: is the node running, with `--listen` at this address?"),
     (os.strerror(errno.EHOSTUNREACH), "", "no host of the network has this address, or a router refuses"),
     (os.strerror(errno.ENETUNREACH), "", "no interface of the machine leads to this address"),
-    ("no answer", "", "a firewall may drop what goes there, the host may be off, or the process is stopped"),
+    ("no answer", "", "a firewall may drop packets to it, the host may be off, or the process is stopped"),
 )  # fmt: skip
 
 
@@ -52,13 +52,13 @@ class _End(NamedTuple):
 
 
 async def examine_hosts(address: str, key_file: str | None, names: Collection[str], output: Output) -> bool:
-    """Say what works between this machine and the nodes, and between these; returns whether all does.
+    """Report on the ways between this machine and the nodes, and between these; returns whether all work.
 
     Args:
-        address: Where a node of the cluster listens.
-        key_file: The key of the cluster; None: where all commands look for it.
+        address: The address of a node of the cluster.
+        key_file: The key of the cluster; None: at the place where all commands look for it.
         names: The nodes to look at; empty: all.
-        output: What is said.
+        output: The report.
     """
     try:
         identity = load_identity(key_file)
@@ -77,7 +77,7 @@ async def examine_hosts(address: str, key_file: str | None, names: Collection[st
 
 
 class _Examination:
-    """What was found between the hosts of one cluster."""
+    """The findings between the hosts of one cluster."""
 
     def __init__(self, rt: Runtime, identity: Identity, output: Output) -> None:
         self._rt = rt
@@ -106,7 +106,6 @@ class _Examination:
         return not self._problems
 
     async def _probe(self, member: Member) -> None:
-        """Start an actor on a node, and have it say what there is."""
         try:
             async with asyncio.timeout(_PATIENCE):
                 probe = await self._rt.on(node=member.name).spawn(Probe)

@@ -1,4 +1,4 @@
-"""`aiodaft stop`, `aiodaft drain` and `aiodaft down`: how what a cluster has ends, and the cluster itself."""
+"""Commands that end actors (`aiodaft stop`), nodes (`aiodaft drain`) and whole clusters (`aiodaft down`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATIENCE: Final = 3.0
 
 
 def address_of(given: str | None) -> str | None:
-    """Where a node of the cluster listens: as given, else of $AIODAFT_ADDRESS."""
+    """The address of a node of the cluster: as given, else of $AIODAFT_ADDRESS."""
     return given or os.environ.get("AIODAFT_ADDRESS") or None
 
 
@@ -55,21 +55,17 @@ async def attached(address: str | None, key_file: str | None) -> AsyncGenerator[
 
 @completing
 async def _names(context: click.Context) -> Iterable[str]:
-    """The names of actors of the cluster of $AIODAFT_ADDRESS."""
     async with attached(None, None) as rt:
         return await rt.names()
 
 
 @completing
 async def _nodes(context: click.Context) -> Iterable[str]:
-    """The names of its nodes."""
     async with attached(None, None) as rt:
         return [node.name for node in await rt.nodes()]
 
 
 def _with_cluster(address: str | None, key_file: str | None, do: Callable[[Runtime], Awaitable[None]]) -> None:
-    """Do something with a runtime that is attached to a cluster."""
-
     async def done() -> None:
         async with attached(address, key_file) as rt:
             await do(rt)
@@ -87,7 +83,7 @@ def stop(name: str, address: str | None, key_file: str | None, as_json: bool) ->
 
     It may have outlived its program.
 
-    NAME: its name; `aiodaft ps` shows it. ADDRESS: where a node of the cluster listens; $AIODAFT_ADDRESS by default.
+    NAME: its name; `aiodaft ps` shows it. ADDRESS: the address of a node of the cluster; $AIODAFT_ADDRESS by default.
     """
 
     output = Output(as_json=as_json)
@@ -111,7 +107,7 @@ def stop(name: str, address: str | None, key_file: str | None, as_json: bool) ->
     type=seconds(),
     default=30.0,
     show_default=True,
-    help="After that, what is left on the node is ended.",
+    help="After that, the rest of the node's actors are ended.",
 )
 @json_option
 def drain(node: str, address: str | None, key_file: str | None, grace: float, as_json: bool) -> None:
@@ -119,7 +115,7 @@ def drain(node: str, address: str | None, key_file: str | None, grace: float, as
 
     They go to other nodes; this waits for that.
 
-    NODE: its name. ADDRESS: where a node of the cluster listens; $AIODAFT_ADDRESS by default.
+    NODE: its name. ADDRESS: the address of a node of the cluster; $AIODAFT_ADDRESS by default.
     """
     _with_cluster(address, key_file, partial(_drain, name=node, grace=grace, output=Output(as_json=as_json)))
 
@@ -131,11 +127,11 @@ def drain(node: str, address: str | None, key_file: str | None, grace: float, as
 def down(address: str | None, key_file: str | None, as_json: bool) -> None:
     """End all nodes of a cluster.
 
-    ADDRESS: where a node of the cluster listens; $AIODAFT_ADDRESS by default.
+    ADDRESS: the address of a node of the cluster; $AIODAFT_ADDRESS by default.
     """
     logger = logging.getLogger("aiodaft")
     before = logger.level
-    # That the coordinator does not answer any more is what was asked for, and no reason for a warning.
+    # The coordinator no longer answers because it was asked to end: that is no reason for a warning.
     logger.setLevel(logging.ERROR)
     try:
         _with_cluster(address, key_file, partial(_end, output=Output(as_json=as_json)))
@@ -144,7 +140,6 @@ def down(address: str | None, key_file: str | None, as_json: bool) -> None:
 
 
 async def answer_of(question: Ref[T]) -> T | None:
-    """The answer of a node; None if there is none."""
     with suppress(DaftError):
         if await is_answered(question, PATIENCE):
             return await question
@@ -197,7 +192,7 @@ async def _end(rt: Runtime, output: Output) -> None:
         try:
             found = await who_listens(far.network, controller.process.id, member.address)
         except DaftError as error:
-            # Where nothing listens, it has ended.
+            # If nothing listens there, the node has ended.
             if not isinstance(error.__cause__, ConnectionRefusedError):
                 silent.append(f"the node {member.name}, which had lost its lease, was not told to end: {error}")
         else:

@@ -15,7 +15,7 @@ _VARIABLE: Final = "_AIODAFT_COMPLETE"
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print what has a shell complete commands.
+    """Print the code with which a shell completes commands.
 
     \b
     bash: eval "$(aiodaft completion bash)"             in ~/.bashrc

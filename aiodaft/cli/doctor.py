@@ -1,4 +1,4 @@
-"""`aiodaft doctor`: tries what this machine and the hosts of a cluster can do, and prints what works and why not."""
+"""`aiodaft doctor`: tries the functions of this machine and of the hosts of a cluster, and prints the results."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _PATIENCE: Final = 20.0
 @key_file_option
 @json_option
 def doctor(address: str | None, nodes: tuple[str, ...], key_file: str | None, as_json: bool) -> int:
-    """Say what works, how fast, and why the rest does not.
+    """Test this machine and a cluster, and report speeds and faults.
 
-    ADDRESS: where a node of a cluster listens; by default this machine, and the cluster of $AIODAFT_ADDRESS. NODES: the
-    nodes to look at; by default all. The exit status is 0 if actors work on this machine, and all of the cluster.
+    ADDRESS: the address of a node of a cluster; by default this machine, and the cluster of $AIODAFT_ADDRESS. NODES:
+    the nodes to look at; by default all. The exit status is 0 if actors work on this machine, and all of the cluster.
     """
     output = Output(as_json=as_json)
     works = run(_examine(address, key_file, nodes, output))
@@ -54,7 +54,7 @@ def doctor(address: str | None, nodes: tuple[str, ...], key_file: str | None, as
 
 
 async def _examine(given: str | None, key_file: str | None, nodes: tuple[str, ...], output: Output) -> bool:
-    # What is tried on this machine needs no cluster.
+    # The tests of this machine need no cluster.
     address = os.environ.pop("AIODAFT_ADDRESS", None)
     works = given is not None or await _examine_machine(output)
     if address := given or address:
@@ -133,7 +133,7 @@ async def _round_trip(value: Any, same: Callable[[Any, Any], bool], transport: s
         await echo.same(value)
         start = time.perf_counter()
         if not same(await echo.same(value), value):
-            raise _Wrong("what came back is not what was sent")
+            raise _Wrong("the value that came back differs from the one that was sent")
         if transport is None and not rt.traffic().device_received:
             raise _Wrong("the value went through host memory")
         return time.perf_counter() - start

@@ -13,9 +13,9 @@ from .output import Failed, Output, json_option
 _TEMPLATES: Final = Path(__file__).parent / "templates"
 # A name that a Python project may have.
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-# What stands in the templates for the name of the project.
+# The placeholder of the project's name in the templates.
 _PLACEHOLDER: Final = "PROJECT"
-# How the program of a kind is started.
+# The command that starts the program of each kind.
 _STARTS: Final = {
     "script": "python main.py README.md",
     "web": "uvicorn app:app",

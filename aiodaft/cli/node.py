@@ -37,14 +37,14 @@ from aiodaft_transport import TransportError, default_name
 from .options import key_file_option, seconds
 from .output import Failed, json_option
 
-# What a coordinator draws, below the milliseconds of its beginning.
+# The width of the random part of a coordinator's number, below the milliseconds of its beginning.
 _LOT_BITS: Final = 22
 
 _NOBODY = PeerId("")
 
 
 class Offers(NamedTuple):
-    """What a node offers."""
+    """The resources and labels that a node offers."""
 
     cpus: float | None
     gpus: int | None
@@ -54,7 +54,7 @@ class Offers(NamedTuple):
 
 
 class Serving(NamedTuple):
-    """How a node serves."""
+    """The options with which a node serves."""
 
     listen: str | None
     name: str | None
@@ -66,12 +66,12 @@ class Serving(NamedTuple):
 
 
 def offers_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of what a node offers; it gets them as `offers`."""
+    """Give a command the options for a node's resources; it gets them as `offers`."""
 
     @click.option("--cpus", type=float, help="CPUs to offer.  [default: all that this process may use]")
     @click.option("--gpus", type=int, help="GPUs to offer.  [default: all that this process may use]")
     @click.option("--resource", multiple=True, metavar="NAME=AMOUNT", help="Another resource.")
-    @click.option("--label", multiple=True, metavar="NAME=VALUE", help="What placement may ask for.")
+    @click.option("--label", multiple=True, metavar="NAME=VALUE", help="A label that placement may ask for.")
     @click.option("--share-gpus", is_flag=True, help="Other runtimes may use the same GPUs.")
     @wraps(command)
     def with_offers(**given: Any) -> Any:
@@ -81,12 +81,12 @@ def offers_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of how a node serves; it gets them as `serving`."""
+    """Give a command the options for a node's service; it gets them as `serving`."""
 
     @click.option(
         "--listen",
-        help="Where to listen, such as tcp://10.0.0.1:7777, never all interfaces; or ssh: any port of the address that "
-        "the ssh connection of this command came to.",
+        help="The address to listen at, such as tcp://10.0.0.1:7777, never all interfaces; or ssh: any port of the "
+        "address that the ssh connection of this command came to.",
     )
     @click.option("--name", help="The name of this node.  [default: that of the machine]")
     @click.option(
@@ -118,7 +118,7 @@ def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=seconds(1),
     default=LEASE,
     show_default=True,
-    help="How long a silent node stays in the cluster.",
+    help="Seconds that a silent node stays in the cluster.",
 )
 @click.option(
     "--state",
@@ -151,7 +151,7 @@ def up(lease: float, state: str | None, recover: bool, serving: Serving) -> int:
 def join(address: str, serving: Serving) -> int:
     """Serve this machine as another node of a cluster.
 
-    ADDRESS: where another node of the cluster listens, such as tcp://10.0.0.1:7777.
+    ADDRESS: the address of another node of the cluster, such as tcp://10.0.0.1:7777.
     """
     return run(_serve(serving, address, Coordinator))
 
@@ -238,7 +238,7 @@ def make_node(
 
 
 def new_term(*, forgot: bool = False) -> Stored:
-    """What a coordinator without a store begins with: no other one has its epochs, and no earlier one greater ones.
+    """The first state of a coordinator without a store: no other one has its epochs, and no earlier one greater ones.
 
     Two may begin in one second, or know of no other time: milliseconds keep their order, and a lot tells them apart.
     """

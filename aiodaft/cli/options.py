@@ -30,7 +30,7 @@ def seconds(least: float = 0) -> Callable[[str], float]:
                 return number
         raise click.BadParameter(f"{text!r} is not a number of seconds of at least {least:g}")
 
-    # What help texts call the value.
+    # The name of the value in help texts.
     convert.__name__ = "seconds"
     return convert
 

@@ -1,4 +1,4 @@
-"""How commands answer: text or one JSON document on standard output, errors on standard error."""
+"""The answers of commands: text or one JSON document on standard output, errors on standard error."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import IO, Any, Final
 
 import click
 
-# The exit status of a command that did not do what it was asked; wrong usage has 2.
+# The exit status of a command that failed; wrong usage has 2.
 FAILED: Final = 1
 
 json_option: Final = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 
 
 class Failed(click.ClickException):
-    """A command did not do what it was asked: its message goes to standard error, and the exit status is 1."""
+    """A command failed: its message goes to standard error, and the exit status is 1."""
 
     exit_code = FAILED
 
@@ -36,7 +36,7 @@ def escaped(value: Any) -> Any:
 
 
 class Output:
-    """What a command has to say: lines that are printed as they come, or a document that is printed at the end."""
+    """The output of a command: lines that are printed as they come, or a document that is printed at the end."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
@@ -54,5 +54,4 @@ class Output:
 
 
 def print_json(document: object) -> None:
-    """Print one JSON document."""
     click.echo(json.dumps(document, indent=2))

@@ -1,4 +1,4 @@
-"""What `aiodaft doctor` runs on each node: it says what there is, and measures the way to others."""
+"""The actor that `aiodaft doctor` runs on each node: it reports on its machine, and measures the way to others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGEST: Final = 64 << 20
 
 
 class Facts(NamedTuple):
-    """What a process says of its machine."""
+    """The facts that a process reports on its machine."""
 
     python: str
     aiodaft: str
@@ -42,12 +42,11 @@ class Facts(NamedTuple):
 
 
 def facts() -> Facts:
-    """Those of this process."""
     return Facts(platform.python_version(), aiodaft.__version__, interfaces(), os.environ.get(INTERFACE_VARIABLE) or "")
 
 
 class Probe(Actor, cpus=0):
-    """One end of what is measured."""
+    """One end of a measured way."""
 
     def __init__(self) -> None:
         self._value = b""
@@ -62,7 +61,7 @@ class Probe(Actor, cpus=0):
 
     @method
     async def prepare(self, size: int) -> None:
-        """Make what is given next."""
+        """Make the next value that is given."""
         self._value = bytes(size)
 
     @method(transport="tcp")
@@ -100,7 +99,7 @@ async def fetch(other: Probe, transport: str) -> float:
     give, size, best = {"tcp": other.give_tcp, "ucx": other.give_ucx}[transport], _SMALLEST, 0.0
     while True:
         await other.prepare(size)
-        # The first one opens what the others use.
+        # The first one opens the connections and memory that the others use.
         await give()
         seconds = min([await _timed(give) for _ in range(_FEWEST)])
         best = max(best, size / seconds)

@@ -37,7 +37,7 @@ from .output import Failed
 
 
 class _Job(NamedTuple):
-    """What `aiodaft run` was given."""
+    """The arguments of `aiodaft run`."""
 
     command: Sequence[str]
     listen: str | None
@@ -50,8 +50,8 @@ class _Job(NamedTuple):
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("script", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--listen", help="Where to listen.  [default: any port of the address that the engine names]")
-@click.option("--name", help="The name of this node.  [default: what the engine calls the machine]")
+@click.option("--listen", help="The address to listen at.  [default: any port of the address that the engine names]")
+@click.option("--name", help="The name of this node.  [default: the engine's name of the machine]")
 @click.option(
     "--shared",
     type=click.Path(path_type=Path),
@@ -62,7 +62,7 @@ class _Job(NamedTuple):
     type=seconds(),
     default=120.0,
     show_default=True,
-    help="How long all machines have to come.",
+    help="Seconds that all machines have to come.",
 )
 @offers_options
 def run(script: str, arguments: Sequence[str], shared: Path | None, **given: Any) -> int:
@@ -108,7 +108,6 @@ def _host_to_listen_at(task: Task) -> str:
 async def _gather(
     node: NodeProcess, size: int, patience: float, meeting: Path, address: str, identity: Identity
 ) -> None:
-    """Wait for the nodes of the other tasks."""
     try:
         async with asyncio.timeout(patience):
             with published(meeting, address, identity):
@@ -155,8 +154,8 @@ async def _follow(task: Task, job: _Job, meeting: Path) -> int:
     listen = job.listen or str(Address(interface_to(address), 0))
     node = make_node(job.name, address, listen, job.offers, identity, Coordinator())
     await node.open()
-    # It stays for what the script does when it is told to end, and ends with it. Others than an engine that signals all
-    # processes, and may do so again, end it at once by a second signal.
+    # It stays for the cleanup of a script that is told to end, and ends with it. Except under an engine that signals
+    # all processes, and may do so again, a second signal ends it at once.
     asked = chain([_leave], repeat(_leave if task.signals_all else node.end))
     _on_signals(lambda: next(asked)(), lambda: next(asked)())
     node.end_when_alone()

@@ -21,8 +21,8 @@ __all__ = ["app", "serve"]
 def app(rt: Runtime, *, period: float = 1.0) -> Starlette:
     """The dashboard of a runtime as an app, to mount in one of yours: `app.mount("/aiodaft", dashboard.app(rt))`.
 
-    It has the protection of the app around it, and none of its own: what it shows, your app shows. Looks are taken
-    only while a page is open.
+    It has the protection of the app around it, and none of its own: every client of your app can see it. Looks are
+    taken only while a page is open.
 
     Args:
         rt: The runtime; it may be opened later.

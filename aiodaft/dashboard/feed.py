@@ -22,7 +22,7 @@ _MISSING: Final = 5
 
 
 class Look(NamedTuple):
-    """The number of a look, and what the pages get of it."""
+    """The number of a look, and the plain data of it for the pages."""
 
     number: int
     frame: Plain
@@ -54,11 +54,10 @@ class Feed:
         self._taken = float("-inf")
 
     def close(self) -> None:
-        """End the waits of all pages."""
         self._closed.set()
 
     def lines(self, after: int) -> tuple[int, list[Plain]]:
-        """What actors have printed and logged since a line with this number, and the number of the last one.
+        """The output and log records of actors since a line with this number, and the number of the last one.
 
         -1 is before all. At most the last 300; none in the runtime of an actor, whose program has them.
         """

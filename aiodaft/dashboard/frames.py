@@ -1,4 +1,4 @@
-"""What the page gets once a second: an overview as small plain data, with rates. Pure."""
+"""The plain data that the page gets once a second: an overview, with rates. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiodaft.dashboard.graph import Plain, graph_of
 from aiodaft.info import ANSWERING, ActorInfo
 from aiodaft.overview import ActorRate, Failure, Overview, ProcessInfo, ProcessRate, Rates
 
-# What one page can show; the numbers of all are beside it.
+# The most rows that one page shows; the numbers of all are beside them.
 MAX_ACTORS: Final = 1000
 MAX_PROCESSES: Final = 1000
 MAX_FAILURES: Final = 50

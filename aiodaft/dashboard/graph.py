@@ -1,4 +1,4 @@
-"""The graph of who sends to whom, as the page draws it: boxes of processes, and edges between them. Pure."""
+"""The graph of the traffic, as the page draws it: boxes of processes, and edges between them. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from aiodaft.overview import FlowRate, Overview, ProcessInfo, Rates
 # JSON objects.
 Plain: TypeAlias = dict[str, Any]
 
-# More boxes than this are joined by group. Of what is left, those that have sent and received most are shown.
+# More boxes than this are joined by group. Of the rest, those that have sent and received most are shown.
 _MANY: Final = 14
 _MOST: Final = 40
-# What wants attention comes first.
+# States that need attention come first.
 _URGENCY: Final = ("dead", "restarting", "silent", "busy", "idle")
 
 _SILENT: Final = FlowRate(0.0, 0.0, 0.0)
@@ -104,7 +104,6 @@ def _rate(rates: Rates, source: str, target: str) -> FlowRate:
 def _boxes(
     processes: Iterable[ProcessInfo], actors: Iterable[ActorInfo], rates: Rates, *, joined: bool
 ) -> Mapping[str, _Box]:
-    """The box of each process."""
     boxes: dict[str, _Box] = {}
     found: dict[str, _Box] = {}
     for process in processes:

@@ -1,4 +1,4 @@
-"""What the page gets of the output and the log records of actors, as plain data. Pure."""
+"""The output and the log records of actors for the page, as plain data. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_TEXT: Final = 4 << 10
 
 
 def line_of(said: Said) -> Plain:
-    """A line or a record: when, of what actor, how urgent ("" if it was printed), and its text."""
+    """A line or a record: its time, actor, urgency ("" if it was printed), and text."""
     source, entry = said
     if isinstance(entry, Line):
         return {

@@ -1,4 +1,4 @@
-"""The page, what it is made of, and its stream of looks."""
+"""The page, its files, and its stream of looks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_site(feed: Feed) -> Starlette:
 
 
 class _Place(NamedTuple):
-    """How far a page has come: the runtime, the number of the last look, and that of the last line of a log."""
+    """The position of a page: the runtime, the number of the last look, and that of the last line of a log."""
 
     runtime: str = ""
     look: int = 0
@@ -60,7 +60,7 @@ class _Place(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> _Place:
-        """What a page says; the beginning if that makes no sense."""
+        """The position that a page sends; the beginning if that makes no sense."""
         found = re.fullmatch(r"(\S+) (\d{1,15}) (-?\d{1,15})", text)
         return cls() if found is None else cls(found[1], int(found[2]), int(found[3]))
 

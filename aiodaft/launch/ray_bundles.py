@@ -44,8 +44,8 @@ async def ray(
     when this process is killed.
 
     Args:
-        bundles: What each node is to have, as in `[{"CPU": 8, "GPU": 1}] * 4`, or a placement group of yours.
-        strategy: How Ray spreads the bundles: "SPREAD", "STRICT_SPREAD", "PACK" or "STRICT_PACK".
+        bundles: The resources of each node, as in `[{"CPU": 8, "GPU": 1}] * 4`, or a placement group of yours.
+        strategy: The way in which Ray spreads the bundles: "SPREAD", "STRICT_SPREAD", "PACK" or "STRICT_PACK".
         key_file: The key of the cluster. Default: $AIODAFT_KEY_FILE, or ~/.config/aiodaft/key. The machines need no
             copy: Ray carries the key to them.
         node_options: More options for `aiodaft up` and `aiodaft join`, such as ("--label", "pool=a").
@@ -127,7 +127,7 @@ async def _end(nodes: Sequence[Any], kill: Callable[[Any], object]) -> None:
             async with asyncio.timeout(_PATIENCE):
                 await ending
         except TimeoutError:
-            # Ray ends what is left.
+            # Ray ends the other actors.
             continue
         finally:
             for node in some:

@@ -1,4 +1,4 @@
-"""What runs in each bundle of a Ray placement group: an actor of Ray that has a node as its child."""
+"""The process in each bundle of a Ray placement group: an actor of Ray that has a node as its child."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class RayHost:
         self._node: subprocess.Popen[bytes] | None = None
 
     def start(self, arguments: Sequence[str], key: bytes) -> str:
-        """Start a node with these arguments of `aiodaft`. Returns where it listens.
+        """Start a node with these arguments of `aiodaft`. Returns its address.
 
         Raises:
-            RuntimeError: It ended. What it said is on the standard error of this process, which Ray shows.
+            RuntimeError: It ended. Its messages are on the standard error of this process, which Ray shows.
         """
         listen = str(Address(import_module("ray").util.get_node_ip_address(), 0))
         command = [sys.executable, "-m", "aiodaft.cli", *arguments, "--listen", listen, "--key-stdin"]
@@ -44,7 +44,6 @@ class RayHost:
         return str(parse_address(line))
 
     def end(self) -> None:
-        """End the node."""
         if self._node is not None and self._node.stdin is not None:
             with suppress(BrokenPipeError):
                 self._node.stdin.close()
@@ -55,6 +54,6 @@ class RayHost:
 
 
 def _show(printed: IO[bytes]) -> None:
-    """Pass on what actors print; Ray shows it where the program runs."""
+    """Pass on the output of actors; Ray shows it where the program runs."""
     for line in printed:
         print(line.decode(errors="replace"), end="", flush=True)

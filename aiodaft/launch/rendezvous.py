@@ -1,4 +1,4 @@
-"""How the tasks of a job find each other: rank 0 writes where it listens, and the key, to a file on a shared folder.
+"""The meeting of the tasks of a job: rank 0 writes its address, and the key, to a file on a shared folder.
 
 Only its user can read the file, and readers refuse one that another user could have read or made. It is whole as soon
 as it has its name, and is there only until all tasks have come.
@@ -45,7 +45,7 @@ def published(path: Path, address: str, identity: Identity) -> Generator[None]:
 
 
 async def meet(path: Path, local: PeerId, patience: float) -> tuple[str, Identity]:
-    """Wait until rank 0 has written the file, and answers. Returns where it listens, and the key.
+    """Wait until rank 0 has written the file, and answers. Returns its address, and the key.
 
     Raises:
         LaunchFailed: It did not within `patience` seconds.
@@ -62,7 +62,7 @@ async def meet(path: Path, local: PeerId, patience: float) -> tuple[str, Identit
                 except (DaftError, TransportError, OSError, ValueError) as error:
                     # Also the file of an earlier run, which is replaced.
                     why = str(error)
-                # Nothing tells this machine what another one writes to a shared folder.
+                # No signal tells this machine of another one's writes to a shared folder.
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
     raise LaunchFailed(

@@ -39,11 +39,11 @@ async def ssh(
     block, and when this process is killed: each ends with its ssh connection.
 
     Args:
-        hosts: What `ssh` connects to, "user@" included; the rest names the node, as in `rt.on(node="host1")`.
+        hosts: The destinations of `ssh`, "user@" included; the rest names the node, as in `rt.on(node="host1")`.
         key_file: The key of the cluster. Default: $AIODAFT_KEY_FILE, or ~/.config/aiodaft/key. The hosts need no copy:
             the key goes over the ssh connections, and is not written there.
         python: The interpreter on the hosts; it needs aiodaft. Default: the path of the one that runs here.
-        command: How to run `ssh`, with its options.
+        command: The command that runs `ssh`, with its options.
         node_options: More options for `aiodaft up` and `aiodaft join`, such as ("--gpus", "8").
         patience: Seconds that all nodes have to come up.
 

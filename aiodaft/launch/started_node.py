@@ -72,7 +72,7 @@ class StartedNode:
         return started
 
     async def _read(self) -> None:
-        """Find the address among what a login shell may print, and pass on the rest, which actors print."""
+        """Find the address among the output that a login shell may print, and pass on the rest, which actors print."""
         assert self._process.stdout is not None
         begun = b""
         while data := await self._process.stdout.read(_READ_SIZE):
@@ -92,7 +92,9 @@ class StartedNode:
             self.address.set_exception(LaunchFailed(f"the node {self._name} did not come up: {why}"))
 
     async def _relay(self) -> None:
-        """Pass on what ssh and the node say on standard error; until the node is up, it may be why that is not."""
+        """Pass on the messages of ssh and the node on standard error; until the node is up, they may explain its
+        failure.
+        """
         assert self._process.stderr is not None
         while data := await self._process.stderr.read(_READ_SIZE):
             sys.stderr.write(data.decode(errors="replace"))
@@ -114,7 +116,6 @@ class StartedNode:
         return False
 
     def end(self) -> None:
-        """Have the node end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 

@@ -1,4 +1,4 @@
-"""Which task of a job this process is, as the variables of Slurm and of torchrun say."""
+"""The task of a job that this process is, by the variables of Slurm and of torchrun."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Task(NamedTuple):
 
     Attributes:
         rank: Its number; 0 runs the script.
-        size: How many there are.
-        job: What names the job among those of the user; the name of a file.
-        node: What the engine calls the machine; empty: its own name counts.
+        size: The number of tasks.
+        job: The name of the job among those of the user; the name of a file.
+        node: The engine's name of the machine; empty: its own name counts.
         listen_at: The host name or address of rank 0 that the others reach; empty: see `seen_from`.
         seen_from: An address; rank 0 listens on the interface to it.
         signals_all: Whether the engine sends its signals to each process of the task, also to those that it starts.

@@ -26,7 +26,7 @@ class PipelineRank(Protocol):
     def forward(self, stage: int, microbatch: int, x: Any) -> Ref[Any]:
         """Compute the activations of a stage. `x` is None for the first stage, which takes its part of the batch.
 
-        The `backward` of the last stage gets what its `forward` returns: None, if the actor keeps the loss.
+        The `backward` of the last stage gets the result of its `forward`: None, if the actor keeps the loss.
         """
         ...
 
@@ -76,7 +76,7 @@ def drive(schedule: Schedule, ranks: Sequence[PipelineRank], batch: Any) -> list
         if kind is Kind.F:
             results[task] = actor.forward(stage, microbatch, needed[0] if needed else None)
         elif kind is Kind.B:
-            # At the last stage, what its `forward` gave.
+            # At the last stage, the result of its `forward`.
             results[task] = actor.backward(stage, microbatch, needed[-1])
         else:
             results[task] = actor.weights(stage, microbatch)

@@ -16,7 +16,7 @@ __all__ = ["UNIT_COSTS", "Kind", "Schedule", "ScheduleError", "Task", "Timeline"
 
 
 class Kind(Enum):
-    """What a task computes for one micro-batch on one stage.
+    """The computation of a task, for one micro-batch on one stage.
 
     In a schedule with `W` tasks, `B` computes the gradient of the stage's input and `W` that of its weights (Qi et al.,
     "Zero Bubble Pipeline Parallelism", 2023); otherwise `B` computes both.
@@ -79,7 +79,6 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """The end of the last task."""
         return max(self.ends.values())
 
     def order(self) -> list[Task]:

@@ -51,7 +51,7 @@ class Storage(Actor):
 
     @method
     async def lacking(self, rows: list[int], fields: list[str]) -> list[int]:
-        """Which of these rows are not here, or have not these fields."""
+        """The rows among these that are not here, or lack one of these fields."""
         return self._lacking(rows, fields)
 
     def _lacking(self, rows: list[int], fields: list[str]) -> list[int]:
@@ -77,12 +77,12 @@ class Storage(Actor):
 
 
 class Metadata(Actor):
-    """Knows which row has which field, and gives rows to consumers. No value comes here.
+    """Knows the fields of each row, and gives rows to consumers. No value comes here.
 
     Args:
         consumers: For each consumer, the fields that it needs and its sampler.
         capacity: Rows that are not cleared, at most.
-        storages: Where the values are.
+        storages: The actors with the values.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Metadata(Actor):
 
     @method
     async def missed(self, storage: int, rows: list[int], fields: list[str]) -> None:
-        """A storage has died, or has not what it is to have: forget what is lost with it, for all consumers."""
+        """A storage has died, or lacks rows that it should have: forget the lost rows, for all consumers."""
         try:
             self._rows.clear(await self._storages[storage].lacking(rows, fields))
         except ActorDied:

@@ -1,4 +1,4 @@
-"""Which row of a queue has which field, and who has taken it. Pure.
+"""The fields of each row of a queue, and the consumers that have taken it. Pure.
 
 For each consumer, a row goes through these states:
 
@@ -68,7 +68,6 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Rows that are not cleared."""
         return len(self._fields)
 
     def fields_of(self, consumer: str) -> frozenset[str]:
@@ -144,7 +143,7 @@ class Rows:
                 del view.taken[row]
 
     def give_back(self, consumer: str, lease: int, but: Iterable[int] = ()) -> None:
-        """What was taken under a lease, and is not acknowledged, is ready again; `but` stays taken."""
+        """The rows that were taken under a lease, and are not acknowledged, are ready again; `but` stays taken."""
         view, kept = self._views[consumer], set(but)
         for row in [row for row, other in view.taken.items() if other == lease and row not in kept]:
             del view.taken[row]
@@ -159,7 +158,6 @@ class Rows:
         return row % self._modulus
 
     def clear(self, rows: Iterable[int]) -> None:
-        """Forget rows. Idempotent."""
         for row in rows:
             if self._fields.pop(row, None) is not None:
                 for view in self._views.values():

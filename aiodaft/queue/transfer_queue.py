@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What a consumer wants.
+    """The rows that a consumer wants.
 
     Attributes:
         fields: It gets the rows that have all of these.
-        sampler: Chooses among them, in the process of the metadata actor; see `Sampler`. What it raises, `take` raises.
+        sampler: Chooses among them, in the process of the metadata actor; see `Sampler`. `take` raises its errors.
     """
 
     fields: Sequence[str]
@@ -87,7 +87,8 @@ class TransferQueue:
         return added
 
     async def write(self, rows: Sequence[int], fields: Mapping[str, Sequence[Any]]) -> None:
-        """Add fields to rows; see `put`. What is there already is replaced. Rows that were cleared are left out.
+        """Add fields to rows; see `put`. Values that are there already are replaced. Rows that were cleared are left
+        out.
 
         Raises:
             ValueError: A field has another number of values than there are rows.
@@ -207,7 +208,7 @@ class Consumer:
                 )
             )
         except BaseException:
-            # Which rows were taken may be unknown here.
+            # The rows that were taken may be unknown here.
             with suppress(RuntimeClosed):
                 queue.metadata.keep_only.tell(self._lease, sorted(self._rows))
             raise
@@ -231,10 +232,10 @@ async def open_queue(
     """Open a queue, the actors of which end with the block.
 
     Args:
-        scope: A runtime or scope: where the actors live.
-        consumers: What each consumer wants; a list of fields stands for `Wants(fields)`.
+        scope: A runtime or scope for the actors.
+        consumers: The wants of each consumer; a list of fields stands for `Wants(fields)`.
         capacity: Rows that are not cleared, at most. Each further `put` waits.
-        storages: How many actors have the values.
+        storages: The number of actors with the values.
 
     Raises:
         ValueError: The capacity or the number of storages is not positive.

@@ -23,7 +23,7 @@ class AutojumpLoop(asyncio.BaseEventLoop):
     waited for: the clock stands still while they work.
 
     Raises:
-        Hang: From what runs the loop, instead of waiting for ever.
+        Hang: From the function that runs the loop, instead of waiting for ever.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class AutojumpLoop(asyncio.BaseEventLoop):
         # Jobs that threads work on, and whether a thread has called back.
         self._in_threads = 0
         self._called_back = threading.Event()
-        # What asyncio waits with.
+        # The selector that asyncio waits with.
         self._selector = self
 
     def time(self) -> float:
@@ -40,7 +40,7 @@ class AutojumpLoop(asyncio.BaseEventLoop):
         return self._now
 
     def select(self, timeout: float | None) -> list[Any]:
-        """Do what the selector of other loops does: let time pass until something happens."""
+        """The loop's own selector: lets time pass until something happens."""
         if timeout == 0:
             return []
         if self._in_threads or self._called_back.is_set():

@@ -26,7 +26,7 @@ from aiodaft.methods import method
 from aiodaft.runtime import Runtime
 from aiodaft.testing.in_process import InProcessLauncher
 
-# Calls, and what belongs to a call that is under way. Messages with descriptors are not among them.
+# Calls, and messages about a call that is under way. Messages with descriptors are not among them.
 _DELAYED: Final = (m.CALL, m.TELL, m.APPLY, m.SEND, m.FORWARD, m.CANCEL, m.CREDIT)
 
 
@@ -166,7 +166,7 @@ class _Delay:
     def __init__(self, peer: Peer) -> None:
         self.seconds = 0.0
         self._loop = peer.process.loop
-        # In the order in which they came, whatever the delays are.
+        # In the order in which they came, with any delays.
         self._held: deque[tuple[Handler, Connection, Message]] = deque()
         handlers = peer.connections.handlers
         for kind in _DELAYED:
@@ -204,7 +204,7 @@ def _of(actor: object) -> tuple[Runtime, Target]:
 
 
 def _launcher(runtime: Runtime) -> InProcessLauncher | None:
-    """What has the actors of this process, if they live here."""
+    """The launcher of this process, if the actors live here."""
     site = runtime._opened.site
     launcher: Any = site.launcher if isinstance(site, LocalNode) else None
     return launcher if isinstance(launcher, InProcessLauncher) else None

@@ -49,7 +49,7 @@ async def _attached(stack: AsyncExitStack, nodes: int, options: dict[str, Any], 
 
 
 def _options(item: pytest.Item) -> dict[str, Any]:
-    """What `pytest.mark.daft` says, the closest one last."""
+    """The options of `pytest.mark.daft`, the closest one last."""
     found: dict[str, Any] = {}
     for marker in item.iter_markers("daft"):
         if marker.args:
@@ -59,6 +59,5 @@ def _options(item: pytest.Item) -> dict[str, Any]:
 
 
 def pids_of_nodes(item: pytest.Item) -> Mapping[str, int]:
-    """The nodes of the cluster of a test."""
     cluster = item.stash.get(CLUSTER, None)
     return {} if cluster is None else cluster.pids

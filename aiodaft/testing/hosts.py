@@ -29,7 +29,7 @@ _AGAIN: Final = 2.0
 
 
 class MemoryStore:
-    """What a coordinator stores; it outlives the coordinator, as a file does."""
+    """The store of a coordinator; it outlives the coordinator, as a file does."""
 
     def __init__(self) -> None:
         self._term = 0
@@ -82,9 +82,9 @@ class SimulatedHost:
         self._lease = lease
         self._store = MemoryStore() if stored else None
         self._starts = 0
-        # The process of the node, and what is in it; of all starts.
+        # The process of the node, and its contents; of all starts.
         self.nodes: list[tuple[NodeProcess, SimulatedProcess]] = []
-        # Whether a node has become a member, and who waits for that, in their processes.
+        # Whether a node has become a member, and the waits for that, with their processes.
         self._has_joined = False
         self._waiting: list[tuple[SimulatedProcess, asyncio.Future[None]]] = []
 
@@ -98,7 +98,6 @@ class SimulatedHost:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its node runs."""
         return bool(self.nodes) and self.process.alive
 
     @property
@@ -143,7 +142,7 @@ class SimulatedHost:
             await node.open()
         except (DaftError, OSError) as error:
             self._loop.note("not joined", self.name, type(error).__name__)
-            # What starts nodes starts it again.
+            # The host's init system starts it again.
             self._loop.later(self._loop.rng.random() * _AGAIN, self._start_again, process)
         else:
             self._joined()

@@ -30,7 +30,7 @@ from aiodaft_transport import default_name
 
 # Pids from here on belong to no process of the machine: a signal to one reaches nothing.
 FIRST_PID: Final = 10_000_000
-# What a runtime without processes cannot have.
+# Options that need processes.
 _NEEDS_PROCESSES: Final = {"address", "env", "isolation", "key_file"}
 
 
@@ -38,9 +38,9 @@ def in_process(**options: Any) -> Runtime:
     """A runtime whose actors live in this process, to be used as `async with`: it starts no process.
 
     The code is that of a runtime with processes: values are encoded and copied, `def` methods run on a thread per
-    actor, calls are ordered, cancelled, restarted and failed in the same way. What differs: actors share the modules,
-    the environment variables and the output of this process; a blocked event loop blocks all of them; a killed actor
-    is cancelled, so that its `finally` blocks run, and a `def` method that runs goes on to its end.
+    actor, calls are ordered, cancelled, restarted and failed in the same way. The differences: actors share the
+    modules, the environment variables and the output of this process; a blocked event loop blocks all of them; a killed
+    actor is cancelled, so that its `finally` blocks run, and a `def` method that runs goes on to its end.
 
     Args:
         options: Those of `aiodaft.Runtime`, without `address`, `key_file`, `isolation` and `env`.
@@ -59,7 +59,7 @@ def in_process(**options: Any) -> Runtime:
 
 
 class NoOutput:
-    """What a worker has printed: nothing, because it prints where the test prints."""
+    """The output of a worker: nothing, because it prints where the test prints."""
 
     last_lines = ()
 
@@ -68,7 +68,7 @@ class NoOutput:
 
 
 class Pulse:
-    """The node's end of what heartbeats travel over: a question is answered at once."""
+    """The node's end of the way of heartbeats: a question is answered at once."""
 
     def __init__(self) -> None:
         self._answers: deque[bytes] = deque()
@@ -108,7 +108,7 @@ class EnclosedMain(WorkerMain):
 
     @property
     def peer(self) -> Peer | None:
-        """What it runs, once it has begun."""
+        """Its peer, once it has begun."""
         return getattr(self, "_peer", None)
 
     def _start_heartbeat(self, peer: Peer) -> None:
@@ -134,7 +134,7 @@ class InProcessMain(EnclosedMain):
 
 
 class EnclosedLauncher:
-    """What launchers have in common whose workers are no processes."""
+    """Base class of launchers whose workers are not OS processes."""
 
     pid = None
 
@@ -147,7 +147,7 @@ class EnclosedLauncher:
 
 
 class InProcessLauncher(EnclosedLauncher):
-    """Does what `WorkerLauncher` does, with tasks in place of processes."""
+    """A `WorkerLauncher` with tasks in place of processes."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *_: object) -> None:
         self._loop = loop
@@ -161,7 +161,6 @@ class InProcessLauncher(EnclosedLauncher):
     async def spawn(
         self, settings: WorkerSettings, inherited: WorkerEnvironment, environment: dict[str, str], label: str
     ) -> tuple[Worker, socket.socket]:
-        """Start a worker; see `WorkerLauncher.spawn`."""
         pulse: Any = Pulse()
         output: Any = NoOutput()
         worker = Worker(settings.options.id, label, output, HeartbeatWatch(pulse, self._loop, lambda pid: False))
@@ -193,21 +192,21 @@ class InProcessLauncher(EnclosedLauncher):
         worker.ended.set_result(ending)
 
     def kill(self, worker: Worker, number: int = signal.SIGKILL) -> None:
-        """End a worker at once; what it cleans up is not waited for."""
+        """End a worker at once, without waiting for its cleanup."""
         self._ended(worker, Ending(None, signal.Signals(number).name))
 
     async def end(self, worker: Worker) -> None:
         self.kill(worker)
 
     async def aclose(self) -> None:
-        """End every worker, and wait for what is cleaned up."""
+        """End every worker, and wait for the cleanup."""
         for worker in list(self.workers.values()):
             self.kill(worker)
         if self._living:
             await asyncio.wait(self._living)
 
     def abandon(self) -> None:
-        """Free what the workers have, where no loop runs."""
+        """Free the resources of the workers, when no loop runs."""
         for main in self._mains.values():
             if main.peer is not None:
                 closed(main.peer.process)

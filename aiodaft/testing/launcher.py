@@ -56,7 +56,7 @@ class SimulatedWorker(Worker):
 
 
 class SimulatedLauncher(EnclosedLauncher):
-    """Does what `WorkerLauncher` does, with tasks of the loop in place of processes."""
+    """A `WorkerLauncher` with tasks of the loop in place of processes."""
 
     def __init__(self, network: SimulatedNetwork, env: Callable[[], Env], loop: SimulatedLoop, *_: object) -> None:
         self._network = network
@@ -66,14 +66,13 @@ class SimulatedLauncher(EnclosedLauncher):
         self._home.on_death.append(self._home_died)
         self._last_number = 0
         self.workers: dict[PeerId, SimulatedWorker] = {}
-        # What runs in all started workers, also in ended ones.
+        # The main tasks of all started workers, also of ended ones.
         self.mains: list[SimulatedMain] = []
         self.on_ended: Callable[[Any, Ending], object] = lambda worker, ending: None
 
     async def spawn(
         self, settings: WorkerSettings, inherited: WorkerEnvironment, environment: dict[str, str], label: str
     ) -> tuple[SimulatedWorker, socket.socket]:
-        """Start a worker; see `WorkerLauncher.spawn`."""
         await asyncio.sleep(self._loop.rng.random() * 0.001)
         self._last_number += 1
         home = self._home

@@ -1,4 +1,4 @@
-"""What a test has left when its runtime is closed: refs, tasks, processes, segments of shared memory."""
+"""The objects that a test has left when its runtime is closed: refs, tasks, processes, segments of shared memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from aiodaft._runtime.platform.linux import process_tree
 from aiodaft.ref import Ref
 from aiodaft.runtime import Runtime
 
-# Where Linux shows the descriptors of a process.
+# The folder in which Linux shows the descriptors of a process.
 _DESCRIPTORS: Final = "/proc/self/fd"
 _SEGMENT: Final = "/memfd:aiodaft"
 _ROUNDS: Final = 2
 
 
 class Before:
-    """What there is before a test, so that it does not count as left."""
+    """The objects that exist before a test, so that they do not count as left."""
 
     def __init__(self) -> None:
         self._tasks = asyncio.all_tasks()
@@ -32,7 +32,7 @@ class Before:
         self._segments = _segments()
 
     def left(self) -> list[str]:
-        """What has come since and has not ended: a line for each."""
+        """The objects that have come since and have not ended: a line for each."""
         tasks = asyncio.all_tasks() - self._tasks - {asyncio.current_task()}
         found = [_task(task) for task in sorted(tasks, key=asyncio.Task.get_name) if not _runs_tests(task)]
         found += [f"the process {_command(pid)} runs" for pid in set(process_tree(os.getpid())) - self._processes]

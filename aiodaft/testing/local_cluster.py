@@ -21,7 +21,7 @@ class LocalCluster:
     """Some nodes, n1 and so on, the first with the coordinator.
 
     Attributes:
-        address: Where the first node listens.
+        address: The address of the first node.
         key_file: The key of the cluster.
         pids: The process of each node.
     """
@@ -59,7 +59,7 @@ class _Nodes:
         self.started: dict[str, StartedNode] = {}
 
     async def start(self, name: str, *command: str) -> str:
-        """Start a node; returns where it listens."""
+        """Start a node; returns its address."""
         words = [*command, "--name", name, "--listen", "tcp://127.0.0.1:0", "--key-stdin", *self._options]
         command_line = [sys.executable, "-m", "aiodaft.cli", *words]
         node = self.started[name] = await StartedNode.start(name, command_line, self._identity, self._tasks)

@@ -20,12 +20,12 @@ _FIRST_FD = 1_000_000
 
 @dataclass
 class NetworkConditions:
-    """How the network behaves in one simulation.
+    """The behaviour of the network in one simulation.
 
     Attributes:
         delay: The longest that bytes are under way, in seconds.
         room: Bytes that a socket takes before it has to be read.
-        chop: How often one read gets only part of what is there.
+        chop: The probability that one read gets only part of the bytes that are there.
     """
 
     delay: float = 0.001
@@ -69,11 +69,10 @@ class End:
 
     @property
     def refuses(self) -> bool:
-        """Whether nothing can be written here."""
         return self.closed or self.broken or self.other.closed
 
     def close(self) -> None:
-        """The last descriptor is closed: the other side reads what is under way, and then the end."""
+        """The last descriptor is closed: the other side reads the bytes under way, and then the end."""
         if self.closed:
             return
         self.closed = True
@@ -101,7 +100,7 @@ class End:
         self.net.wake(self)
 
     def cut(self) -> None:
-        """Lose what is under way from some byte on, and end."""
+        """Lose the bytes that are under way, from some byte on, and end."""
         coming, self.under_way = self.under_way, deque()
         torn = False
         for packet in coming:
@@ -116,7 +115,7 @@ class End:
 
 
 class SimulatedSocket:
-    """What a process holds of an end; the part of `socket.socket` that links use."""
+    """A process's handle of an end; the part of `socket.socket` that links use."""
 
     family = socket.AF_UNIX
 
@@ -275,7 +274,7 @@ class SimulatedNetwork(Sockets):
         end.arrived.clear()
         end.under_way.clear()
 
-    # What the operating system does.
+    # The operating system's part.
 
     def pair(self) -> tuple[socket.socket, socket.socket]:
         return self.connect(self.loop.current, self.loop.current)
@@ -327,5 +326,5 @@ class SimulatedNetwork(Sockets):
 
 
 def _as_socket(simulated: SimulatedSocket) -> socket.socket:
-    """It does what connections need of a socket."""
+    """It has the methods of a socket that connections need."""
     return cast("socket.socket", simulated)

@@ -26,14 +26,14 @@ from aiodaft_transport.handshake import Purpose
 _GIVE_UP: Final = (5.0, 14.0)
 # The longest that TCP waits before it sends a packet again.
 _AGAIN: Final = 1.0
-# What both ends send instead of the handshake, and of TLS.
+# The message of both ends in place of the handshake, and of TLS.
 _MARK: Final = b"+"
 
 OnAccept = Callable[[Authenticated], object]
 
 
 class Routes:
-    """Which hosts reach which, and what is under way between them."""
+    """The ways between hosts, and the packets under way on them."""
 
     def __init__(self, net: SimulatedNetwork, delay: float) -> None:
         self.net = net
@@ -82,7 +82,7 @@ class Routes:
     # Faults.
 
     def drop(self, source: str, target: str) -> None:
-        """Lose what goes from one host to another, until `heal`."""
+        """Lose the packets from one host to another, until `heal`."""
         self.loop.note("drop", source, target)
         self._dropped.add((source, target))
         self._give_up_later()
@@ -94,7 +94,6 @@ class Routes:
         self._send_again()
 
     def unplug(self, host: str) -> None:
-        """A host is without power."""
         self._down.add(host)
         self._give_up_later()
 
@@ -188,7 +187,7 @@ class FarEnd(End):
             return
         is_down = self.routes.is_down(self.here)
         if self.broken or self.arrived or is_down:
-            # Also what was not read when it was closed resets a connection.
+            # Unread data at the time of the close resets a connection, too.
             if is_down:
                 self.far.under_way.clear()
             self.closed = True
@@ -243,7 +242,7 @@ class Door(NamedTuple):
 
 
 class HostNetwork:
-    """How the processes of one simulated host reach others; see `far.Network`."""
+    """The way of one simulated host's processes to others; see `far.Network`."""
 
     reached_by: tuple[str, ...] = ()
 

@@ -30,7 +30,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class SimulatedProcess:
-    """What runs in one simulated process, which can be stopped or killed as a whole."""
+    """The code of one simulated process, which can be stopped or killed as a whole."""
 
     def __init__(self, name: str, host: str = "") -> None:
         self.name = name
@@ -61,13 +61,13 @@ class SimulatedLoop(AutojumpLoop):
         # Some timers are set again and again, so a hang never runs out of them.
         self._hang_after = hang_after
         self.rng = random.Random(f"{seed}")
-        # Runs what belongs to no process: the kernel and the network.
+        # Runs the code that belongs to no process: the kernel and the network.
         self.outside = SimulatedProcess("outside")
         self.processes = [self.outside]
         self.current = self.outside
         # At least those that can run.
         self._runnable: list[SimulatedProcess] = []
-        # What happened, in short: equal for equal seeds.
+        # The events, in short: equal for equal seeds.
         self.trace: list[tuple[Any, ...]] = []
         self.problems: list[str] = []
         self._timers: list[tuple[float, int, SimulatedProcess, asyncio.TimerHandle]] = []
@@ -87,7 +87,6 @@ class SimulatedLoop(AutojumpLoop):
         return process
 
     def start(self, process: SimulatedProcess, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a coroutine as the main task of a process."""
         before, self.current = self.current, process
         try:
             return self.create_task(coro, context=Context())
@@ -145,7 +144,7 @@ class SimulatedLoop(AutojumpLoop):
         task = asyncio.Task(coro, loop=self, name=None if name is None else str(name), context=context)
         self.current.tasks.add(task)
         if not self.current.alive:
-            # It has just ended itself; what it still says in this turn has no consequences.
+            # It has just ended itself; its further actions in this turn have no consequences.
             self._graves.append(task)
         return task
 
@@ -299,7 +298,7 @@ class SimulatedLoop(AutojumpLoop):
             process.ready.clear()
             process.on_death.clear()
         with quiet():
-            # What they still do needs no loop of its own.
+            # Their last steps need no loop of their own.
             asyncio._set_running_loop(self)
             closed: set[asyncio.Task[Any]] = set()
             while left:
@@ -313,7 +312,7 @@ class SimulatedLoop(AutojumpLoop):
                     asyncio._leave_task(self, task)
                 left = self._unfinished() - closed
             asyncio._set_running_loop(None)
-        # What ends leaves something to be collected as well.
+        # Tasks that end leave something to be collected as well.
         collect()
         collect()
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 # The machine of the program, which has no node, if there are hosts.
 DESK: Final = "desk"
-# How long faults of the network and of hosts last, in seconds; more than a lease is 10, and more than TCP waits is 14.
+# Seconds that faults of the network and of hosts last; 10 is more than a lease, and 14 more than TCP waits.
 _LASTING: Final = (0.2, 2.0, 8.0, 20.0)
 
 
@@ -55,10 +55,10 @@ class Simulation:
         rng: Makes the choices of the simulation; use it for your own choices, so that they follow from the seed, too.
         problems: Errors that the event loop reported because no code handled them.
         logged: Errors that the runtime logged.
-        trace: What happened, in short, each with its time and process; equal for equal seeds.
+        trace: The events, in short, each with its time and process; equal for equal seeds.
         hosts: The machines by name.
         routes: The network between them.
-        calm_at: When all faults are over that have begun, and those that are to begin have begun, in virtual time.
+        calm_at: The virtual time at which all faults are over that have begun, and those that are to begin have begun.
     """
 
     def __init__(
@@ -132,12 +132,11 @@ class Simulation:
 
     @property
     def workers(self) -> list[SimulatedProcess]:
-        """The worker processes that live."""
         return [one for one in self.loop.processes if one.name.startswith("worker") and one.alive]
 
     @property
     def peers(self) -> list[tuple[Peer, SimulatedProcess]]:
-        """What runs in each process, also in ended ones."""
+        """The peers of all processes, also of ended ones."""
         workers = [main for launcher in self._launchers for main in launcher.mains]
         found: list[tuple[Peer | None, SimulatedProcess]] = []
         found += [(one._controller.peer, process) for one, process in self._runtimes if one._controller.name]
@@ -240,7 +239,7 @@ class Simulation:
     def _end_later(self, end: Callable[[], object]) -> None:
         self._later(self.rng.choice(_LASTING) * self.rng.random(), end)
 
-    # What is simulated.
+    # The simulated parts.
 
     def _make_hosts(self, names: Sequence[str], lease: float) -> dict[str, SimulatedHost]:
         hosts: dict[str, SimulatedHost] = {}
@@ -281,7 +280,7 @@ class Simulation:
 
 @contextmanager
 def _alike_everywhere() -> Generator[None, None, None]:
-    """What travels, and what is collected when, is the same in each run, on each machine."""
+    """The payloads, and the moments of garbage collection, are the same in each run, on each machine."""
     nowhere = WorkerEnvironment({}, "/", [], [])
     collecting = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""How many requests are under way, and how many wait."""
+"""The requests under way and those that wait, within limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiodaft.exceptions import Overloaded
 
 # The weight of the last request in the mean duration.
 _WEIGHT: Final = 1 / 16
-# Seconds: what a client is told at most.
+# The most seconds that a client is told.
 _LONGEST_WAIT: Final = 60
 # Seconds in which some of a body must come if others wait for the place.
 PATIENCE: Final = 1.0

@@ -1,4 +1,4 @@
-"""What of ASGI is used here. Each framework has types of its own for it: `Any` fits all of them."""
+"""The part of ASGI that is used here. Each framework has types of its own for it: `Any` fits all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ async def answer(send: Send, status: int, text: str, *headers: tuple[bytes, byte
 
 
 async def answer_with(send: Send, status: int, body: bytes, kind: bytes, *headers: tuple[bytes, bytes]) -> None:
-    """Send a whole response of any kind."""
     described = [
         (b"content-type", kind),
         (b"content-length", str(len(body)).encode()),

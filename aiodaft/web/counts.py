@@ -1,4 +1,4 @@
-"""What an ingress holds, has answered and refused, and how long that took."""
+"""The number of requests that an ingress holds, has answered and refused, and their times."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from typing import Final, Literal, TypeAlias
 
-# How a request ended: its app answered; was refused for want of room; was answered 504 or 503 for its call; its client
+# The end of a request: its app answered; was refused for want of room; was answered 504 or 503 for its call; its client
 # left; its app raised.
 Outcome: TypeAlias = Literal["answered", "refused", "late", "lost", "left", "failed"]
 OUTCOMES: Final[tuple[Outcome, ...]] = ("answered", "refused", "late", "lost", "left", "failed")
@@ -18,11 +18,11 @@ class Counts:
     """Of the requests of one ingress.
 
     Attributes:
-        begun: How many have come.
-        ended: How many have ended, in each way.
-        waiting: How many wait for their turn.
-        durations: How many that were not refused, and whose clients stayed, took up to each of the bounds.
-        seconds: How long these took together, their waits included.
+        begun: The number that have come.
+        ended: The number that have ended, in each way.
+        waiting: The number that wait for their turn.
+        durations: The number that took up to each of the bounds, without those refused or left by their clients.
+        seconds: The time that these took together, their waits included.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,6 @@ class Counts:
         self.seconds = 0.0
 
     def end(self, outcome: Outcome, seconds: float) -> None:
-        """Count the end of a request."""
         self.ended[outcome] += 1
         if outcome not in {"refused", "left"}:
             self.durations[bisect_left(BOUNDS, seconds)] += 1
@@ -41,5 +40,5 @@ class Counts:
 
     @property
     def under_way(self) -> int:
-        """How many are under way, without those that wait."""
+        """The number that are under way, without those that wait."""
         return self.begun - self.ended.total() - self.waiting

@@ -39,9 +39,7 @@ class Receiver(Protocol):
     """A request with ASGI's `receive`, such as those of Starlette, FastAPI and Litestar."""
 
     @property
-    def receive(self) -> Receive:
-        """Gives the next ASGI message."""
-        ...
+    def receive(self) -> Receive: ...
 
 
 def cancel_on_disconnect(request: Receiver) -> AbstractAsyncContextManager[None, None]:

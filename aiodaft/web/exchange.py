@@ -35,13 +35,13 @@ class Exchange:
         self._send = send
         self._task = task
         self.started = self._complete = self._cancelled = self._body_came = self.given_up = False
-        # How many of the app's tasks wait for the server.
+        # The number of the app's tasks that wait for the server.
         self._receiving = 0
         # The tasks of the app, other than its first, that wait for a message.
         self._listeners: set[asyncio.Task[Any]] = set()
         # Since when the app waits for more of the body.
         self._asked: float | None = None
-        # What the app's first task waited for when another one was told that the client has left.
+        # The future of the app's first task when another one was told that the client has left.
         self._waited_for: asyncio.Future[Any] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._kept: Any = None
@@ -57,7 +57,7 @@ class Exchange:
             self._watcher.cancel()
         return self._cancelled and self._task.uncancel() == 0
 
-    # What the app calls.
+    # Calls of the app.
 
     def send(self, message: Any) -> Awaitable[None]:
         """As the server's."""

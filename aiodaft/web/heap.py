@@ -11,7 +11,7 @@ _YOUNG: Final = 10_000
 
 
 class Heap:
-    """Has the garbage collector leave alone what was there when a server began to answer requests.
+    """Has the garbage collector leave alone the objects that were there when a server began to answer requests.
 
     There is one collector in a process: it is as before when the last of several apps ends.
 
@@ -29,7 +29,7 @@ class Heap:
         if not Heap._settled:
             Heap._before, Heap._is_first = gc.get_threshold(), not gc.get_freeze_count()
             if young := Heap._before[0]:
-                # Who has set it to 0 wants no collections.
+                # A program that has set it to 0 wants no collections.
                 gc.set_threshold(max(_YOUNG, young), *Heap._before[1:])
         Heap._settled.add(self)
         gc.collect()

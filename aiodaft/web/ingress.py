@@ -1,4 +1,4 @@
-"""What stands between a web server and an app: the app's actors, admission, disconnects and probes."""
+"""The layer between a web server and an app: the app's actors, admission, disconnects and probes."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Ingress:
     requests wait, or if the app raises `Overloaded`, or an `OutcomeUnknown` such as `ActorDied`, before it has begun to
     answer; 504 if it raises `DeadlineExceeded`. WebSockets pass through.
 
-    While the app is up, Python's garbage collector leaves alone what was there when it came up (`gc.freeze`), and looks
-    at 10,000 new objects together: under load, a fifth of a server's time would go into it.
+    While the app is up, Python's garbage collector leaves alone the objects that were there when it came up
+    (`gc.freeze`), and looks at 10,000 new objects together: under load, a fifth of a server's time would go into it.
 
     Args:
         app: The ASGI app. Starlette's and FastAPI's `add_middleware` gives it; elsewhere, wrap the app.
         actors: Makes the actors in a runtime: an async context manager, whose value is the state of the app. In
-            Starlette, FastAPI and Litestar `request.state.NAME` has what it yields as `{"NAME": ...}`. Default: no
-            runtime is opened.
+            Starlette, FastAPI and Litestar `request.state.NAME` has the value that it yields as `{"NAME": ...}`.
+            Default: no runtime is opened.
         runtime: Makes the runtime. Default: `Runtime(unhandled="log")`, since a failed request must not end a server.
         limit: HTTP requests under way at the same time, streams until their end. Default: any number.
-        queue: How many more requests wait for their turn, in order.
+        queue: The number of further requests that wait for their turn, in order.
         probes: Paths for those that look after the app.
 
     Raises:

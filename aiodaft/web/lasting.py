@@ -19,7 +19,7 @@ _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, LastingRequests] = WeakK
 
 
 class Watched(Protocol):
-    """What has a client."""
+    """A request that has a client."""
 
     def watch(self, tasks: TaskOwner) -> bool:
         """Begin to watch the client; False if it is watched by others for now."""
@@ -27,7 +27,7 @@ class Watched(Protocol):
 
 
 class LastingRequests:
-    """Has the clients watched of what is still under way after a round."""
+    """Has the clients of requests watched that are still under way after a round."""
 
     def __init__(self) -> None:
         self._tasks = TaskOwner("aiodaft web")
@@ -54,7 +54,6 @@ class LastingRequests:
 
 
 def lasting_requests() -> LastingRequests:
-    """Those of the running loop."""
     loop = asyncio.get_running_loop()
     found = _of_loops.get(loop)
     if found is None:

@@ -25,7 +25,7 @@ class Lifespan:
         self._on_started = on_started
         self._received = 0
         self._started = False
-        # What the app has told of its end.
+        # The app's last message, about its end.
         self._last: Any = None
 
     async def run(self, app: App, scope: Any, around: AbstractAsyncContextManager[object]) -> None:

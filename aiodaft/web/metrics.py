@@ -12,7 +12,7 @@ from aiodaft.web.counts import BOUNDS, OUTCOMES, Counts
 
 
 class IngressMetrics(Collector):
-    """What an ingress holds, has answered and refused, and how long that took."""
+    """The number of requests that an ingress holds, has answered and refused, and their times."""
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts

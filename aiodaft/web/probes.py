@@ -1,4 +1,4 @@
-"""What an app tells those that look after it: whether it is up, and whether its actors answer."""
+"""The app's answers to probes: whether it is up, and whether its actors answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """Paths that an `Ingress` with actors answers by itself, whatever its limit; None leaves a path to the app.
+    """Paths that an `Ingress` with actors answers by itself, outside of its limit; None leaves a path to the app.
 
     Attributes:
         health: Answers 200 as long as the event loop turns.
@@ -42,7 +42,7 @@ Answer = Callable[[Any, Send], Awaitable[None]]
 
 
 class RunningProbes(AbstractAsyncContextManager[Mapping[str, Answer]]):
-    """The probes of one runtime: a block with what answers which path."""
+    """The probes of one runtime: a block with the answers to each path."""
 
     def __init__(self, probes: Probes, rt: Runtime, counts: Counts) -> None:
         self._rt = rt

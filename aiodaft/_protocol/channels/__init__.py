@@ -1,1 +1,1 @@
-"""Channels: which process has the queue, and who sends and receives."""
+"""Channels: the process that has the queue, the senders and the receivers."""

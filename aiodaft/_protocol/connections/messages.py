@@ -95,7 +95,7 @@ SentTerms: TypeAlias = int | tuple[Any, ...] | None
 # The same as a value, and the descriptors of awaited refs.
 Arguments: TypeAlias = tuple[bytes, Any, Descriptors, Descriptors]
 
-# Frames, and HELLO, are the same in every version: so each side can read what the other one speaks, and say so.
+# Frames, and HELLO, are the same in every version: so each side can read the other's versions, and answer.
 WIRE_VERSION: Final = 1
 OLDEST_WIRE_VERSION: Final = 1
 

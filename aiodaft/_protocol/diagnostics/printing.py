@@ -64,7 +64,7 @@ def cut(text: str, limit: int) -> str:
 
 
 class Screen:
-    """Decides what to write so that a line of one writer never stands inside a line of another one.
+    """Chooses the texts to write so that a line of one writer never stands inside a line of another one.
 
     At most one line is incomplete at a time, the last one. If it is a bar, complete lines of others go above it, and
     other bars take its place, each for a while: two bars that end each other's lines would fill the screen. If it is

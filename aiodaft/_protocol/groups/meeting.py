@@ -261,7 +261,7 @@ class Meetings(Generic[T]):
         return [self._fail(name, one, error) for name, one in found]
 
     def _fail(self, name: Hashable, meeting: _Meeting[T], error: Exception) -> Outcome[T]:
-        """Fail a meeting, and forget what failed long ago: members whose calls have ended never come to that."""
+        """Fail a meeting, and forget one that failed long ago: members whose calls have ended never come to it."""
         if meeting.within is not None:
             self._failed.append((name, meeting))
             if len(self._failed) > KEPT:

@@ -225,7 +225,7 @@ class Liveness:
 
 
 class Stalls:
-    """When to report what blocks the loop of a process: each culprit again after pauses that double."""
+    """The times to report code that blocks the loop of a process: each culprit again after pauses that double."""
 
     def __init__(self) -> None:
         # When the next report of each culprit may come, and the pause after that.

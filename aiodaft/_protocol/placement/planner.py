@@ -1,4 +1,4 @@
-"""Chooses nodes. The nodes themselves decide whether what is planned here can be reserved. Pure and deterministic.
+"""Chooses nodes. The nodes themselves decide whether a plan can be reserved. Pure and deterministic.
 
 Like actors are packed: onto the fewest nodes, and of these the fullest ones that have room, so that large requests
 still find empty nodes. Actors that need no GPU prefer nodes without any. Actors that need nothing that is counted go

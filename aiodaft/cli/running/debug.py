@@ -63,7 +63,7 @@ def _bind(listener: socket.socket, address: str, whose: str) -> None:
 
 
 def _opened(pid: int | None) -> list[int]:
-    """What shows the end of a process, as a descriptor."""
+    """A descriptor that shows the end of the process, if there is one."""
     if pid is None:
         return []
     try:
@@ -73,7 +73,7 @@ def _opened(pid: int | None) -> list[int]:
 
 
 def _debug(connection: socket.socket) -> None:
-    """Show what an actor writes, and send it what the user types, until it goes on."""
+    """Show the actor's output, and send it the user's input, until it goes on."""
     watched: list[socket.socket | int] = [connection, sys.stdin.fileno()]
     with suppress(ConnectionError):
         while True:

@@ -1,4 +1,4 @@
-"""`aiodaft logs`: what the actors of a running program print and log."""
+"""`aiodaft logs`: the output and log records of the actors of a running program."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .programs import ProgramEnded, one_program, pid_option
 
 @click.command()
 @click.argument("actor", required=False, shell_complete=complete_actor)
-@click.option("-f", "--follow", is_flag=True, help="Go on with what comes, until Ctrl-C or the end of the program.")
+@click.option("-f", "--follow", is_flag=True, help="Go on with new lines, until Ctrl-C or the end of the program.")
 @click.option("-n", "--lines", "last", type=click.IntRange(0), default=100, show_default=True, help="The last lines.")
 @pid_option
 @json_option
 def logs(actor: str | None, follow: bool, last: int, pid: str | None, as_json: bool) -> int:
-    """Show what actors print and log.
+    """Show the output and the log records of actors.
 
     ACTOR: its name, or that of its group; by default all actors. With --follow, --json prints an object in each line.
     """
@@ -65,12 +65,11 @@ async def _show(pid: str | None, actor: str | None, last: int, *, follow: bool, 
 
 
 def _name_in_errors(actors: Sequence[Mapping[str, Any]], name: str) -> str:
-    """What an actor with a name is called in errors, as its output is; an actor that is gone has no other name."""
+    """The name of an actor in errors, as in its output; an actor that is gone has no other name."""
     return next((actor["name"] for actor in actors if name in actor["names"]), name)
 
 
 def _is_there(actors: Sequence[Mapping[str, Any]], name: str) -> bool:
-    """Whether an actor or a group has a name."""
     groups = {member.group for actor in actors if (member := member_of(actor["name"]))}
     return name in groups or bool(called(actors, name))
 

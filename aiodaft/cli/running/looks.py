@@ -1,4 +1,4 @@
-"""What `aiodaft top`, `memory` and `ps` look at: overviews of a running program, or of a cluster."""
+"""The overviews of a running program, or of a cluster, that `aiodaft top`, `memory` and `ps` show."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WIDTH: Final = 160
 
 
 class Where(NamedTuple):
-    """What a command was told to look at."""
+    """The program or cluster that a command looks at."""
 
     address: str | None
     key_file: str | None
@@ -30,21 +30,21 @@ class Where(NamedTuple):
 
     @property
     def cluster(self) -> str | None:
-        """Where a node of the cluster listens that is to be looked at; None for a program on this machine."""
+        """The address of a node of that cluster; None for a program on this machine."""
         if self.address and self.pid:
             raise click.UsageError("ADDRESS and --pid exclude each other")
         return None if self.pid else address_of(self.address)
 
 
 class Looked(NamedTuple):
-    """What is looked at: what it is called, and its overviews, one after the other."""
+    """The program or cluster: its title, and its overviews, one after the other."""
 
     title: str
     overviews: AsyncGenerator[dict[str, Any], None]
 
 
 def where_options(command: F) -> F:
-    """Give a command what says where it looks; it gets `address`, `key_file` and `pid`."""
+    """Give a command the options for its program or cluster; it gets `address`, `key_file` and `pid`."""
     return address_argument(key_file_option(pid_option(command)))
 
 
@@ -53,7 +53,7 @@ async def looking(where: Where, interval: float | None) -> AsyncGenerator[Looked
     """Overviews of a cluster, or of a program on this machine, for the time of the block.
 
     Args:
-        where: What is looked at.
+        where: The program or cluster.
         interval: Seconds between two of them; None for just one.
 
     Raises:
@@ -79,6 +79,6 @@ async def _without(own: str, looks: AsyncGenerator[dict[str, Any], None]) -> Asy
 
 
 def screen() -> Console:
-    """Where tables are drawn."""
+    """The console for tables."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_WIDTH)

@@ -18,9 +18,9 @@ from .view import memory_view
 @click.option("-n", "most", type=click.IntRange(0), default=20, show_default=True, help="The values to show.")
 @json_option
 def memory(address: str | None, key_file: str | None, pid: str | None, most: int, as_json: bool) -> None:
-    """Show what stores how many bytes, and the largest values.
+    """Show the bytes that processes store, and the largest values.
 
-    ADDRESS: where a node of a cluster listens, to show all of that; $AIODAFT_ADDRESS by default.
+    ADDRESS: the address of a node of a cluster, to show all of that; $AIODAFT_ADDRESS by default.
     """
     run(_show(Where(address, key_file, pid), most, as_json=as_json))
 

@@ -19,13 +19,11 @@ _LISTED: Final = 20
 
 @completing
 async def complete_actor(context: click.Context) -> list[str]:
-    """The names of the actors of a program."""
     async with one_program(context.params.get("pid")) as program:
         return [name for actor in (await program.answer("overview"))["actors"] for name in names_of(actor)]
 
 
 def called(actors: Sequence[Plain], name: str) -> list[Plain]:
-    """The actors with a name."""
     return [actor for actor in actors if name in names_of(actor)]
 
 

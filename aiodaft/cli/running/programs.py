@@ -43,7 +43,7 @@ class Program:
     Attributes:
         pid: Its process.
         id: The id of its runtime.
-        listens: Where it listens, if this is no program but a node of a cluster; "" otherwise.
+        listens: Its address, if this is no program but a node of a cluster; "" otherwise.
         leads_to: The number of processes that its fork server leads to; 0 if that is the one of a node.
     """
 
@@ -96,11 +96,11 @@ class Silent(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What was found on this machine.
+    """The programs and nodes on this machine.
 
     Attributes:
         programs: The programs that answer.
-        nodes: Where nodes of clusters listen.
+        nodes: The addresses of nodes of clusters.
         silent: The programs that do not answer.
     """
 
@@ -164,7 +164,7 @@ async def one_program(wanted: str | None) -> AsyncGenerator[Program, None]:
 
 
 def say_what_there_is(found: Found, wanted: str | None) -> str:
-    """What is to be said if no program answers."""
+    """The message if no program answers."""
     if found.silent:
         return "\n".join(map(str, found.silent))
     where = "on this machine" if wanted is None else f"in process {wanted}"
@@ -199,7 +199,7 @@ pid_option: Final = click.option(
 def check_can_ask() -> None:
     """Raise Failed where commands find no program."""
     if not can_be_asked():
-        raise Failed(f"this command needs what this system does not have: {missing()['commands']}")
+        raise Failed(f"this system lacks a function that this command needs: {missing()['commands']}")
 
 
 def check_may_ask(pid: int) -> int:
@@ -310,7 +310,7 @@ def _uid_of(status: dict[str, str], default: int = -1) -> int:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """What the kernel says of a process; nothing if it is gone."""
+    """The kernel's status of a process; nothing if it is gone."""
     with suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
         return {key: value.strip() for key, _, value in (line.partition(":") for line in file)}
     return {}

@@ -24,7 +24,7 @@ from .view import Plain, grouped, natural
 def ps(address: str | None, key_file: str | None, pid: str | None, as_json: bool) -> None:
     """Show programs or nodes, and their actors.
 
-    ADDRESS: where a node of a cluster listens; $AIODAFT_ADDRESS by default. Without both: the programs of this user on
+    ADDRESS: the address of a node of a cluster; $AIODAFT_ADDRESS by default. Without both: the programs of this user on
     this machine.
     """
     where, output = Where(address, key_file, pid), Output(as_json=as_json)
@@ -54,7 +54,7 @@ async def _show_programs(pid: str | None, output: Output) -> None:
 
 
 async def _look_at(program: Program) -> dict[str, Any] | None:
-    """What is shown of a program; None if it has ended meanwhile."""
+    """The shown facts about a program; None if it has ended meanwhile."""
     document = _document(program.pid) | {"runtime": program.id}
     try:
         look = await program.answer("overview")
@@ -87,7 +87,7 @@ async def _show_cluster(where: Where, output: Output) -> None:
 
 
 def _owned_by(runtime: str, processes: Sequence[Plain]) -> list[Plain]:
-    """The processes of what a runtime owns, and of what that owns: others of its cluster are of other programs."""
+    """The processes of a runtime's actors, and of those that these own: others of its cluster are of other programs."""
     mine = {runtime}
     while more := {one["id"] for one in processes if one["owner"] in mine} - mine:
         mine |= more
@@ -95,7 +95,7 @@ def _owned_by(runtime: str, processes: Sequence[Plain]) -> list[Plain]:
 
 
 def _processes(actors: Mapping[str, Sequence[Plain]], processes: Iterable[Plain]) -> Iterator[dict[str, Any]]:
-    """What is shown of some processes of an overview that have actors; `actors`: those of each process."""
+    """The shown facts about an overview's processes that have actors; `actors`: those of each process."""
     for process in sorted(processes, key=lambda process: natural(process["title"])):
         if process["role"] == "worker":
             names = [name for actor in actors.get(process["id"], ()) for name in actor["names"]]

@@ -1,4 +1,4 @@
-"""`aiodaft stack`: what every process of the running programs does."""
+"""`aiodaft stack`: the stacks of every process of the running programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .programs import Program, Silent, pid_option, programs, say_what_there_is
 @pid_option
 @json_option
 def stack(pid: str | None, as_json: bool) -> int:
-    """Show where processes are, and what they wait for.
+    """Show the stacks of processes, and the calls they wait for.
 
     Without --pid, of all programs of this user.
     """

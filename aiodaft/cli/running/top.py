@@ -31,10 +31,10 @@ _HEIGHT: Final = 10_000
 @click.option("--interval", type=seconds(0.1), default=1.0, show_default=True)
 @json_option
 def top(address: str | None, key_file: str | None, pid: str | None, once: bool, interval: float, as_json: bool) -> int:
-    """Show what a program does: actors, calls, queues, memory, bytes.
+    """Show a program at work: actors, calls, queues, memory, bytes.
 
-    It goes on until Ctrl-C, or the end of the program. ADDRESS: where a node of a cluster listens, to show all of that;
-    $AIODAFT_ADDRESS by default. --json implies --once.
+    It goes on until Ctrl-C, or the end of the program. ADDRESS: the address of a node of a cluster, to show all of
+    that; $AIODAFT_ADDRESS by default. --json implies --once.
     """
     try:
         run(_watch(Where(address, key_file, pid), interval, once=once, as_json=as_json))

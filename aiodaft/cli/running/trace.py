@@ -1,4 +1,4 @@
-"""`aiodaft trace`: records what a running program does, for ui.perfetto.dev."""
+"""`aiodaft trace`: records the work of a running program, for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .programs import one_program, pid_option
 @pid_option
 @json_option
 def trace(path: str, length: float, limit: int, pid: str | None, as_json: bool) -> None:
-    """Record what a program does, for ui.perfetto.dev.
+    """Record the work of a program, for ui.perfetto.dev.
 
-    The program writes the file. If this command is ended, the file has what was recorded until then.
+    The program writes the file. If this command is ended, the file has the events until then.
     """
     path = os.path.abspath(path)
     if not os.path.isdir(folder := os.path.dirname(path)):

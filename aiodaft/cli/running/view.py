@@ -1,4 +1,4 @@
-"""How overviews look in a terminal. Pure."""
+"""The views of overviews in a terminal. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIXED: Final = 4
 
 
 def top_view(title: str, look: Plain, height: int) -> RenderableType:
-    """What `aiodaft top` shows of an overview, on so many lines."""
+    """The view of `aiodaft top`, on so many lines."""
     nodes = list(_node_lines(look["nodes"]))
     failures = [Text(line, "red", no_wrap=True) for line in _failure_lines(look["failures"][:_FAILURES])]
     room = max(1, height - _FIXED - len(nodes) - len(failures))
@@ -37,7 +37,7 @@ def top_view(title: str, look: Plain, height: int) -> RenderableType:
 
 
 def memory_view(title: str, look: Plain, most: int) -> RenderableType:
-    """What `aiodaft memory` shows of an overview: the processes, and the largest values that they store."""
+    """The view of `aiodaft memory`: the processes, and the largest values that they store."""
     processes = _table(["process"], ["pid", "in RAM", "stores", "values", "pools keep"])
     for one in sorted(look["processes"], key=lambda one: -one["stored_bytes"]):
         numbers = [
@@ -99,7 +99,7 @@ def _node_lines(nodes: Sequence[Plain]) -> Iterator[Text]:
 
 
 def grouped(entries: Iterable[Plain], key: str) -> dict[str, list[Plain]]:
-    """Entries of an overview by what they have under a key."""
+    """Entries of an overview by their value under a key."""
     found: dict[str, list[Plain]] = {}
     for one in entries:
         found.setdefault(one[key], []).append(one)
@@ -107,7 +107,7 @@ def grouped(entries: Iterable[Plain], key: str) -> dict[str, list[Plain]]:
 
 
 def names_of(actor: Plain) -> list[str]:
-    """What an actor is called in errors, and its names."""
+    """The name of an actor in errors, and its given names."""
     return [actor["name"], *actor["names"]]
 
 

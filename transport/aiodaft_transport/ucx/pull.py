@@ -157,7 +157,7 @@ class Pull(BasePull[None]):
             return
         self._segment.users -= 1
         self._remote.pulls.discard(self)
-        # Cancelling a task cancels what it awaits, before the task itself learns of it.
+        # Cancelling a task cancels the awaited future, before the task itself learns of it.
         if self._stopped or self.done.done():
             self.landing.release()
         else:

@@ -17,14 +17,14 @@ class Reader(aiodaft.Actor):
 
 
 class Totals(aiodaft.Actor):
-    """Adds up what readers have counted."""
+    """Adds up the counts of readers."""
 
     def __init__(self) -> None:
         self._words: Counter[str] = Counter()
 
     @aiodaft.method
     async def add(self, counted: Counter[str]) -> int:
-        """Add the words of a text; returns how many different words there are by now."""
+        """Add the words of a text; returns the number of different words so far."""
         self._words.update(counted)
         return len(self._words)
 

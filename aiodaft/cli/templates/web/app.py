@@ -13,7 +13,7 @@ from actors import Reader, Totals
 
 
 class Text(BaseModel):
-    """What a client sends."""
+    """The body of a request."""
 
     text: str
 
@@ -25,7 +25,7 @@ def open_runtime() -> aiodaft.Runtime:
 
 @asynccontextmanager
 async def make_actors(rt: aiodaft.Runtime) -> AsyncGenerator[dict[str, object], None]:
-    """What requests have in their `state`."""
+    """The `state` of requests."""
     # An actor that dies is made again, however often; its calls wait for that.
     placed = rt.on(restart=aiodaft.Restart(intensity=None))
     yield {"readers": await placed.group(2, Reader), "totals": await placed.spawn(Totals)}

@@ -16,7 +16,7 @@ async def test_words_are_counted(daft: aiodaft.Runtime) -> None:
 
 async def test_counts_go_from_actor_to_actor(daft: aiodaft.Runtime) -> None:
     reader, totals = await daft.spawn(Reader), await daft.spawn(Totals)
-    # What `count` returns is a ref; `add` gets its value from the reader.
+    # `count` returns a ref; `add` gets its value from the reader.
     assert await totals.add(reader.count("a b")) == 2
     assert await totals.add(reader.count("b c")) == 3
     assert await totals.most_common(1) == [("b", 2)]

@@ -33,7 +33,7 @@ from . import (
 from .results import Bench, as_json, table
 
 _SUITES: Final[dict[str, Callable[[Bench], Awaitable[None]]]] = {
-    # First, because workers load what the controller has loaded, and payloads are tensors.
+    # First, because workers load the modules that the controller has loaded, and payloads are tensors.
     "processes": processes.run,
     "calls": calls.run,
     "refs": refs.run,
@@ -98,7 +98,7 @@ def main() -> None:
     try:
         run(_measure(bench, suites))
     finally:
-        # What was measured before an error took its time.
+        # The lines that were measured before an error are worth their time.
         print(as_json(bench.results) if options.json else table(bench.results))
     if options.plot:
         dispatch.plot(bench.curves, options.plot)

@@ -73,7 +73,7 @@ class Holder(Echo):
 
 
 class Worker(Holder):
-    """What graphs are made of."""
+    """The actor of graphs."""
 
     @method
     async def step(self, value: int) -> int:

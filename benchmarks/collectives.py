@@ -36,7 +36,7 @@ from .results import Bench, rate, seconds_of_one
 _KIB: Final = 1 << 10
 _MIB: Final = 1 << 20
 _SIZES: Final = (_KIB, _MIB, 64 * _MIB)
-# How many broadcasts of a size are under way, and the budget.
+# The number of broadcasts of a size that are under way, and the budget.
 _IN_FLIGHT: Final = {_MIB: {1: "", 8: ">= 1.0"}}
 
 
@@ -167,7 +167,8 @@ async def _next_to_gloo(
         line += f", {in_flight} in flight" if in_flight > 1 else ""
 
     async def ours() -> float:
-        # A host keeps what has come from another one as long as its owner: each operation needs new values.
+        # A host keeps the values that came from another one as long as their owner does: each operation needs new
+        # values.
         values = cycle([await _made(group, size) for _ in range(repeats if apart else 1)])
         return 1 / await rate(lambda: _all_ready(begin(next(values))), repeats, in_flight)
 
@@ -201,7 +202,7 @@ def _amount(size: int) -> str:
 
 
 def _of(size: int) -> int:
-    """What speeds are given for; small values have times."""
+    """The bytes for which speeds are given; small values have times."""
     return 0 if size < _MIB else size
 
 

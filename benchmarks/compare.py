@@ -21,7 +21,7 @@ _HELLO: Final = "hello, cold: import, start, call, stop (s)"
 # Lines with this unit are better if they are higher.
 _RATE: Final = "(1/s)"
 _MODULES: Final = {"dask": "distributed"}
-# What frameworks need that serve requests.
+# The packages that frameworks need to serve requests.
 _WEB: Final = {OURS: "fastapi", "ray": "ray.serve"}
 
 # Of each line, the samples of each framework.
@@ -52,7 +52,7 @@ async def compare(peers: Sequence[str], pythons: Mapping[str, str], turns: int) 
     Args:
         peers: Those of `PEERS` that are to be measured; one that is not installed is left out, with a message.
         pythons: The interpreters of peers that are not installed next to aiodaft.
-        turns: How many samples of each line to take.
+        turns: The number of samples of each line.
     """
     samples: Samples = {}
     found: dict[str, str] = {}
@@ -98,7 +98,7 @@ def comparison(samples: Samples, peers: Sequence[str]) -> str:
 
 
 def ratio(line: str, samples: Mapping[str, Sequence[float]], name: str) -> float:
-    """How many times worse than aiodaft a framework is: the median over the turns."""
+    """The factor by which a framework is worse than aiodaft: the median over the turns."""
     pairs = zip(samples[name], samples[OURS], strict=True)
     return median(ours / theirs if _RATE in line else theirs / ours for theirs, ours in pairs)
 
@@ -134,7 +134,7 @@ def _cell(line: str, samples: Mapping[str, Sequence[float]], name: str) -> str:
 
 
 def _command(name: str, python: str, opening: str = "open_lines") -> tuple[list[str], dict[str, str]]:
-    """How to run a module of `peers`, which needs no aiodaft. Its classes must not belong to `__main__`."""
+    """The command that runs a module of `peers`, which needs no aiodaft. Its classes must not belong to `__main__`."""
     start = f"with_{name}.{opening}" + (", aiodaft.run" if name == OURS else "")
     code = (
         f"import {_MODULES.get(name, name)}\nfrom benchmarks.peers import serving, with_{name}\nserving.serve({start})"

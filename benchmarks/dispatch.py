@@ -1,4 +1,4 @@
-"""What dispatch costs, and how long an operation must be to hide it, after Pathways (Barham et al. 2022, figures 5, 6).
+"""The cost of dispatch, and the length of operations that hide it, after Pathways (Barham et al. 2022, figures 5, 6).
 
 Operations run on each actor of a gang, again and again: `OpByOp` awaits each call, `Chained` passes refs from call to
 call and awaits the last, `Fused` is a compiled graph, one message per process and chain. (The paper's Chained is one
@@ -111,7 +111,7 @@ async def _hide(bench: Bench, called: list[Device], captured: list[Device], long
 async def _share_of_local(
     bench: Bench, way: str, called: list[Device], captured: list[Device], seconds: float
 ) -> tuple[float, float]:
-    """What an operation takes in a loop in the actors, and this loop's time by that of the dispatched chain."""
+    """The time of an operation in a loop in the actors, and this loop's time by that of the dispatched chain."""
 
     async def local() -> float:
         return max(await asyncio.gather(*(actor.run_ops(seconds, _LENGTH) for actor in called)))

@@ -62,7 +62,7 @@ class FarEnd:
         return await self._answer
 
     def answer(self, content: Any) -> None:
-        """Answer what was asked."""
+        """Answer the question."""
         self._socket.send(_ANSWER + json.dumps(content).encode())
 
     async def fetch(self, grant: Sequence[Any]) -> memoryview:

@@ -1,4 +1,4 @@
-"""The bare floors: what the same work costs without any framework."""
+"""The bare floors: the cost of the same work without any framework."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ async def _connect(connection: socket.socket) -> _Connection:
 
 
 async def serve(fd: str) -> None:
-    """Send back what comes, until the other side ends."""
+    """Send back all data, until the other side ends."""
     connection = await _connect(socket.socket(fileno=int(fd)))
     await connection.lost
 
 
 class Echo:
-    """A process that sends back what it gets."""
+    """A process that sends back its messages."""
 
     def __init__(self, connection: _Connection, pid: int) -> None:
         self._connection = connection
@@ -123,7 +123,7 @@ async def open_echo() -> AsyncGenerator[Echo, None]:
 
 @asynccontextmanager
 async def echo_over(sock: socket.socket, pid: int = 0) -> AsyncGenerator[Echo, None]:
-    """What is at the other end of a connection sends back what it gets."""
+    """The process at the other end of a connection sends back its messages."""
     connection = await _connect(sock)
     try:
         yield Echo(connection, pid)
@@ -132,7 +132,7 @@ async def echo_over(sock: socket.socket, pid: int = 0) -> AsyncGenerator[Echo, N
 
 
 async def open_server(host: str) -> int:
-    """Send back what comes to a port of this process; the port."""
+    """Send back the data that come to a port of this process; returns the port."""
     server = await asyncio.get_running_loop().create_server(_Connection, host, 0)
     return int(server.sockets[0].getsockname()[1])
 

@@ -1,4 +1,4 @@
-"""What transfers take beside time: memory, and processor time while nothing happens."""
+"""The costs of transfers beside time: memory, and processor time while nothing happens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROOM_MIB: Final = 64
 
 
 async def memory(bench: Bench, far: FarEnd, name: str) -> None:
-    """How far the peak of a 1 GiB transfer is above the payload, and what 2,000 of 8 MiB leave; the worse side."""
+    """The peak of a 1 GiB transfer above the payload, and the memory that 2,000 of 8 MiB leave; the worse side."""
     await _move(far, _MIB, 1)
     before = _mebibytes(far, "VmRSS")
     _forget_peaks(far)
@@ -57,7 +57,7 @@ def _mebibytes(far: FarEnd, field: str) -> list[float]:
 
 async def idle(bench: Bench, far: FarEnd) -> None:
     """Processor time that a connected pair takes while nothing is transferred."""
-    # What the last transfer left to do.
+    # The rest of the last transfer's work.
     await asyncio.sleep(0.1)
     before, start = _processor_seconds(far), time.perf_counter()
     await asyncio.sleep(2)
@@ -66,6 +66,6 @@ async def idle(bench: Bench, far: FarEnd) -> None:
 
 
 def _processor_seconds(far: FarEnd) -> float:
-    # Nanoseconds of the other's only thread; what /proc/stat has are ticks.
+    # Nanoseconds of the other's only thread; the fields of /proc/stat are ticks.
     fields = Path(f"/proc/{far.pid}/schedstat").read_text(encoding="ascii").split()
     return time.process_time() + int(fields[0]) / 1e9

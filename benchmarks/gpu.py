@@ -22,7 +22,7 @@ _GIB: Final = 1 << 30
 # Bytes of large tensors, and how many are under way at once.
 _LARGE: Final = MappingProxyType({64 * _MIB: 8, _GIB: 4})
 _MANY: Final = 1000
-# How often a sample does the same at the most; and how many bytes of large tensors it moves.
+# The most times that a sample does the same; and the bytes of large tensors that it moves.
 _MOST: Final = 100
 _SAMPLE: Final = _GIB
 # Starting actors on a GPU takes seconds.
@@ -36,7 +36,7 @@ Take = Callable[[Ref[Any]], Ref[int]]
 
 
 class _Actors(NamedTuple):
-    """What is measured. A sample does the same `most` times at the most."""
+    """The measured actors. A sample does the same `most` times at the most."""
 
     a: GpuHolder
     b: GpuHolder
@@ -46,7 +46,7 @@ class _Actors(NamedTuple):
     most: int
 
     def repeats(self, size: int) -> int:
-        """How often a sample moves a tensor of so many bytes."""
+        """The number of times that a sample moves a tensor of so many bytes."""
         return max(2, min(self.most, _SAMPLE // size))
 
     async def move(self, make: Make, size: int, *, look: bool = False) -> None:
@@ -85,9 +85,9 @@ async def run(
     Args:
         bench: Gets the lines.
         holder: The class of the actors.
-        large: Sizes of large tensors, and how many of them are under way at once.
-        many: How many small tensors are under way at once.
-        most: How often a sample does the same at the most.
+        large: Sizes of large tensors, and the number of them that are under way at once.
+        many: The number of small tensors that are under way at once.
+        most: The most times that a sample does the same.
     """
     if find_spec("torch") is None:
         print("gpu: there is no torch: left out", file=sys.stderr)
@@ -104,7 +104,7 @@ async def run(
         actors = _Actors(a, b, c, copier, ipc, most)
         before = await _traffic(rt)
         for size, in_flight in large.items():
-            # What is made, its snapshots, what arrives, what torch keeps, and the tensors of the floors.
+            # The made tensors, their snapshots, the received ones, torch's cache, and the tensors of the floors.
             if free < (needed := 6 * in_flight * size):
                 print(f"gpu: {_text(size)} needs {_text(needed)} of free memory: left out", file=sys.stderr)
                 continue
@@ -160,7 +160,7 @@ async def _large(bench: Bench, actors: _Actors, size: int, in_flight: int) -> No
 
 
 async def _second_consumer(bench: Bench, actors: _Actors, size: int) -> None:
-    """Another process takes what one has, or both take it at once."""
+    """Another process takes a tensor that one has, or both take it at once."""
     a, b, c, repeats = actors.a, actors.b, actors.c, actors.repeats(size)
 
     async def second(first_takes: Take, second_takes: Take) -> float:
@@ -207,7 +207,7 @@ async def _small(bench: Bench, actors: _Actors, many: int) -> None:
 
 
 class _Traffic(NamedTuple):
-    """What all processes have sent each other."""
+    """The traffic between all processes."""
 
     messages: int
     host_bytes: int

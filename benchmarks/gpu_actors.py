@@ -1,4 +1,4 @@
-"""Actors with tensors on a GPU, and what they are compared with: copies within its memory, and CUDA IPC of torch."""
+"""Actors with tensors on a GPU, and their floors: copies within its memory, and CUDA IPC of torch."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class TorchIpc(Actor):
 
 
 def receive(pipe: Connection, device: str) -> None:
-    """The other process: take what is sent, clone it if that is asked for, and answer when all of it is here."""
+    """The other process: take the tensors, clone them if that is asked for, and answer when all of them are here."""
     import torch  # noqa: PLC0415 - optional package
 
     try:

@@ -20,7 +20,7 @@ from .pingpong import open_pingpong
 from .results import Bench, rate, seconds_of_one
 
 _EDGE: Final = 1 << 20
-# How many runs are under way; a graph has at most 16.
+# The number of runs that are under way; a graph has at most 16.
 _IN_FLIGHT: Final = {"": 1, ", 10 in flight": 10, ", 16 in flight": 16}
 Dataflow = Callable[[Any], Any]
 

@@ -34,12 +34,12 @@ class Far(Holder):
 
     @method
     async def machine(self) -> str:
-        """What tells machines apart, whatever they are called."""
+        """An id of the machine, under any of its names."""
         return _BOOT.read_text()
 
     @method
     async def echo(self, host: str) -> int:
-        """Echo what comes to a port."""
+        """Echo the data that come to a port."""
         return await open_server(host)
 
     @method
@@ -94,7 +94,7 @@ async def _values(bench: Bench, far: Far, host: str, size: int) -> None:
         connection.setblocking(True)
         target = memoryview(bytearray(b"\x02") * size)
 
-        async def bare() -> float:  # noqa: RUF029 - what measures is async
+        async def bare() -> float:  # noqa: RUF029 - the measuring code is async
             start = time.perf_counter()
             for _ in range(repeats):
                 connection.send(b"?")

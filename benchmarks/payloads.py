@@ -1,4 +1,4 @@
-"""Large values, from actor to actor and from the controller to an actor, and what they do to the event loops."""
+"""Large values, from actor to actor and from the controller to an actor, and their effect on the event loops."""
 
 from __future__ import annotations
 

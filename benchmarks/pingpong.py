@@ -39,7 +39,7 @@ class _Side:
 
 
 async def serve(*fds: str) -> None:
-    """Send back what comes; what ends with a full stop is the last."""
+    """Send back all data; a message that ends with a full stop is the last."""
     memory, ours, theirs = map(int, fds)
     over = asyncio.Event()
 

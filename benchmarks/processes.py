@@ -1,4 +1,4 @@
-"""Processes: starting them, what they weigh, and what the import costs."""
+"""Processes: their start, their weight, and the cost of the import."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TURNS: Final = 3
 async def run(bench: Bench) -> None:
     """Measure processes."""
     await run_python("import aiodaft")
-    # What the import adds to that of asyncio, which every program here needs. Milliseconds depend on the machine.
+    # The part of the import beyond that of asyncio, which every program here needs. Milliseconds depend on the machine.
     ours, floor = partial(run_python, "import aiodaft"), partial(run_python, "import asyncio")
     await bench.compare("start Python, import aiodaft", ours, floor, "import asyncio", "<= 2.5", unit="s")
     hello = median([await run_python(_HELLO) for _ in range(_TURNS)])

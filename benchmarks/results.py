@@ -1,4 +1,4 @@
-"""What is measured, and how it is shown."""
+"""The measured lines, and their table."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Result:
     """One line of the table.
 
     Attributes:
-        name: What was measured.
+        name: The measured quantity.
         value: The median, in `unit`.
-        unit: What `value` and `floor` are in.
+        unit: The unit of `value` and `floor`.
         floor: The median of the bare floor, measured in turns with it; None if there is nothing to compare with.
-        floor_name: What the floor does.
+        floor_name: The work of the floor.
         ratio: Median of ours / floor over the turns, or of `value` / limit where the budget is a plain limit.
-        budget: What the ratio (with a floor) or the value (without) is to be, as in "<= 2.0".
+        budget: The bound of the ratio (with a floor) or of the value (without), as in "<= 2.0".
     """
 
     name: str
@@ -82,7 +82,7 @@ class Bench:
     def __init__(self, turns: int) -> None:
         self.turns = turns
         self.results: list[Result] = []
-        # What `--plot` draws; see `dispatch`.
+        # The curves that `--plot` draws; see `dispatch`.
         self.curves: dict[str, list[tuple[float, float]]] = {}
 
     def add(self, name: str, value: float, unit: str, budget: str = "") -> None:
@@ -129,6 +129,6 @@ def table(results: Iterable[Result]) -> str:
 
 
 def as_json(results: Iterable[Result]) -> str:
-    """Results for programs, with what they were measured on."""
+    """Results for programs, with the machine on which they were measured."""
     machine = {"python": platform.python_version(), "machine": platform.machine(), "platform": sys.platform}
     return json.dumps({"machine": machine, "results": [{**asdict(r), "within": r.within} for r in results]}, indent=2)

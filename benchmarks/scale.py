@@ -1,4 +1,4 @@
-"""Many of each kind on one machine: what one of them takes when there are many, against when there are few."""
+"""Many of each kind on one machine: the cost of one of many, against that of one of few."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def _streams(actor: Worker, count: int) -> None:
 
 
 async def _memory(actor: Echo, few: int, many: int, turns: int) -> Result:
-    """What a call that is in flight takes in the controller."""
+    """The memory of a call in flight, in the controller."""
 
     async def each(count: int) -> float:
         tracemalloc.start()

@@ -1,4 +1,4 @@
-"""How long an event loop stood still."""
+"""The time for which an event loop stood still."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trace contexts and spans of OpenTelemetry cost: nothing where there are none."""
+"""The cost of trace contexts and of spans of OpenTelemetry: nothing where there are none."""
 
 from __future__ import annotations
 

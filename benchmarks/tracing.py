@@ -1,4 +1,4 @@
-"""What traces cost: nothing after the block, and little in it."""
+"""The cost of traces: nothing after the block, and little in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .results import Bench, Sample, rate, seconds_of_one
 
 
 class Lines(NamedTuple):
-    """What is measured in a runtime."""
+    """The measured lines of a runtime."""
 
     step: Callable[[int], Awaitable[int]]
     graph: Callable[[int], Awaitable[int]]
@@ -40,7 +40,7 @@ async def run(bench: Bench) -> None:
 
 
 async def open_lines(rt: Runtime) -> Lines:
-    """Make what is measured."""
+    """Make the measured lines."""
     worker = await rt.spawn(Worker)
     return Lines(worker.step, compile_graph(worker.step))
 
@@ -59,10 +59,10 @@ async def compare_lines(
 
     Args:
         bench: Gets the lines.
-        ours: What is measured.
-        floor: What it is compared with.
-        when: What the lines say of `ours`.
-        floor_when: What they say of `floor`.
+        ours: The measured lines.
+        floor: The lines that they are compared with.
+        when: The description of `ours` in the lines.
+        floor_when: That of `floor`.
         cheap: Whether there are budgets, because it must cost next to nothing.
         around: The block in which calls are made, on our side.
     """

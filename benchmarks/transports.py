@@ -49,7 +49,7 @@ async def run(bench: Bench) -> None:
 
 
 async def _second_consumer(bench: Bench, far: FarEnd) -> None:
-    """What the first one read already: mapped again, and a byte of each page read."""
+    """The payload that the first one read already: mapped again, and a byte of each page read."""
     size = 64 * _MIB
 
     async def ours() -> float:
@@ -129,7 +129,7 @@ def _bare_gets(far: FarEnd, grant: Grant, repeats: int) -> Sample:
     key = segment.rkey = segment.rkey or worker.unpack(endpoint, segment.packed)
     source = segment.address + int(offset)
 
-    async def sample() -> float:  # noqa: RUF029 - what measures is async
+    async def sample() -> float:  # noqa: RUF029 - the measuring code is async
         start = time.perf_counter()
         for _ in range(repeats):
             if not worker.get(endpoint, target, landing.nbytes, source, key, memory, 0):

@@ -1,4 +1,4 @@
-"""What a call to an actor adds to an HTTP request: a server with uvicorn and FastAPI under load by `wrk`."""
+"""The part of an HTTP request that a call to an actor adds: a server with uvicorn and FastAPI under load by `wrk`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LINES = {"routed": "a call", "ingress": "Ingress and a call"}
 
 
 def missing() -> str:
-    """What cannot be had of what servers need."""
+    """The missing tools and packages of servers."""
     return "" if shutil.which("wrk") and find_spec("fastapi") and find_spec("uvicorn") else "wrk, or aiodaft[web]"
 
 
@@ -62,7 +62,7 @@ async def serving(name: str) -> AsyncGenerator[str]:
 
 
 async def _answered(port: int) -> None:
-    """Wait for a first answer: what a server takes to start is not measured."""
+    """Wait for a first answer: the start of a server is not measured."""
     answer, request = await asyncio.open_connection("127.0.0.1", port)
     request.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
     await answer.read()

@@ -23,19 +23,19 @@ class Model(Actor):
 
     @method
     async def answer(self, number: int) -> dict[str, int]:
-        """What a request gets."""
+        """The answer to a request."""
         return {"answer": number}
 
 
 @asynccontextmanager
 async def actors(rt: Runtime) -> AsyncGenerator[dict[str, Model]]:
-    """What the apps with actors have in their state."""
+    """The state of the apps with actors."""
     yield {"model": await rt.spawn(Model)}
 
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncGenerator[dict[str, Model]]:
-    """Opens a runtime, and does nothing else of what `Ingress` does."""
+    """Opens a runtime, without the other services of `Ingress`."""
     async with Runtime() as rt, actors(rt) as state:
         yield state
 

@@ -24,7 +24,7 @@ class Agent(aiodaft.Actor):
 
     @aiodaft.method
     async def work(self) -> list[str]:
-        """Do this agent's steps of all workflows. Returns what it has published."""
+        """Do this agent's steps of all workflows. Returns the texts that it has published."""
         rank, published = self.group.rank, list[str]()
         # A send may wait for room at the next agent; meanwhile this one receives.
         async with asyncio.TaskGroup() as sends:

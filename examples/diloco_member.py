@@ -16,13 +16,13 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """How members train.
+    """The plan by which members train.
 
     Attributes:
         inner_steps: Inner steps between two outer steps of the same parameters: H of the papers.
         fragments: Parts of the parameters, which have their outer steps in turn: P.
         overlap: Inner steps of which a member does not wait for the average of the others: tau.
-        keep: How much of its own parameters a member keeps when it takes the shared ones: alpha.
+        keep: The share of its own parameters that a member keeps when it takes the shared ones: alpha.
         lr: The learning rate of outer steps.
         momentum: Their momentum, which is Nesterov's.
         batch: Sequences of a member in one inner step.
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Inner steps from one outer step to the next one, of whatever fragment."""
+        """Inner steps from one outer step to the next one, of any fragment."""
         return self.inner_steps // self.fragments
 
 
@@ -52,7 +52,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def batch_of(plan: Plan, step: int, rank: int) -> Batch:
-    """What a member learns from in an inner step."""
+    """The batch that a member learns from in an inner step."""
     return next(batches(plan.batch, 1, f"{step}/{rank}"))
 
 
@@ -94,7 +94,7 @@ class Member(aiodaft.Actor):
 
     @aiodaft.method
     def take(self, changes: Tensor, count: int, fragment: int) -> str:
-        """The outer step by the sum of the changes of `count` members; returns the digest of what all share."""
+        """The outer step by the sum of the changes of `count` members; returns the digest of the shared parameters."""
         self.shared[fragment].grad = changes / count
         self.outer.step()  # of this fragment: the others have no gradient
         self.outer.zero_grad()
@@ -112,7 +112,7 @@ class Member(aiodaft.Actor):
 
     @aiodaft.method
     def join(self, state: tuple[list[Tensor], dict[str, Any]]) -> None:
-        """Begin with what the others share; the state of the inner optimizer is this member's own, and new."""
+        """Begin with the shared parameters of the others; the state of the inner optimizer is this member's own."""
         shared, outer = state
         self.outer.load_state_dict(outer)
         for mine, own, theirs in zip(self.shared, self.own, shared, strict=True):

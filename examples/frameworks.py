@@ -105,7 +105,7 @@ async def crash(what: str, *calls: Awaitable[object]) -> None:
 
 
 async def main() -> None:
-    # What the ranks need is imported once, not by each: the optimizers of torch import torch._dynamo.
+    # Modules of the ranks are imported once, not by each: the optimizers of torch import torch._dynamo.
     async with aiodaft.Runtime(preload=("torch.distributed", "torch._dynamo")) as rt:
         on = rt.on(restart=aiodaft.Restart())
         trainers, model = await on.group(4, Trainer), await on.host(nn.Linear, 1, 1)

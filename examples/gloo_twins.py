@@ -12,7 +12,7 @@ from torch import Tensor
 
 import aiodaft
 
-# What waits for ever without one.
+# The timeout of calls that would wait for ever without one.
 _TIME = timedelta(seconds=1)
 
 
@@ -77,7 +77,7 @@ class Twin(aiodaft.Actor):
 
     @aiodaft.method
     def stuck_pipeline(self, path: str) -> None:
-        """Stages 0 and 2 are at rank 0, stage 1 is at rank 1; each does what comes first in its schedule."""
+        """Stages 0 and 2 are at rank 0, stage 1 is at rank 1; each runs the first task of its schedule."""
         microbatch = torch.ones(1000)
         if self._open(path) == 0:
             # 0SEND_F1, 2RECV_F0

@@ -27,7 +27,7 @@ def causal_lm(name: str, **options: Any) -> nn.Module:
     """A model of a class of transformers, such as LlamaForCausalLM, made from its config."""
     cls = getattr(transformers(name), name)
     options |= SIZES | HEADS
-    # What a config computes from the others, as Falcon's the size of a head, cannot be given.
+    # An option that a config computes from the others, as Falcon's the size of a head, cannot be given.
     computed = {key for key in options if isinstance(getattr(cls.config_class, key, None), property)}
     return cls(cls.config_class(**{key: value for key, value in options.items() if key not in computed})).eval()
 
@@ -38,7 +38,7 @@ class WithKeysAndValues(nn.Module):
     def __init__(self, name: str, vocabulary: int, context: int) -> None:
         super().__init__()
         why = f"--model {name}: the layers of this class keep no keys and values of every token"
-        if getattr(transformers(name), name)._is_stateful:  # as Mamba: a sum of what was read
+        if getattr(transformers(name), name)._is_stateful:  # as Mamba: a sum of the text so far
             raise ValueError(why)
         tokens = {"vocab_size": vocabulary, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         self.model = causal_lm(name, **tokens, max_position_embeddings=context)

@@ -65,7 +65,7 @@ class Writer(aiodaft.Actor, gpus=0.5):
         torch.set_default_dtype(DTYPE)
         torch.backends.cuda.enable_cudnn_sdp(False)  # it would make a plan for each new length, which takes long
         torch.manual_seed(0)
-        # The prompts, and what will be replaced.
+        # The prompts, and the tokens that will be replaced.
         self.texts = torch.randint(VOCABULARY, (batches, ROWS, PROMPT + tokens)).to(DEVICE)
         with DEVICE:
             self.decoder = Decoder(width, layers, PROMPT + tokens).requires_grad_(False)
@@ -98,7 +98,7 @@ class Writer(aiodaft.Actor, gpus=0.5):
 
     @aiodaft.method
     async def seen(self) -> tuple[str, aiodaft.state.Traffic]:
-        """The device, and what this process has sent and received."""
+        """The device, and the traffic of this process."""
         gpu = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
         return f"{gpu.name}, {gpu.uuid}" if gpu else "CPU", aiodaft.current_runtime().traffic()
 

@@ -102,7 +102,9 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--dp", type=int, default=1, help="replicas of each rank")
-    parser.add_argument("--skip", nargs="*", default=[], metavar="STAGE:MICROBATCH", help="what skips which stage")
+    parser.add_argument(
+        "--skip", nargs="*", default=[], metavar="STAGE:MICROBATCH", help="the micro-batches that skip a stage"
+    )
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--draw", metavar="FILE", help="with --compiled: draw the graph and its last run, as SVG")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The ranks of `pipeline_gpt.py`: actors that have stages of the model, and what they share with one process."""
+"""The ranks of `pipeline_gpt.py`: actors that have stages of the model, and their common part with one process."""
 
 import torch
 from byte_gpt import Stage

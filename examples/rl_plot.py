@@ -1,4 +1,4 @@
-"""The picture of a run of `rl_grpo.py`: the reward of each step, and who was busy when in its last fifth."""
+"""The picture of a run of `rl_grpo.py`: the reward of each step, and the busy actors of its last fifth."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The trainer of `rl_grpo.py`: the losses of GRPO and PPO, and the age of what it learns from."""
+"""The trainer of `rl_grpo.py`: the losses of GRPO and PPO, and the age of the training data."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ Experience = tuple[Rollouts, list[float], Tensor]
 
 @dataclass
 class Ages:
-    """Of what was learned from: the versions by which its oldest token was old, and the answers of several versions."""
+    """Of the training data: the versions by which its oldest token was old, and the answers of several versions."""
 
     oldest: int = 0
     resumed: int = 0
@@ -79,7 +79,7 @@ class Trainer(Worker):
         return loss_B[kept_B].sum()
 
     def baseline(self, tokens_BL: Tensor, rewards_B: Tensor) -> Tensor:
-        """GRPO: the mean reward of the answers to the same prompt; PPO: what the critic expects, which learns too."""
+        """GRPO: the mean reward of the answers to the same prompt; PPO: the critic's estimate, which learns too."""
         if self.critic is None:
             return rewards_B.view(PROMPTS, GROUP).nanmean(1).nan_to_num().repeat_interleave(GROUP)
         return self.critic(tokens_BL[:, :PROMPT])[:, -1, 0]

@@ -1,4 +1,4 @@
-"""Which tokens of which sequences the next step of an engine computes, and where their keys and values lie.
+"""The tokens that the next step of an engine computes, and the places of their keys and values.
 
 Decisions only, for `serve_engine.py`: nothing here computes or waits.
 """
@@ -28,13 +28,13 @@ class Sizes(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What an engine pushes to routers.
+    """The load that an engine pushes to routers.
 
     Attributes:
         work: The tokens that it has to compute.
         places: The sequences that it can have at a time.
         forgotten: Beginnings of prompts whose keys and values it does not have any more.
-        process: Where it runs: host and process id.
+        process: Its host and process id.
         layers: Those of its model.
     """
 
@@ -55,7 +55,7 @@ class Batch:
 
     @property
     def work(self) -> int:
-        """Tokens to compute for what is here."""
+        """Tokens to compute for the sequences here."""
         return sum(sequence.end - sequence.cached for sequence in (*self.waiting, *self.running))
 
     @property

@@ -5,7 +5,7 @@
     curl -N 127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
         -d '{"prompt": "The target list ", "max_tokens": 80, "stream": true}'
 
-Keys and values go from engine to engine. Each engine batches what it has, and pushes its load to the router.
+Keys and values go from engine to engine. Each engine batches its sequences, and pushes its load to the router.
 """
 
 import argparse

@@ -75,7 +75,7 @@ class Clients:
         return "".join(parts)
 
     async def disturb(self) -> None:
-        """Kill an engine in the middle of what it decodes, then let two others change their roles."""
+        """Kill an engine in the middle of its sequences, then let two others change their roles."""
         await self.wait_tokens(100)
         decoding = [engine for engine in (await self.state())["engines"] if engine["role"] == "decode"]
         os.kill(max(decoding, key=lambda engine: engine["sequences"])["pid"], signal.SIGKILL)

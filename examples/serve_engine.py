@@ -19,7 +19,7 @@ import aiodaft
 
 
 class Counts(NamedTuple):
-    """What an engine has, and what it has done since it began."""
+    """The state of an engine, and its work since it began."""
 
     pid: int
     sequences: int
@@ -56,7 +56,7 @@ class Engine(aiodaft.Actor, restart=aiodaft.Restart(intensity=10, backoff=aiodaf
         await asyncio.wait([self.stepping])
 
     def end(self, stepping: asyncio.Task[None]) -> None:
-        if not stepping.cancelled():  # a step has failed: what is here goes on elsewhere
+        if not stepping.cancelled():  # a step has failed: the sequences here go on elsewhere
             sys.exit(f"an engine ends: {stepping.exception()!r}")
 
     @aiodaft.method
@@ -91,7 +91,7 @@ class Engine(aiodaft.Actor, restart=aiodaft.Restart(intensity=10, backoff=aiodaf
     async def decode(
         self, tokens: bytes, end: int, prefilled: Prefilled | None = None, layers: list[Tensor] | None = None
     ) -> AsyncGenerator[int]:
-        """Give the tokens that follow, until there are `end`; prefill first what no engine has prefilled."""
+        """Give the tokens that follow, until there are `end`; prefill first a prompt that no engine has prefilled."""
         kv = torch.stack(layers) if layers else prefilled and prefilled.kv
         if prefilled is not None:
             tokens += bytes([prefilled.token])

@@ -1,4 +1,4 @@
-"""OpenAI's completions in front of the router of `serve_disagg.py`, and what its engines do."""
+"""OpenAI's completions in front of the router of `serve_disagg.py`, and the state of its engines."""
 
 import asyncio
 import codecs
@@ -53,7 +53,7 @@ async def complete(request: Request, asked: Completion) -> dict[str, Any] | Even
     tokens = router.complete(Prompt(prompt, asked.max_tokens, asked.user))
     about = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
     if asked.stream:
-        # What goes wrong before the first token has a status: 503 if too many prompts wait.
+        # An error before the first token has a status: 503 if too many prompts wait.
         first = await anext(tokens)
         return Events(tokens, events(about, first, tokens))
     async with aclosing(tokens):
@@ -88,7 +88,7 @@ def router_of(request: Request) -> Router:
 
 @api.get("/state")
 async def state(request: Request) -> dict[str, Any]:
-    """What the router and each engine have and do."""
+    """The state and work of the router and of each engine."""
     router = router_of(request)
     counts = await asyncio.gather(*(member.engine.counts() for member in router.members), return_exceptions=True)
     engines = [
@@ -102,7 +102,7 @@ async def state(request: Request) -> dict[str, Any]:
 
 @api.put("/engines/{number}")
 async def assign(request: Request, number: int, role: Literal["prefill", "decode"] = Body(embed=True)) -> None:
-    """Give an engine a role. It completes what it has."""
+    """Give an engine a role. It completes its sequences."""
     try:
         router_of(request).assign(number, role)
     except (IndexError, ValueError) as error:

@@ -3,8 +3,8 @@
     python examples/serve_images.py            # captions 64 images, while an actor of each pool is killed
     python examples/serve_images.py --encode 4 --prefill 1 --decode 3
 
-A caption is one chain of three calls: what is seen, and keys and values, go from pool to pool. In the end, all captions
-are compared with those of one process.
+A caption is one chain of three calls: the encoded image, and keys and values, go from pool to pool. In the end, all
+captions are compared with those of one process.
 """
 
 import argparse

@@ -68,13 +68,13 @@ class Captioner(nn.Module):
 
     @torch.inference_mode()
     def step(self, x_1TC: Tensor, past: Tensor) -> Prefilled:
-        """The most likely token after what is embedded, and the keys and values of all so far."""
+        """The most likely token after the embedded ones, and the keys and values of all so far."""
         new: list[Tensor] = []
         logits_1V = self.text.layers(x_1TC, past, torch.tensor([past.shape[4]]), new.append)[:, -1]
         return Prefilled(int(logits_1V.argmax()), torch.cat([past, torch.stack(new)], 4))
 
     def caption(self, image: Image) -> bytes:
-        """What the pools have to give."""
+        """The caption that the pools have to give."""
         last, text = self.prefill(self.encode(image)), bytearray()
         while last.token != END:
             text.append(last.token)

@@ -23,12 +23,12 @@ class Model(Protocol):
     shape: tuple[int, int, int]  # layers, heads, values of a head
 
     def __call__(self, tokens_BT: Tensor, past_LKBHPD: Tensor, lengths_B: Tensor, on_layer: OnLayer) -> Tensor:
-        """The logits (B, V) of what follows the tokens.
+        """The logits (B, V) of the token after each row.
 
         Args:
             tokens_BT: The tokens.
             past_LKBHPD: Keys and values of tokens before them; of row b, only the first `lengths_B[b]` count.
-            lengths_B: How many tokens there are before them.
+            lengths_B: The number of tokens before them.
             on_layer: Is given the keys and values of the tokens, (2, B, H, T, D), as soon as a layer has them.
         """
         ...
@@ -68,12 +68,12 @@ class ByteGPT(nn.Module):
         return self.layers(self.bytes(tokens_BT), past_LKBHPD, lengths_B, on_layer)
 
     def layers(self, x_BTC: Tensor, past_LKBHPD: Tensor, lengths_B: Tensor, on_layer: OnLayer) -> Tensor:
-        """The logits (B, T, V) of what follows each of some embeddings."""
+        """The logits (B, T, V) of the token after each of some embeddings."""
         old_P = torch.arange(past_LKBHPD.shape[4])
         if not len(old_P):
             lengths_B = lengths_B[:1]  # all begin at 0, and look back in the same way
         places_BT = lengths_B[:, None] + torch.arange(x_BTC.shape[1])
-        # What does not count is masked like what comes later.
+        # Tokens that do not count are masked like later ones.
         old_BP = torch.where(old_P < lengths_B[:, None], old_P, CONTEXT)
         back_B1TS = (places_BT[:, :, None] - torch.cat([old_BP, places_BT], 1)[:, None, :])[:, None]
         heads_H11 = torch.arange(HEADS)[:, None, None]
@@ -130,7 +130,7 @@ def train(steps: int) -> Weights:
 
 @torch.inference_mode()
 def greedy(model: Model, prompts: Sequence[bytes], count: int) -> list[bytes]:
-    """The most likely continuations, without caches: what every other way to compute them has to give."""
+    """The most likely continuations, without caches: every other way to compute them has to give the same."""
     found: dict[bytes, bytes] = {}
     for length in {len(prompt) for prompt in prompts}:
         rows = [prompt for prompt in prompts if len(prompt) == length]

@@ -80,6 +80,6 @@ class PagedModel:
 
 
 def table(rows: list[Row], most: int) -> Tensor:
-    """The first pages of each row (B, N). Any page will do behind its last one: what is there does not count."""
+    """The first pages of each row (B, N). Any page will do behind its last one: its content does not count."""
     pages = [(*row.pages, *[0] * most)[:most] for row in rows]
     return torch.tensor(pages, dtype=torch.long).view(len(rows), most)

@@ -8,7 +8,7 @@ PAGE = 16  # tokens whose keys and values lie in one page of memory
 
 
 class Pages:
-    """Which pages are free, and which are not. Full ones stay known by their text until somebody needs the room."""
+    """The free pages, and the others. Full ones stay known by their text until a sequence needs the room."""
 
     def __init__(self, count: int) -> None:
         self.count, self.free, self.users = count, list(range(count)), [0] * count
@@ -22,7 +22,7 @@ class Pages:
         return self.count - len(self.free) - len(self.idle)
 
     def begin(self, tokens: bytes) -> list[int]:
-        """Take the known pages of a beginning, without the last token: a step has to compute what follows it."""
+        """Take the known pages of a beginning, without the last token: a step has to compute its successor."""
         found = []
         for end in range(PAGE, len(tokens), PAGE):
             if (page := self.known.get(tokens[:end])) is None:
@@ -60,7 +60,7 @@ class Pages:
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and what follows.
+    """A prompt and the tokens that follow.
 
     Attributes:
         tokens: All of them.

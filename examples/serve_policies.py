@@ -1,4 +1,4 @@
-"""Which prompt is next, and which engine gets it: the policies of `serve_router.py`. Engines push their loads."""
+"""The choice of the next prompt, and of its engine: the policies of `serve_router.py`. Engines push their loads."""
 
 import math
 import random
@@ -28,14 +28,14 @@ class Prompt:
 
 @dataclass(eq=False)
 class Member:
-    """What the router knows of an engine: its last load, and what the router has sent there since."""
+    """The router's view of an engine: its last load, and the prompts that the router has sent there since."""
 
     engine: Any
     role: str
     load: Load | None = None  # None: it does not run
     told: int = 0  # loads
     sent: int = 0  # the number of the last prompt
-    since: dict[object, int] = field(default_factory=dict)  # what was sent since the last load, and its work
+    since: dict[object, int] = field(default_factory=dict)  # prompts sent since the last load, and their work
     under_way: set[object] = field(default_factory=set)
     beginnings: set[bytes] = field(default_factory=set)
 
@@ -80,7 +80,7 @@ class Member:
             self.under_way.discard(key)
 
 
-# Which of some engines gets a prompt.
+# The choice of an engine for a prompt.
 Policy = Callable[[Prompt, Sequence[Member]], Awaitable[Member]]
 
 

@@ -14,13 +14,13 @@ LOSSES = 3  # of engines, for one prompt
 
 
 class Router:
-    """Engines with roles. An engine may get the other role at any time, and completes what it has.
+    """Engines with roles. An engine may get the other role at any time, and completes its sequences.
 
     Args:
         prefill: Engines that prefill. Without one, those that decode do it themselves.
         decode: Engines that decode.
-        policies: For each role, how one of its engines is chosen.
-        turns: Which prompt is next.
+        policies: For each role, the choice of one of its engines.
+        turns: The order of the prompts.
         by_layer: Whether keys and values move layer by layer, or all at once.
     """
 

@@ -1,4 +1,4 @@
-"""Seven failures of torch.distributed with gloo: what happens, and what happens to members of a group of aiodaft.
+"""Seven failures of torch.distributed with gloo: their outcomes there, and with members of a group of aiodaft.
 
     python examples/seven_failures.py
 
@@ -17,9 +17,9 @@ from gloo_twins import Twin
 
 import aiodaft
 
-TIMED_OUT = re.compile(r"[Tt]imed out waiting")  # what gloo says
+TIMED_OUT = re.compile(r"[Tt]imed out waiting")  # the message of gloo
 
-# The method that both have, how many ranks of gloo and members run it, and what each should get.
+# The method that both have, the numbers of ranks of gloo and of members that run it, and the right result of each.
 FAILURES: list[tuple[str, str, int, int, Any]] = [
     ("two all_reduce in opposite orders", "opposite_orders", 2, 2, (3.0, 300.0)),
     ("all_reduce of different shapes", "different_shapes", 2, 2, None),
@@ -33,7 +33,8 @@ AXES = {2: {"row": 2}, 3: {"row": 3}, 4: {"row": 2, "column": 2}}
 
 
 class Member(aiodaft.Actor, restart=aiodaft.Restart(backoff=aiodaft.Backoff(base=0.01))):
-    """A call of a collective does not wait: call what belongs together, then await it. A result of None is right."""
+    """A call of a collective does not wait: make the calls that belong together, then await them. A result of None is
+    right."""
 
     @property
     def group(self) -> aiodaft.typing.CurrentGroup["Member"]:
@@ -81,7 +82,7 @@ class Member(aiodaft.Actor, restart=aiodaft.Restart(backoff=aiodaft.Backoff(base
 
     @aiodaft.method
     async def stuck_pipeline(self) -> None:
-        """Stages 0 and 2 are at rank 0, stage 1 is at rank 1; each does what comes first in its schedule."""
+        """Stages 0 and 2 are at rank 0, stage 1 is at rank 1; each runs the first task of its schedule."""
         sent, expected = ("F1", "F0") if self.group.rank == 0 else ("F0", "F1")
         await self.group.send(torch.ones(1000), to=self.other, tag=sent)
         await self.group.recv(source=self.other, tag=expected)
@@ -106,7 +107,7 @@ async def by_members(rt: aiodaft.Runtime, method: str, count: int) -> list[Any]:
 
 
 def outcome(ends: list[Any], right: Any) -> str:
-    """What happened, by what each rank has as a result or as an error."""
+    """The outcome, by the result or the error of each rank."""
     errors = [end for end in ends if isinstance(end, BaseException)]
     if any(isinstance(error, aiodaft.ActorDied) and error.signal == "SIGABRT" for error in errors):
         return "a process aborts"
@@ -120,7 +121,7 @@ def outcome(ends: list[Any], right: Any) -> str:
 
 
 async def outcomes() -> list[tuple[str, str, str]]:
-    """What happens at each failure with gloo, and with members of a group."""
+    """The outcome of each failure with gloo, and with members of a group."""
     async with aiodaft.Runtime(preload=["torch"]) as rt:
         gloo = await asyncio.gather(*(by_gloo(rt, method, count) for _, method, count, _, _ in FAILURES))
         members = await asyncio.gather(*(by_members(rt, method, count) for _, method, _, count, _ in FAILURES))

@@ -1,4 +1,4 @@
-"""Train a GPT in a pipeline whose stages have replicas. Kills change nothing: others do again what the dead one had.
+"""Train a GPT in a pipeline whose stages have replicas. Kills change nothing: others repeat the work of the dead one.
 
     python examples/swarm.py --replicas 2 --kills 3 --seed 0
 
@@ -27,7 +27,7 @@ from aiodaft.exceptions import OutcomeUnknown
 class Swarm:
     def __init__(self, stages: list[aiodaft.Group[Replica]]) -> None:
         self.stages, self.replicas = stages, len(stages[0])
-        # What has been made of the batch, and by which replica; by method, stage and micro-batch.
+        # The values made of the batch, and the replica that made each; by method, stage and micro-batch.
         self.made: dict[tuple[str, int, int], tuple[Replica, aiodaft.Ref[Any]]] = {}
 
     def members(self) -> list[Replica]:

@@ -1,10 +1,10 @@
-"""One job by send and recv of torch.distributed and by aiodaft: equal results, and what each takes.
+"""One job by send and recv of torch.distributed and by aiodaft: equal results, and the cost of each.
 
     python examples/two_models_compared.py --steps 60
 
 Both train the model of two_models.py, use it once, and meet an error in its second half, after which they could go on.
 Each rank reads its own part of the batches; with aiodaft, the controller reads them and sends them with its calls.
-Last, what happens at each of the seven failures that `seven_failures.py` runs with both.
+Last, the outcomes of the seven failures that `seven_failures.py` runs with both.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python examples/unkillable.py --ranks 4 --kills 5 --seed 0
 
 Each rank has a part of the parameters and of the optimizer's state (ZeRO). After each step, it keeps a copy of its
-part, and XOR parity of the parts of the others. When a rank dies, a spare that runs already rebuilds what it had.
+part, and XOR parity of the parts of the others. When a rank dies, a spare that runs already rebuilds its part.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STARTS = 5  # of which one has to succeed: a rank that cannot start at all is an
 
 
 async def deaths(refs: list[aiodaft.Ref[Any]]) -> list[int]:
-    """Which of these values a death has taken, when all are there. Other errors are raised."""
+    """The places of these values that a death has taken, when all are there. Other errors are raised."""
     await asyncio.gather(*(ref.ready() for ref in refs))
     errors = [ref.exception() for ref in refs]
     for error in errors:

@@ -80,7 +80,7 @@ class Rank(aiodaft.Actor):
 
     @aiodaft.method
     def roll_back(self, rank: int, ranks: int, step: int) -> Tensor:
-        """Go back to a checkpoint; 0 is the beginning. Returns what this rank knows of the parts of others."""
+        """Go back to a checkpoint; 0 is the beginning. Returns this rank's knowledge of the parts of others."""
         if step == 0:
             self.begin(rank, ranks)
             return self.rows()
@@ -91,7 +91,7 @@ class Rank(aiodaft.Actor):
 
     @aiodaft.method
     def take_over(self, rank: int, ranks: int, step: int, rows: list[Tensor]) -> None:
-        """Be the rank that died: what all others know, combined, is the rows of its part and the parity that it had."""
+        """Be the rank that died: the combined knowledge of the others is the rows of its part and its parity."""
         self.begin(rank, ranks)
         if step > 0:
             lost = reduce(torch.bitwise_xor, rows)

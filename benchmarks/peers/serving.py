@@ -1,4 +1,4 @@
-"""What the modules of this folder have in common. Importing it loads the standard library only."""
+"""The common part of the modules of this folder. Importing it loads the standard library only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TENSORS = {
 Call = Callable[[], Awaitable[object]]
 Sample = Callable[[], Awaitable[float]]
 Lines = dict[str, Sample]
-# Starts so many actors and gives what can be measured with them.
+# Starts so many actors, and gives the lines that can be measured with them.
 OpenLines = Callable[[int], AbstractAsyncContextManager[Lines]]
 
 
@@ -139,7 +139,7 @@ def tensors(prepare: Callable[[int], Awaitable[object]], move: Call) -> Lines:
 
 
 def serve(open_lines: OpenLines, run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run) -> None:
-    """Measure what standard input asks for, a line and a sample each, and write it to the descriptor in `argv[1]`.
+    """Measure the lines that standard input names, a sample each, and write it to the descriptor in `argv[1]`.
 
     Standard output belongs to the frameworks. Without a descriptor, make one call and end: the time of the process
     is measured from outside.

@@ -51,7 +51,7 @@ async def test_records_of_actors_come_to_the_handlers_of_the_program(module_rt: 
     assert record.exc_text.endswith("IndexError: list index out of range")
     assert record.threadName == info.name
     fields = json.loads(aiodaft.logs.JsonFormatter().format(record))
-    assert (fields["message"], fields["level"]) == ("what was asked for is not there", "ERROR")
+    assert (fields["message"], fields["level"]) == ("the requested item is not there", "ERROR")
     assert (fields["actor"], fields["error"]) == (info.name, record.exc_text)
 
 
@@ -195,7 +195,7 @@ async def test_without_handlers_records_are_printed_as_lines(
         await printer.log_an_error()
         title = f"({info.name} pid={info.pid})"
         await terminal.shows(err=f"{title} IndexError: list index out of range\n")
-    assert terminal.err.startswith(f"{title} WARNING:users.module:level 30\n{title} ERROR:users.module:what was asked")
+    assert terminal.err.startswith(f"{title} WARNING:users.module:level 30\n{title} ERROR:users.module:the requested")
 
 
 async def test_each_actor_has_a_file_that_a_restart_goes_on_with(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ class WithGate(Actor):
 
 
 class Echo(Actor):
-    """Gives back what it gets, in every way there is."""
+    """Gives back its arguments, in every way there is."""
 
     @method
     async def echo(self, value: Any) -> Any:
@@ -144,12 +144,12 @@ class Sleeper(Actor):
 
     @method
     async def history(self) -> list[str]:
-        """What happened; answered when every earlier call of the caller has begun."""
+        """The events so far; answered when every earlier call of the caller has begun."""
         return self.events
 
     @method
     async def time_left(self, other: Sleeper | None = None) -> float:
-        """How much of the deadline is left here, or one call further."""
+        """The rest of the deadline here, or one call further."""
         if other is not None:
             return await other.time_left()
         from aiodaft._runtime.platform.context import current_terms, deadline_of
@@ -403,7 +403,7 @@ class Receiver(Actor):
 
 
 class Lingering(Actor):
-    """Has what UCX has while it starts."""
+    """Has the objects that UCX has while it starts."""
 
     @method
     async def make_folder(self) -> str:

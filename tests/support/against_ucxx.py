@@ -81,7 +81,7 @@ async def _said(process: asyncio.subprocess.Process, what: str) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    # Its own way of ending takes seconds, and no other process needs what it has.
+    # Its own way of ending takes seconds, and no other process needs its values.
     if process.returncode is None:
         process.kill()
     await process.wait()

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class FakeServer:
-    """Gives an app the messages that a test puts, and keeps what the app sends."""
+    """Gives an app the messages that a test puts, and keeps those of the app."""
 
     def __init__(self) -> None:
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()

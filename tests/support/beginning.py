@@ -11,7 +11,7 @@ from aiodaft._runtime.platform.eager_start import Starter
 
 
 class Call:
-    """What is started."""
+    """A started call."""
 
     task: asyncio.Task[None] | None = None
     context: Context | None = None

@@ -1,4 +1,4 @@
-"""What the benchmark of GPUs measures, on a GPU that is memory of the host."""
+"""The subjects of the GPU benchmark, on a GPU that is memory of the host."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ class HostHolder(GpuHolder):
         return self.driver.bytes(size)
 
     def _wait(self) -> None:
-        """What the processor copies is copied."""
+        """The processor's copies are done at once."""

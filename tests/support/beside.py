@@ -15,7 +15,7 @@ from aiodaft._runtime.process import current_process
 
 
 def moved() -> int:
-    """How many large values this process has received or sent."""
+    """The number of large values that this process has received or sent."""
     traffic = current_process().part(Peer).connections.traffic()
     return traffic.payloads_received + traffic.payloads_sent
 

@@ -16,7 +16,7 @@ SIZE = 1 << 18
 
 
 async def main() -> dict[str, Any]:
-    """What comes of CUDA tensors here."""
+    """The results of CUDA tensors here."""
     async with aiodaft.Runtime(gpus=1, share_gpus=True) as rt:
         a, b = [await rt.on(gpus=0.5).spawn(GpuKeeper) for _ in range(2)]
         ref = a.make(SIZE, 2.0)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def in_thread(job: Callable[[], T]) -> T:
-    """Do something in another thread while the loop waits: what is handed to the loop comes after it."""
+    """Do something in another thread while the loop waits: its messages to the loop come after it."""
     results: list[T] = []
     errors: list[Exception] = []
 
@@ -41,7 +41,7 @@ class Blocking(Actor):
 
     @method
     def ask(self, other: Any, name: str, *args: Any) -> Any:
-        """Give what a method of another actor gives."""
+        """Give the result of another actor's method."""
         self.events.append("asked")
         try:
             return getattr(other, name)(*args).result()
@@ -100,7 +100,7 @@ class Blocking(Actor):
 
 
 class Inheriting(Blocking):
-    """Calls what it overrides."""
+    """Calls the methods that it overrides."""
 
     @method
     def one(self) -> int:

@@ -31,7 +31,7 @@ class Boss(Actor):
 
 
 class Subject(Actor):
-    """Notes what becomes of its calls."""
+    """Notes the fate of its calls."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -138,7 +138,7 @@ class Subject(Actor):
         await self.gate.wait()
         return "a value"
 
-    # What the test asks, whatever else is going on.
+    # The test's questions, answered at any time.
 
     @method(ordered=False)
     async def has_begun(self) -> None:
@@ -159,7 +159,7 @@ class Subject(Actor):
 
     @method(ordered=False)
     async def tasks(self) -> int:
-        """How many tasks there are besides this one."""
+        """The number of tasks besides this one."""
         return len(asyncio.all_tasks()) - 1
 
 

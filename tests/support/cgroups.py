@@ -34,12 +34,12 @@ def little_memory(limit: int) -> Generator[Path]:
 
 
 def move(pid: int, group: Path) -> None:
-    """Put a process into a group, and what it starts from then on."""
+    """Put a process into a group, with the processes that it starts from then on."""
     (group / "cgroup.procs").write_text(str(pid))
 
 
 def _remove(group: Path) -> None:
-    # What ended is counted for a moment longer.
+    # Ended processes are counted for a moment longer.
     while True:
         try:
             group.rmdir()

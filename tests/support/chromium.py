@@ -35,7 +35,7 @@ class Page:
         self._numbers = count(1)
         self._rest = b""
         self._session: dict[str, str] = {}
-        # What the browser has told without being asked.
+        # The events that the browser has reported by itself.
         self.events: list[dict[str, Any]] = []
 
     def __enter__(self) -> Self:
@@ -94,7 +94,7 @@ class Page:
         )
 
     def texts(self, selector: str) -> list[str]:
-        """What users read in some elements."""
+        """The texts that users read in some elements."""
         found: list[str] = self.run(f"[...document.querySelectorAll({selector!r})].map((one) => one.innerText)")
         return found
 

@@ -1,4 +1,4 @@
-"""`python tests/support/cluster_scale.py [HOSTS ...]`: what a cluster costs at several sizes, counted in simulations.
+"""`python tests/support/cluster_scale.py [HOSTS ...]`: the costs of a cluster at several sizes, counted in simulations.
 
 Every host has a node and nothing else; one program attaches, and makes an actor on each host. The calls that are
 counted are those of the runtime itself, to the coordinator and to the agents of nodes. A call is two messages: itself,
@@ -40,12 +40,12 @@ class Idle(Actor):
 
 @dataclass
 class Phase:
-    """What was counted while something went on.
+    """The counts of one phase.
 
     Attributes:
         calls: The calls, by their names.
-        seconds: How long it took, in virtual time.
-        kilobytes: What the process with the coordinator sent and received, in 1,000 bytes.
+        seconds: Its length, in virtual time.
+        kilobytes: The traffic of the process with the coordinator, in 1,000 bytes.
     """
 
     calls: Counter[str] = field(default_factory=Counter[str])
@@ -61,7 +61,7 @@ class Count:
     """Counts in one simulation; `run` it once.
 
     Attributes:
-        phases: What went on.
+        phases: The phases.
         connections: The connections of the first node, of another one, and of the program with an actor on each host.
         heap: Bytes of memory that the objects of one node take, on average.
     """
@@ -137,7 +137,7 @@ class Count:
         await rt.aclose()
 
     def _known(self) -> list[int]:
-        """How many nodes each one knows."""
+        """The number of nodes that each one knows."""
         return [known_nodes_of(host.nodes[-1][0]) for host in self._simulation.hosts.values() if host.is_alive]
 
     async def _until(self, is_so: Callable[[], bool]) -> None:

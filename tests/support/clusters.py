@@ -58,7 +58,7 @@ class Cluster:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What programs need to find the cluster."""
+        """The variables by which programs find the cluster."""
         return {**os.environ, "AIODAFT_KEY_FILE": str(self.key_file), "AIODAFT_ADDRESS": self.address}
 
     def add(self, name: str, *options: str) -> RunningNode:
@@ -85,7 +85,7 @@ class Cluster:
         return [*_COMMAND, *arguments]
 
     def run(self, *arguments: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
-        """Run a command of `aiodaft` to its end, and return what it printed."""
+        """Run a command of `aiodaft` to its end, and return its output."""
         command = self.command(*arguments)
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=timeout)
 

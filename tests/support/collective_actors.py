@@ -39,7 +39,7 @@ class Member(Actor):
 
     @method
     async def count_questions(self) -> int:
-        """How many values its process has asked others for since this was called first."""
+        """The number of values that its process has asked others for since this was called first."""
         if self.asked is None:
             self.asked = questions_from_now()
         return len(self.asked)

@@ -36,7 +36,7 @@ class End(Protocol):
         ...
 
     def live_blocks(self) -> int:
-        """How many blocks this end has in use."""
+        """The number of blocks that this end has in use."""
         ...
 
 

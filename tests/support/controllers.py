@@ -1,6 +1,6 @@
 """Controller programs that come to an end of every kind: `python controllers.py <how>`.
 
-Each prints the pids of its fork server, of an actor and of what that has started, and then goes.
+Each prints the pids of its fork server, of an actor and of the program that it has started, and then goes.
 """
 
 from __future__ import annotations

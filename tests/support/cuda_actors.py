@@ -43,7 +43,7 @@ class GpuKeeper(TensorKeeper):
 
     @method
     def make_late(self, size: int, value: float) -> Tensor:
-        """What it returns is computed after a second."""
+        """Its result is computed after a second."""
         return self._make_late(size, value)
 
     @method
@@ -83,7 +83,7 @@ class GpuKeeper(TensorKeeper):
 
     @method
     async def where(self, tensor: Tensor) -> tuple[str, str, float]:
-        """What kind of device a tensor is on here, which one it is everywhere, and the sum of it."""
+        """The kind of device that a tensor is on here, the id of the device, and the sum of the tensor."""
         uuid = str(torch.cuda.get_device_properties(tensor.device).uuid) if tensor.is_cuda else ""
         return tensor.device.type, uuid, float(tensor.sum())
 
@@ -111,7 +111,7 @@ class GpuKeeper(TensorKeeper):
 
     @method
     def let_go(self) -> float:
-        """The first element of what is kept, which is dropped."""
+        """The first element of the kept tensor, which is dropped."""
         first = float(self.tensor.view(-1)[0])
         self.tensor = torch.zeros(0, device=self.device)
         return first
@@ -178,7 +178,7 @@ class GpuKeeper(TensorKeeper):
 
     @method
     async def pulls(self) -> int:
-        """How many copies from other processes the GPU was told to make, and has not reported as made."""
+        """The number of copies from other processes that the GPU was told to make, and has not reported as made."""
         remotes = self.peer.store.devices.transport.remotes.values()
         return sum(pull.event is not None for remote in remotes for pull in remote.pulls)
 

@@ -14,7 +14,7 @@ class Hoarder(Actor):
     """Keeps memory of a GPU from its constructor on."""
 
     def __init__(self, nbytes: int = 1, *, limit: int | None = None) -> None:
-        """Keep `nbytes`. `limit` bounds what torch may take of the GPU for this process."""
+        """Keep `nbytes`. `limit` bounds the memory that torch may take of the GPU for this process."""
         if limit is not None:
             _, total = torch.cuda.mem_get_info()
             torch.cuda.set_per_process_memory_fraction(limit / total)
@@ -26,7 +26,7 @@ class Hoarder(Actor):
 
     @method
     async def give(self) -> Tensor:
-        """A value as large as what it keeps, which needs as much memory again for its snapshot."""
+        """A value as large as the kept one, which needs as much memory again for its snapshot."""
         return self.kept
 
     @method

@@ -114,7 +114,7 @@ class Programmer(Actor):
         with torch.cuda.stream(side):
             return [float(tensor.sum()) for tensor in tensors]
 
-    # What is no single value.
+    # Values with several parts.
 
     @method
     async def items(self, count: int, size: int) -> AsyncGenerator[Tensor, None]:
@@ -157,7 +157,7 @@ class Programmer(Actor):
 
     @method
     def reduce_with_torch(self, size: int, backend: str | None, *devices: str) -> tuple[str, list[float]]:
-        """The backends of the devices, and the sums of what torch.distributed makes of a tensor on each of them."""
+        """The backends of the devices, and the sums of torch.distributed's results for a tensor on each of them."""
         with aiodaft.current_group().process_group(backend, patience=20):
             tensors = [torch.full((size,), float(dist.get_rank() + 1), device=device) for device in devices]
             for tensor in tensors:

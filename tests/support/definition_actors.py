@@ -13,7 +13,7 @@ from aiodaft import method
 
 
 class Taker(Echo):
-    """Gives back what it gets, and keeps nothing else than its argument."""
+    """Gives back its argument, and keeps nothing else."""
 
     def __init__(self, first: Any = None) -> None:
         self.first = first
@@ -21,7 +21,7 @@ class Taker(Echo):
 
     @method
     async def size(self, value: Any) -> int:
-        """What the value itself says."""
+        """The value's own answer."""
         return int(value.size())
 
     @method
@@ -43,7 +43,7 @@ class Taker(Echo):
 
     @method(ordered=False)
     async def classes(self, name: str) -> int:
-        """How many classes of a name there are in this process."""
+        """The number of classes of a name in this process."""
         gc.collect()
         return sum(1 for found in gc.get_objects() if isinstance(found, type) and found.__name__ == name)
 

@@ -32,7 +32,7 @@ class DeviceKeeper(TensorKeeper):
 
     @method
     async def make_slowly(self, size: int, value: float) -> Tensor:
-        """What it returns is computed when the gate opens, and overwritten right afterwards."""
+        """Its result is computed when the gate opens, and overwritten right afterwards."""
         tensor = self._make(size, 0.0)
         self.gate = self.driver.hold()
         self.driver.enqueue(0, lambda: tensor.fill_(value))
@@ -69,7 +69,7 @@ class DeviceKeeper(TensorKeeper):
 
     @method
     async def where(self, tensor: Tensor) -> tuple[int | None, float]:
-        """Which device a tensor is on here, and the sum of it."""
+        """The device of a tensor here, and the sum of the tensor."""
         devices = self.peer.store.devices
         return devices.kind.device_of(tensor), float(tensor.sum())
 
@@ -101,7 +101,7 @@ class DeviceKeeper(TensorKeeper):
 
     @method
     def pass_on(self, other: DeviceKeeper, size: int) -> tuple[int | None, float]:
-        """What another actor says of a tensor that a stream of this thread makes late, and then overwrites."""
+        """Another actor's answer about a tensor that a stream of this thread makes late, and then overwrites."""
         tensor = self._make(size, 0.0)
         self.use_stream(5)
         self.driver.enqueue(5, lambda: tensor.fill_(3.0))

@@ -85,7 +85,7 @@ class DeviceEnd:
         return self.transport.capture(device, [Span(0, address, nbytes)], nbytes, stream, None)
 
     async def filled(self, nbytes: int, seed: int) -> DeviceBlock:
-        """A filled block; what it was made from is gone."""
+        """A filled block; the memory that it was made from is gone."""
         address = self.memory(nbytes, seed)
         block = self.capture(address, nbytes)
         await filled(block)
@@ -208,7 +208,7 @@ class CheckedPair:
 
 
 class FarDevices:
-    """What a test sees of an end in a process of its own."""
+    """A test's view of an end in a process of its own."""
 
     def __init__(self, near: DeviceEnd, process: subprocess.Popen[bytes], connection: SocketLink) -> None:
         self.near = near
@@ -259,7 +259,7 @@ def _started(fd: int, *devices: str) -> subprocess.Popen[bytes]:
 
 
 class _Served:
-    """What the other process does when it is asked."""
+    """The answers of the other process."""
 
     def __init__(self, end: DeviceEnd, connection: SocketLink) -> None:
         self._end = end

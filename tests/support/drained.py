@@ -12,7 +12,7 @@ from aiodaft import Restart, method
 
 
 class Clerk(aiodaft.Actor, restart=Restart(intensity=1, period=600)):
-    """Notes what it does in a file, and waits at gates."""
+    """Notes its work in a file, and waits at gates."""
 
     def __init__(self, notes: str = "") -> None:
         self.notes = notes

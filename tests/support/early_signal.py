@@ -14,7 +14,7 @@ def _hit() -> None:
 
 
 def fork_a_child_that_is_terminated_at_once() -> int:
-    """How a child ends that would exit with 0 if it forgot the signal: -15."""
+    """The end of a child that would exit with 0 if it forgot the signal: -15."""
     global _armed  # noqa: PLW0603 - the hook of the fork reads it
     _armed = True
     child = os.fork()

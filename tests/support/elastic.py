@@ -48,7 +48,7 @@ class Peer(Actor):
 
     @method
     async def watch(self, epoch: int) -> list[tuple[int, int, int]]:
-        """What it sees of its group, up to an epoch."""
+        """The epochs of its group that it sees, up to one of them."""
         group: aiodaft.typing.CurrentGroup[Peer] = aiodaft.current_group()
         seen: list[tuple[int, int, int]] = []
         self.gate.set()

@@ -29,7 +29,7 @@ class LocalHost:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     # By peer: takes the other end of a stream to it.
     deliver: dict[str, Callable[[socket.socket], object]] = field(default_factory=dict)
-    # What a test does instead of a connection.
+    # The test's function in place of a connection.
     connecting: Callable[[str], Awaitable[socket.socket]] | None = None
 
     def __post_init__(self) -> None:

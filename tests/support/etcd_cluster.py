@@ -32,7 +32,7 @@ class EtcdCluster:
 
     @property
     def state(self) -> str:
-        """What `aiodaft up --state` takes."""
+        """The value for `aiodaft up --state`."""
         return "etcd://" + ",".join(f"127.0.0.1:{port}" for port in self._clients)
 
     def start(self, member: int) -> None:

@@ -104,7 +104,7 @@ async def two_coordinators_on_one_etcd_never_grant_one_epoch(etcd: EtcdCluster) 
     await asyncio.gather(grant(0), grant(1))
     epochs = [one.epoch for one in granted]
     assert len(epochs) == len(set(epochs)) > 0
-    # What was granted is there, whoever granted it.
+    # Granted names are there, from either coordinator.
     last = Coordinator(first_at(etcd, 2))
     await last.open()
     assert {one.name for one in granted} - {"x"} <= {one.name for one in await last.names("")}
@@ -119,7 +119,7 @@ async def a_coordinator_without_etcd_says_so_and_comes_back_with_it(etcd: EtcdCl
     with pytest.raises(CoordinatorUnavailable, match="no member of etcd at .* answers") as caught:
         await coordinator.register(named("y"))
     assert caught.value.executed is None
-    # Callers in other processes get it as what it is.
+    # Callers in other processes get it as its own type.
     assert type(decode_error(encode_error(caught.value))) is CoordinatorUnavailable
     with pytest.raises(CoordinatorUnavailable, match="does not answer"):
         await coordinator.lookup("x")

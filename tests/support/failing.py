@@ -112,12 +112,12 @@ class Failing(Actor):
 
     @method
     async def stop_collecting(self) -> None:
-        """What is in a circle stays from now on."""
+        """Objects in a circle stay from now on."""
         gc.disable()
 
     @method
     async def notes_of_consumers(self, other: Failing) -> list[int]:
-        """How many notes have the errors of a call, of two others that need its result, and of the first one again."""
+        """The numbers of notes of a call's errors, of two others that need its result, and of the first one again."""
         bad = other.raise_value_error()
         errors = await asyncio.gather(bad, other.use(bad), other.use([bad]), bad, return_exceptions=True)
         return [len(error.__notes__) for error in errors if isinstance(error, ValueError)]

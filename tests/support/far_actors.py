@@ -9,7 +9,7 @@ import aiodaft
 
 
 class Far(aiodaft.Actor):
-    """Says where it is, keeps what it was told, waits, and calls others."""
+    """Tells its place, keeps its messages, waits, and calls others."""
 
     def __init__(self) -> None:
         self.told: list[int] = []

@@ -47,7 +47,7 @@ def digest(content: bytes | memoryview) -> str:
 
 
 class FarError(Exception):
-    """What was raised in the other process."""
+    """An error that was raised in the other process."""
 
 
 class SocketLink:
@@ -117,7 +117,7 @@ class SocketLink:
 
 @dataclass
 class FarEnd:
-    """What a test sees of the other process."""
+    """A test's view of the other process."""
 
     process: subprocess.Popen[bytes]
     connection: SocketLink
@@ -146,7 +146,7 @@ class FarEnd:
             answer.set_exception(FarError(value))
 
     async def fetch(self, grant: Grant) -> memoryview:
-        """Get here what was granted there."""
+        """Get a block here that was granted there."""
         return await self.transport.fetch(grant, self.connection)
 
     def give(self, nbytes: int, seed: int) -> tuple[Any, Grant]:
@@ -203,7 +203,7 @@ def _started(fd: int, *args: str) -> subprocess.Popen[bytes]:
 
 
 class Served:
-    """What the other process does when it is asked."""
+    """The answers of the other process."""
 
     def __init__(self, transport: Transport, connection: SocketLink) -> None:
         self._transport = transport
@@ -262,7 +262,7 @@ class Served:
         return [segments_mapped(), mappings(), known]
 
     async def turns(self) -> int:
-        """How often UCX had something to do."""
+        """The number of times that UCX had something to do."""
         return self._transport.driver.turns  # type: ignore[attr-defined, no-any-return]  # UCX has it
 
     async def open_segments(self) -> int:
@@ -270,7 +270,7 @@ class Served:
 
 
 async def serve(name: str, fd: int) -> None:
-    """Do what is asked until the link ends."""
+    """Answer the questions until the link ends."""
     host = LocalHost()
     transport = open_transport(name, host)
     connection = SocketLink(socket.socket(fileno=fd), "near")
@@ -287,7 +287,7 @@ async def serve(name: str, fd: int) -> None:
     connection.on_note = lambda note, fds: transport.note_received(connection, note, fds)
     connection.on_request = lambda *request: host.create_task(answer(*request), name=request[1])
     await connection.lost.wait()
-    # Nothing is closed: what a process leaves behind must not depend on its last breath.
+    # Nothing is closed: the rest that a process leaves must not depend on its last breath.
     os._exit(0)
 
 

@@ -13,7 +13,7 @@ variable: ContextVar[str] = ContextVar("variable", default="of no call")
 
 
 class FirstSteps(Actor):
-    """Calls itself, and waits for what others wait for."""
+    """Calls itself, and waits for events of others."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -41,7 +41,7 @@ class FirstSteps(Actor):
 
     @method(concurrency=1)
     async def put_into_context(self, value: str) -> str:
-        """What another call has put there."""
+        """The value that another call has put there."""
         before = variable.get()
         variable.set(value)
         await asyncio.sleep(0)

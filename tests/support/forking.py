@@ -1,4 +1,4 @@
-"""Forked children of processes that have a runtime: user code that forks, and what comes of it."""
+"""Forked children of processes that have a runtime: user code that forks, and its outcomes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def outcome(attempt: Callable[[], object]) -> str:
-    """What comes of something that a child tries: an awaitable is driven as far as its first wait."""
+    """The outcome of a child's attempt: an awaitable is driven as far as its first wait."""
     try:
         result = attempt()
         if isinstance(result, Awaitable):
@@ -30,14 +30,14 @@ def outcome(attempt: Callable[[], object]) -> str:
         return f"gives {end.value!r}"
     except RuntimeClosed as error:
         return "is refused" if error.executed is False else repr(error)
-    except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the parent
+    except BaseException as error:  # noqa: BLE001 - every error belongs to the parent
         return repr(error)
     else:
         return f"gives {result!r}"
 
 
 def in_a_child(attempts: dict[str, Callable[[], object]]) -> dict[str, str]:
-    """What comes of each in a forked child."""
+    """The outcome of each attempt in a forked child."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -53,7 +53,7 @@ def in_a_child(attempts: dict[str, Callable[[], object]]) -> dict[str, str]:
 
 
 def wait_for_a_signal(ready: Any) -> None:
-    """What a child does that has nothing to do."""
+    """The whole life of an idle child."""
     ready.set()
     signal.pause()
 

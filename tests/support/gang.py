@@ -32,7 +32,7 @@ class Gang(Actor):
 
 
 class Other(Actor):
-    """Another caller, and what an argument waits for."""
+    """Another caller, with arguments that are late."""
 
     def __init__(self) -> None:
         self.is_sent, self.may_go = asyncio.Event(), asyncio.Event()

@@ -99,7 +99,7 @@ class Node(WithGate):
 
     @method
     async def graph_objects(self) -> int:
-        """What this process has of graphs, also where no table lists it."""
+        """The objects of graphs in this process, also those in no table."""
         return sum(isinstance(found, Participant | ParticipantRun | StrandCall) for found in gc.get_objects())
 
     @method

@@ -21,7 +21,7 @@ from aiodaft._runtime.connections import dialing
 from aiodaft.exceptions import DaftError, OutcomeUnknown
 
 PORT: Final = 7777
-# Where actors of tests are.
+# The folder with actors of tests.
 _SUPPORT: Final = str(Path(__file__).parent)
 
 
@@ -60,7 +60,7 @@ class HostCluster:
         return host.popen(argv, stdout=subprocess.PIPE, text=True, env=environment)
 
     def address_of(self, host: Host) -> str:
-        """Where the node of a host listens."""
+        """The address at which the node of a host listens."""
         return f"tcp://[{host.address6}]:{PORT}" if self._ipv6 else f"tcp://{host.address}:{PORT}"
 
     def nodes_as_seen_by(self, host: Host) -> list[str]:
@@ -130,7 +130,7 @@ async def is_lost(call: Awaitable[object]) -> bool:
 
 
 def network_bytes(host: Host) -> int:
-    """What went over the cable of a host."""
+    """The bytes that went over the cable of a host."""
     line = next(line for line in host.run(["cat", "/proc/self/net/dev"]).stdout.splitlines() if "eth0:" in line)
     fields = line.split(":")[1].split()
     return int(fields[0]) + int(fields[8])

@@ -34,7 +34,7 @@ _HANDLE = struct.Struct("<QQQQ")  # process, driver in it, descriptor, size
 
 
 def identity(number: int) -> bytes:
-    """What the device with this number is in every process."""
+    """The identity of the device with this number, in every process."""
     return number.to_bytes(IDENTITY_SIZE, "big")
 
 
@@ -49,7 +49,7 @@ def use_host_devices(*devices: int) -> HostDriver:
     """Give the process that runs this fake GPUs in place of real ones; call it before any value is on a GPU.
 
     Args:
-        devices: Which GPUs of the machine the process sees, by their numbers. None: it has no GPU.
+        devices: The numbers of the machine's GPUs that the process sees. None: it has no GPU.
     """
     driver = HostDriver(*devices)
     if not devices:
@@ -72,7 +72,7 @@ class HostDriver:
         # Memory that the tensor library keeps for later: it gives it back when it is asked to.
         self.cached = 0
         self.made = 0
-        # What is mapped, by address; and the descriptors and numbers of what was allocated here.
+        # The mappings, by address; and the descriptors and numbers of the memory that was allocated here.
         self.mapped: dict[int, mmap] = {}
         self.allocated: dict[int, int] = {}
         self._made_as: dict[int, int] = {}
@@ -94,7 +94,7 @@ class HostDriver:
 
     @property
     def is_apart(self) -> bool:
-        """Whether what this thread does with the tensor library ends no capture of a graph."""
+        """Whether this thread's work with the tensor library ends no capture of a graph."""
         return getattr(self._here, "is_apart", False)
 
     def memory(self, device: int) -> int:
@@ -162,7 +162,7 @@ class HostDriver:
         return Event(device, number)
 
     def work(self) -> None:
-        """Do what the streams have to do, up to closed gates."""
+        """Do the work of the streams, up to closed gates."""
         with self._lock:
             for queue in self._streams.values():
                 while queue and not (isinstance(queue[0], Gate) and not queue[0].open):
@@ -191,12 +191,12 @@ class HostDriver:
         return
 
     def check_empty(self) -> None:
-        """Nothing is left of what was done."""
+        """Nothing is left of earlier work."""
         assert not self._events, "events are left"
         assert not self.allocated, "memory is left"
         assert not self.mapped, "mappings are left"
 
-    # What a test does to a device.
+    # A test's actions on a device.
 
     @property
     def current_stream(self) -> int:
@@ -208,7 +208,7 @@ class HostDriver:
         self._here.stream = stream
 
     def enqueue(self, stream: int, work: Gate | Callable[[], object]) -> None:
-        """Have a stream do something after what it has to do."""
+        """Have a stream do something after its other work."""
         with self._lock:
             self._streams.setdefault(stream, deque()).append(work)
 

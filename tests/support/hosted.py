@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Base:
-    """Has what a class inherits."""
+    """Has attributes that a class inherits."""
 
     def __init__(self, gain: int = 2) -> None:
         self.gain = gain

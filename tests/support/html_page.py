@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 
 class Page(HTMLParser):
-    """What HTML shows.
+    """The visible content of HTML.
 
     Attributes:
         title: The first text in bold type.

@@ -41,7 +41,7 @@ def agent_of(rt: aiodaft.Runtime) -> NodeAgent:
 
 
 def known_nodes_of(node: NodeProcess) -> int:
-    """How many nodes a node knows."""
+    """The number of nodes that a node knows."""
     return len(node._nodes.members())
 
 
@@ -51,7 +51,7 @@ def peer_of(rt: aiodaft.Runtime) -> Peer:
 
 
 def launcher_of(rt: aiodaft.Runtime) -> WorkerLauncher:
-    """What starts the workers of this machine."""
+    """The launcher of this machine's workers."""
     site = rt._opened.site
     assert isinstance(site, LocalNode)
     assert isinstance(site.launcher, WorkerLauncher)
@@ -73,7 +73,7 @@ async def resources_of(rt: aiodaft.Runtime) -> tuple[Mapping[str, float], Mappin
 
 
 def timeouts_of(rt: aiodaft.Runtime) -> Timeouts:
-    """How long the controller waits; tests change it while the runtime is open."""
+    """The controller's timeouts; tests change them while the runtime is open."""
     return rt._controller.process.env.timeouts
 
 
@@ -100,7 +100,7 @@ def failed_refs_of(rt: aiodaft.Runtime) -> Collection[object]:
 
 
 async def awaited(spawned: Awaitable[T]) -> T:
-    """What a spawn gives, as a coroutine for a task of its own."""
+    """The result of a spawn, as a coroutine for a task of its own."""
     return await spawned
 
 
@@ -110,7 +110,7 @@ def producer_of(ref: aiodaft.Ref[object]) -> str:
 
 
 def members_watched_here() -> int:
-    """How many members in this process are watched by those that receive from them."""
+    """The number of members in this process that are watched by those that receive from them."""
     return len(current_process().part(Inboxes)._ends)
 
 
@@ -120,13 +120,13 @@ def inboxes_here() -> list[Box]:
 
 
 def miss_the_members() -> None:
-    """In a method of a member: as if what told it who is in its group had been lost."""
+    """In a method of a member: as if the message with the members of its group had been lost."""
     standing = aiodaft.current_group()._standing
     standing.roster = replace(standing.roster, since=-1)
 
 
 def traffic_here() -> aiodaft.state.Traffic:
-    """What this process sent and received."""
+    """The traffic of this process."""
     return current_process().part(Peer).connections.traffic()
 
 

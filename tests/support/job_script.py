@@ -1,7 +1,8 @@
-"""What a job runs: calls between actors on all nodes; then, with the arguments "wait FILE", until it is told to end.
+"""The script of a job: calls between actors on all nodes; then, with the arguments "wait FILE", until it is told to
+end.
 
-Then it calls the actors again, and writes what they answer into the file. It ends with status 7; with the argument
-"well", 0. With "stay" it does not end, whatever it is told.
+Then it calls the actors again, and writes their answers into the file. It ends with status 7; with the argument
+"well", 0. With "stay" it does not end, even when it is told to.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aiodaft import Actor, Channel, method
 
-# What ran in this process; the controller's copy must stay empty.
+# The calls that ran in this process; the controller's copy must stay empty.
 RAN: list[str] = []
 
 
@@ -91,7 +91,7 @@ class Sampler(Actor, gpus=1):
 
 
 class Reward(Actor):
-    """Scores what all samplers made."""
+    """Scores the work of all samplers."""
 
     @method
     async def score(self, samples: list[Tensor]) -> list[int]:

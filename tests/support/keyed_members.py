@@ -24,7 +24,7 @@ from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.process import current_process
 from aiodaft.typing import CurrentGroup
 
-# What a random program does: a key, the axes of the part of the group, and the operation.
+# One step of a random program: a key, the axes of the part of the group, and the operation.
 Round = tuple[int, str, str]
 
 
@@ -44,7 +44,7 @@ class Shapeless(Tensor):
 
 
 class Keyer(Actor):
-    """Carries out what a test asks for."""
+    """Carries out the requests of a test."""
 
     def __init__(self) -> None:
         self.early = aiodaft.current_group()
@@ -80,7 +80,7 @@ class Keyer(Actor):
 
     @method
     async def gather_unless(self, fails: str) -> list[str]:
-        """Gather what the members are told by two keys; or fail before, or between them."""
+        """Gather the values of the members by two keys; or fail before, or between them."""
         if fails == "before":
             raise ValueError("a bad batch")
         early = self.group.all_gather(fails, key="early")
@@ -92,7 +92,7 @@ class Keyer(Actor):
 
     @method
     async def gather_after_death(self, dies: bool) -> list[int]:
-        """Die; or gather in what the group is after that."""
+        """Die; or gather in the group that is left after that."""
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
         group = await self.group.changed()
@@ -139,7 +139,7 @@ class Keyer(Actor):
 
     @method
     async def give_up(self, key: Any = None) -> None:
-        """Cancel the wait for what has begun."""
+        """Cancel the wait for a collective that has begun."""
         with suppress(TimeoutError):
             async with asyncio.timeout(0):
                 await self.waits.pop(key)
@@ -162,7 +162,7 @@ class Keyer(Actor):
 
     @method
     async def write_after(self, size: int) -> float:
-        """Write to a value as soon as the result is there; the sum of what the next member gave."""
+        """Write to a value as soon as the result is there; the sum of the next member's value."""
         value = torch.ones(size)
         parts = await self.group.all_gather(value, key="written")
         value.zero_()
@@ -177,7 +177,7 @@ class Keyer(Actor):
 
     @method
     async def gather_lock(self, key: Any) -> None:
-        """Take part with what cannot travel."""
+        """Take part with a value that cannot travel."""
         await self.group.all_gather(threading.Lock(), key=key)
 
     @method
@@ -261,7 +261,7 @@ class Keyer(Actor):
 
     @method
     async def left(self) -> tuple[int, int, int]:
-        """What collectives have left here: meetings, stored values, refs."""
+        """The objects that collectives have left here: meetings, stored values, refs."""
         peer = current_process().part(Peer)
         refs = len(peer.objects.borrowing.borrowed) + peer.refs.are_lent
         return keyed().meetings, len(peer.store.entries), refs
@@ -276,7 +276,7 @@ def keyed() -> Keyed:
 
 
 def value_of(key: int, rank: int) -> int:
-    """What a member gives to a round of a random program."""
+    """The value of a member in a round of a random program."""
     return (key * 7 + rank * 3) % 101
 
 

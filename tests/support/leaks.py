@@ -1,4 +1,4 @@
-"""What a test must not leave behind."""
+"""The objects that a test must not leave behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-# How often the check looks whether another program uses what is left in shared memory.
+# The number of checks whether another program uses the segments that are left in shared memory.
 _LOOKS: Final = 40
 _OURS: Final = ("aiodaft", "ucx_")
 
@@ -54,7 +54,7 @@ def wait_gone(pids: set[int]) -> set[int]:
 
 
 def open_files(pid: int | str = "self") -> dict[int, str]:
-    """The descriptors of a process, and what they are."""
+    """The descriptors of a process, and their files."""
     found: dict[int, str] = {}
     for entry in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -69,7 +69,7 @@ def open_files(pid: int | str = "self") -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What there is now."""
+    """The objects that exist now."""
 
     processes: frozenset[int]
     threads: frozenset[str]
@@ -82,7 +82,7 @@ class Snapshot:
     def take(cls) -> Snapshot:
         for thread in threading.enumerate():
             if "waitpid" in thread.name or "AnyIO worker" in thread.name:
-                # The stock loop's own, and those of anyio, which end right after what they are for.
+                # The stock loop's own, and those of anyio, which end right after their purpose.
                 thread.join(1)
         return cls(
             frozenset(descendants()),
@@ -93,7 +93,7 @@ class Snapshot:
         )
 
     def new_since(self, earlier: Snapshot) -> dict[str, object]:
-        """What has come since; empty if nothing."""
+        """The objects that have come since; empty if there are none."""
         more = {
             "processes": self.processes - earlier.processes,
             "threads": self.threads - earlier.threads,
@@ -105,12 +105,12 @@ class Snapshot:
 
 
 def in_shared_memory() -> set[str]:
-    """What lies in /dev/shm under a name that this framework, or UCX in it, gives."""
+    """The files in /dev/shm under a name that this framework, or UCX in it, gives."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(_OURS)}
 
 
 def left_in_shared_memory(before: Iterable[str], looks: int = _LOOKS) -> set[str]:
-    """What has come since and is not in use by another program that uses the framework or UCX."""
+    """The files that have come since and are not in use by another program that uses the framework or UCX."""
     left = in_shared_memory() - set(before)
     for look in range(looks):
         left &= in_shared_memory()
@@ -136,7 +136,7 @@ def _uses(pid: int, path: str) -> bool:
 
 
 def _kind(target: str) -> str:
-    # Inode numbers differ; what counts is how many of a kind there are.
+    # Inode numbers differ; the number of each kind counts.
     return target.split(":[", maxsplit=1)[0]
 
 
@@ -157,13 +157,13 @@ def resident(pid: int) -> int:
 
 
 def status_bytes(field: str, pid: int | str = "self") -> int:
-    """What the kernel says of a process's memory, such as VmRSS or its highest value so far, VmHWM."""
+    """The kernel's figure of a process's memory, such as VmRSS or its highest value so far, VmHWM."""
     lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
 
 
 def forget_peak(pid: int | str = "self") -> None:
-    """Have VmHWM of a process begin anew from what it has now."""
+    """Have VmHWM of a process begin anew from its present memory."""
     Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
 
 

@@ -1,4 +1,4 @@
-"""What is logged, to wait for."""
+"""Log records, to wait for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from copy import copy
 
 
 class Ear(logging.Handler):
-    """Keeps what is logged, in any thread, and the same formatted as the default handler does it."""
+    """Keeps log records, of any thread, and the same formatted as the default handler does it."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)

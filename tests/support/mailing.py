@@ -16,7 +16,7 @@ from aiodaft import Actor, method
 
 
 class Counts(NamedTuple):
-    """What the inboxes of a process have."""
+    """The contents of the inboxes of a process."""
 
     boxes: int = 0
     messages: int = 0
@@ -69,7 +69,7 @@ class Member(Actor):
         try:
             await self.group.send("second", to=to)
         except aiodaft.CallCancelled:
-            # Now what has room goes through, and nothing waits.
+            # Now messages that have room go through, and nothing waits.
             await self.group.send("first again", to=self.group.rank)
             await self.group.send("second again", to=to)
 
@@ -121,7 +121,7 @@ class Member(Actor):
         other = 1 - self.group.rank
         mine = torch.full((nbytes,), self.group.rank, dtype=torch.uint8)
         await self.group.send(mine, to=other)
-        # What was sent does not change any more.
+        # A value that was sent does not change any more.
         mine.fill_(9)
         theirs = await self.group.recv(source=other)
         return bool((theirs == other).all()), theirs.nbytes

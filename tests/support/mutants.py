@@ -13,8 +13,8 @@ class Mutant(NamedTuple):
     """A bug.
 
     Attributes:
-        promise: What it breaks.
-        file: Where it is, from the root of the project.
+        promise: The promise that it breaks.
+        file: Its file, from the root of the project.
         old: The text that it replaces.
         new: The text that is there instead.
         tests: The files of the default suite that are to find it.
@@ -294,7 +294,7 @@ MUTANTS: Final = [
     ),
     # Output.
     Mutant(
-        "a bar stays below what others print",
+        "a bar stays below the output of others",
         f"{_DIAGNOSTICS}/printing.py",
         '(stream, f"{line}\\n"), (self._stream, self._shown)]',
         '(stream, f"{line}\\n")]',

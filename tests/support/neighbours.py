@@ -31,7 +31,7 @@ from aiodaft.methods import specs_of
 
 
 class Link:
-    """One end of a connection. What is sent comes in a later turn of the loop, unless the test holds it back."""
+    """One end of a connection. A message comes in a later turn of the loop, unless the test holds it back."""
 
     def __init__(self, near: Neighbour, far: Neighbour) -> None:
         self.near, self.far = near, far
@@ -40,7 +40,7 @@ class Link:
         self.dismissed = False
         self.traffic = Traffic()
         self.session = SimpleNamespace(calls={}, waiting=0)
-        # What was sent while the link was held.
+        # The messages of the time in which the link was held.
         self.held: deque[m.Message] | None = None
 
     def send(self, message: m.Message) -> None:
@@ -56,7 +56,7 @@ class Link:
         self.held = deque()
 
     def let_go(self, *, last_first: bool = False) -> None:
-        """Send what was held."""
+        """Send the held messages."""
         held, self.held = self.held or deque(), None
         for message in reversed(held) if last_first else held:
             self.near.process.loop.call_soon(self.far.arrived, self.near, message)
@@ -79,7 +79,7 @@ class Neighbour(Bench):
         self.caller = Caller(self.process, this, self.objects, self.host.actors)
         self.outgoing = Outgoing(self.caller, this)
         self.caller.sender = this
-        # What was sent to other processes: the receiver, and the kind of the message.
+        # The messages to other processes: the receiver, and the kind of the message.
         self.sent: list[tuple[PeerId, int]] = []
         self.graphs = Graphs(
             GraphContext(self.process, this, self.objects, self.outgoing, self.host.actors, self.agent_of)
@@ -132,7 +132,7 @@ class Neighbour(Bench):
         return self.loopback if remote == self.process.id else self.to(remote)
 
     def make(self, remote: PeerId, towards: str) -> Any:
-        """What counts the calls that wait behind runs; none are made."""
+        """The counter of the calls that wait behind runs; none are made."""
         return SimpleNamespace()
 
     def get(self, remote: PeerId) -> Any:
@@ -190,7 +190,7 @@ class Neighbour(Bench):
 
 
 async def close(neighbours: list[Neighbour]) -> None:
-    """End what they have under way."""
+    """End the runs that they have under way."""
     for neighbour in neighbours:
         await neighbour.host.aclose("the test is over")
         await neighbour.process.tasks.aclose()

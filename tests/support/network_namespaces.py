@@ -56,7 +56,7 @@ class NotPossible(Exception):
 
 
 class CommandFailed(NotPossible):
-    """A tool for networks did not do what it was told to."""
+    """A tool for networks has failed."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,14 @@ class Host:
     _started: list[subprocess.Popen[Any]] = field(default_factory=list, repr=False)
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """What to start in order to run `argv` on this host. It ends with the test at the latest."""
+        """The command that runs `argv` on this host. It ends with the test at the latest."""
         return [*self.namespace.enter, *argv]
 
     def popen(self, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """As subprocess.Popen. The pid is that of `argv`; what still runs when the hosts are removed is killed."""
+        """As subprocess.Popen.
+
+        The pid is that of `argv`; processes that still run when the hosts are removed are killed.
+        """
         process = subprocess.Popen(self.command(argv), **options)
         self._started.append(process)
         return process
@@ -152,7 +155,7 @@ class Host:
 
 
 class Network:
-    """Hosts on one switch, and what is wrong between them."""
+    """Hosts on one switch, and the faults between them."""
 
     def __init__(self, switch: _Namespace, hosts: tuple[Host, ...]) -> None:
         self.hosts: Final = hosts
@@ -180,7 +183,7 @@ class Network:
             self._isolate(other, hosts)
 
     def limit(self, host: Host, bits_per_second: int) -> None:
-        """Limit what a host receives, and what it sends."""
+        """Limit the traffic of a host, in both directions."""
         bucket = f"tbf rate {bits_per_second}bit burst 16kb latency 500ms"
         self._tc([f"qdisc replace dev {_port(host)} root {bucket}"])
         host.namespace.run("tc", "-batch", "-", stdin=f"qdisc replace dev eth0 root {bucket}\n")
@@ -194,7 +197,7 @@ class Network:
         self._switch.run("ip", "link", "set", _port(host), "up")
 
     def heal(self) -> None:
-        """End every fault. What TCP has not given up yet arrives at its next attempt."""
+        """End every fault. Data that TCP has not given up yet arrive at its next attempt."""
         for host in self.hosts:
             self.plug(host)
             for namespace, device in ((self._switch, _port(host)), (host.namespace, "eth0")):
@@ -225,7 +228,7 @@ def network(*names: str) -> Generator[Network, None, None]:
 def _make(stack: ExitStack, names: Sequence[str]) -> Network:
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         raise NotPossible(f"{', '.join(missing)} not found")
-    # Who is not root is so in a user namespace, which the switch brings.
+    # A user who is not root is so in a user namespace, which the switch brings.
     rootless = os.geteuid() != 0
     unshare = ("unshare", "--net", "--uts")
     switch = _start(stack, "switch", (*unshare, *(("--user", "--map-root-user") * rootless)), rootless)

@@ -30,7 +30,7 @@ _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass
 class Output:
-    """What a cell gave."""
+    """The output of a cell."""
 
     printed: str = ""
     result: str | None = None
@@ -48,7 +48,7 @@ class Notebook:
     def __init__(self, manager: AsyncKernelManager, client: AsyncKernelClient) -> None:
         self.manager = manager
         self._client = client
-        # By whichever cell, and by what goes on between cells.
+        # By any cell, and by code that goes on between cells.
         self.printed = ""
 
     async def interrupt(self) -> None:
@@ -81,11 +81,11 @@ class Notebook:
                     return output
 
     async def complete(self, code: str) -> list[str]:
-        """What is offered by Tab at the end of this code."""
+        """The completions that Tab offers at the end of this code."""
         return list((await self._answer(self._client.complete(code, len(code))))["matches"])
 
     async def look_up(self, code: str, *, source: bool = False) -> str:
-        """What is shown by Shift-Tab or `?` at the end of this code, or by `??`."""
+        """The help that Shift-Tab or `?` shows at the end of this code, or that of `??`."""
         answer = await self._answer(self._client.inspect(code, len(code), detail_level=int(source)))
         return _COLOUR.sub("", answer["data"]["text/plain"])
 
@@ -96,7 +96,7 @@ class Notebook:
         return content
 
     async def value(self, cell: str) -> object:
-        """What the last expression of a cell is."""
+        """The value of the last expression of a cell."""
         output = await self.run(textwrap.dedent(cell))
         assert output.error is None, output.traceback
         return None if output.result is None else ast.literal_eval(output.result)

@@ -1,4 +1,4 @@
-"""Actors that do what actors seldom do."""
+"""Actors that do rare things."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Unreadable:
 
 
 class Odd(Actor):
-    """Gives away what should not be."""
+    """Gives away objects that should stay."""
 
     @method
     async def kind(self, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Exceptions of every builtin class and of odd classes, and what users read of them."""
+"""Exceptions of every builtin class and of odd classes, and their texts for users."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from typing import Any, Final
 
-# What builtin classes are usually made of, if not of a text.
+# The usual arguments of builtin classes that take more than a text.
 _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "UnicodeDecodeError": ("utf-8", b"ab\xff", 2, 3, "invalid start byte"),
     "UnicodeEncodeError": ("ascii", "ab\xff", 2, 3, "ordinal not in range"),

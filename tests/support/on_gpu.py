@@ -1,4 +1,4 @@
-"""What the tests of tests/gpu have in common."""
+"""The common part of the tests of tests/gpu."""
 
 from __future__ import annotations
 

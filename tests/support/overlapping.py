@@ -15,11 +15,11 @@ from aiodaft.typing import CurrentGroup
 
 
 class Step(NamedTuple):
-    """What a member is to do.
+    """The orders for a member.
 
     Attributes:
         name: Of the call.
-        value: What it takes part with.
+        value: Its value in the collective.
         held: Whether it first waits for `go` or `fail`.
         turns: Of the loop, for which it waits first.
         fails: Whether it fails before its collective.

@@ -1,4 +1,4 @@
-"""An actor in a process with its helper thread, or its loop, held up: what it does is caught in the middle."""
+"""An actor in a process with its helper thread, or its loop, held up: its work is caught in the middle."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Warden(Actor):
 
 
 class Packer(Actor):
-    """Makes and takes what is large."""
+    """Makes and takes large values."""
 
     def __init__(self) -> None:
         self._gate = asyncio.Event()

@@ -14,7 +14,7 @@ from aiodaft import Actor, method
 
 
 def words_in(file: Path) -> list[str]:
-    """What an actor has written into a file."""
+    """The words that an actor has written into a file."""
     return file.read_text(encoding="utf-8").split() if file.exists() else []
 
 
@@ -135,7 +135,7 @@ class Parent(Actor):
 
     @method
     async def sum_in_scope(self, count: int) -> tuple[int, list[int]]:
-        """The sum of what some children answer, and their pids; they end with the scope."""
+        """The sum of the answers of some children, and their pids; they end with the scope."""
         async with aiodaft.current_runtime().scope() as scope:
             group = await scope.group(count, Child, 1)
             return sum(await group.all(Child.increment)), await group.all(Child.pid)
@@ -221,7 +221,7 @@ class Avenger(Child):
 
 
 class Founder(Actor):
-    """Spawns while it is made, and uses what it has spawned while it ends."""
+    """Spawns while it is made, and uses its children while it ends."""
 
     def __init__(self, notes: str, *, fails: bool = False) -> None:
         self.notes = notes

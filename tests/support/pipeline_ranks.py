@@ -1,4 +1,4 @@
-"""An actor that takes part in pipelines and writes down what it did."""
+"""An actor that takes part in pipelines and writes down its tasks."""
 
 import aiodaft
 from aiodaft.pipeline import Schedule

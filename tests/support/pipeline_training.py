@@ -14,11 +14,11 @@ import aiodaft
 
 
 class _Held:
-    """Lives as long as the backward pass of one forward has what it needs."""
+    """Lives as long as the backward pass of one forward has its tensors."""
 
 
 class CountingRank(Rank):
-    """Counts forwards with activations in memory, by what autograd keeps and not by what the rank believes."""
+    """Counts forwards with activations in memory, by the tensors of autograd and not by the belief of the rank."""
 
     def __init__(self, stages: list[int], of: int, microbatches: int, split: bool) -> None:
         super().__init__(stages, of, microbatches, split)
@@ -43,5 +43,5 @@ class CountingRank(Rank):
 
     @aiodaft.method
     def held_now(self) -> int:
-        """How many there are now."""
+        """The number of them now."""
         return sum(one() is not None for one in self.held)

@@ -57,7 +57,7 @@ class StrangeError(Exception):
 
 
 class Worker(Actor):
-    """Gives back what it gets, and calls others."""
+    """Gives back its arguments, and calls others."""
 
     @method
     async def same(self, value: Any) -> Any:

@@ -67,7 +67,7 @@ async def check_calls(rt: aiodaft.Runtime) -> None:
     waiting.cancel()
     with pytest.raises(aiodaft.CallCancelled):
         await waiting
-    # It is the runtime of what runs in the test.
+    # It is the runtime of all code in the test.
     assert aiodaft.current_runtime() is rt
     assert aiodaft.Channel[int](1) is not None
 

@@ -71,7 +71,7 @@ class Printer(Actor):
         try:
             _ = [][1]
         except IndexError:
-            logger.exception("what was asked for is not there")
+            logger.exception("the requested item is not there")
 
     @method
     def log_in_a_child(self) -> None:

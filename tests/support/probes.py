@@ -27,7 +27,7 @@ class Thing:
 
 
 class Probe(Actor):
-    """Tells of its process and of what it is given."""
+    """Tells of its process and of its arguments."""
 
     def __init__(self) -> None:
         self.thing: Any = None
@@ -83,7 +83,7 @@ class Probe(Actor):
 
     @method
     async def inner_runtime(self, value: Any) -> tuple[Any, int]:
-        """Opens a runtime inside a worker; gives what came back and the pid it came from."""
+        """Opens a runtime inside a worker; gives the returned value and the pid that it came from."""
         async with aiodaft.Runtime(gpus=0) as inner:
             actor = await inner.spawn(Probe)
             return await actor.echo(value), await actor.pid()
@@ -101,7 +101,7 @@ class Probe(Actor):
             if to == "home"
             else next(p for p in peer.connections if p != peer.process.options.agent)
         ]
-        link = connection._socket  # noqa: SLF001 - what is sent breaks the protocol
+        link = connection._socket  # noqa: SLF001 - the data break the protocol
         assert link is not None
         link.send(data)
         await asyncio.Event().wait()
@@ -172,7 +172,7 @@ class StuckInConstructor(Actor):
 
 
 class Half(Actor, cpus=1, gpus=0.5, resources={"disk": 2}):
-    """Says in its class line what it needs."""
+    """Names its needs in its class line."""
 
     @method
     async def visible(self) -> str | None:
@@ -375,7 +375,7 @@ class Courier(Actor):
 
     @method
     async def traces(self) -> list[int]:
-        """What is left here of channels: their queues and ends, the memory of items, and tasks beside this one."""
+        """The rest of channels here: their queues and ends, the memory of items, and tasks beside this one."""
         peer = current_peer()
         blocks = sum(transport.arena.live_blocks() for transport in peer.store.transports.values())
         table = peer.channels.table

@@ -1,4 +1,4 @@
-"""A TCP proxy that delays, cuts up, damages and ends what it forwards, as a test tells it while it runs."""
+"""A TCP proxy that delays, cuts up, damages and ends its streams, as a test tells it while it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 _CHUNK: Final = 1 << 16
 # Chunks that the proxy holds in one direction while the line is slow or the receiver does not read.
 _MOST_HELD: Final = 16
-# How often per second a slow line takes some bytes.
+# The turns per second in which a slow line takes some bytes.
 _TURNS: Final = 50
 # When a chunk is to arrive, by the clock of the loop, and the chunk; the last one is empty.
 _Held: TypeAlias = "asyncio.Queue[tuple[float, bytes]]"
@@ -26,7 +26,7 @@ _Held: TypeAlias = "asyncio.Queue[tuple[float, bytes]]"
 
 @dataclass(frozen=True)
 class Faults:
-    """What is wrong in one direction of every connection."""
+    """The faults in one direction of every connection."""
 
     # Seconds on the way, and the most that chance adds to them. The order of the bytes stays.
     latency: float = 0.0
@@ -35,7 +35,7 @@ class Faults:
     bandwidth: float | None = None
     # The most bytes of one write.
     slice: int | None = None
-    # Seconds to collect what is then written in one piece.
+    # Seconds to collect data, which are then written in one piece.
     gather: float = 0.0
     # Nothing is forwarded. The proxy reads 1 MiB at most meanwhile.
     black_hole: bool = False
@@ -92,7 +92,7 @@ class Proxy:
         self._do(change)
 
     def heal(self) -> None:
-        """Forward everything as it comes, what was held back first."""
+        """Forward everything as it comes, the held data first."""
         self.disturb(Faults(), Faults())
 
     def reset(self) -> int:

@@ -1,4 +1,4 @@
-"""Producers and consumers of a queue, and what the processes of its actors have."""
+"""Producers and consumers of a queue, and the contents of its actors' processes."""
 
 from __future__ import annotations
 

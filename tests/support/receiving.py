@@ -44,7 +44,7 @@ class Receiver(Actor):
 
     @method(ordered=False)
     async def count_tasks(self) -> int:
-        """How many tasks this process has made since the last call of this."""
+        """The number of tasks that this process has made since the last call of this."""
         made, self._tasks = self._tasks, 0
 
         def make(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
@@ -72,7 +72,7 @@ class Receiver(Actor):
 
     @method
     async def traffic(self) -> Traffic:
-        """What this process has sent and received."""
+        """The traffic of this process."""
         return current_peer().connections.traffic()
 
     @method
@@ -135,7 +135,7 @@ class Receiver(Actor):
 
     @method(ordered=False)
     async def kill_in_the_middle(self, pid: int) -> bool:
-        """Kill a process when part of what it sends is here; returns whether the last byte was not."""
+        """Kill a process when part of its value is here; returns whether the last byte was not."""
         while not (self._targets and self._targets[0][0]):
             await asyncio.sleep(0)
         os.kill(pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Records what a program and a worker say to each other: `python tests/support/record_session.py > FILE`.
+"""Records the messages between a program and a worker: `python tests/support/record_session.py > FILE`.
 
 Record a session for each new wire version, as tests/protocol/session_<version>.txt, and never again once a release
-speaks it. The first line names the two processes; each other one is what one of them (`>` the program, `<` the worker)
-wrote at once, in hexadecimal.
+speaks it. The first line names the two processes; each other one has the bytes that one of them (`>` the program, `<`
+the worker) wrote at once, in hexadecimal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Pair(NamedTuple):
 
 
 class Recorded(aiodaft.Actor):
-    """What the session is about. Its source may change; what it answers may not."""
+    """The actor of the session. Its source may change; its answers may not."""
 
     def __init__(self, start: int, *, step: int = 1) -> None:
         self.value = start
@@ -73,12 +73,12 @@ class Recorded(aiodaft.Actor):
 
 
 async def converse(actor: Recorded) -> None:
-    """What the program says. One thing after the other, so that it is the same each time."""
+    """The program's part. One thing after the other, so that it is the same each time."""
     await actor.add(1, 2)
     await actor.add(actor.add(3), -1)
     await actor.echo(None, True, 1 << 80, -1.5, "\u00e9", b"\0\xff", [1, {"a": (2,)}], {3}, key=[])
     await actor.echo(Point(0.5, ("a", "b")), Pair(Color.RED, Point(1, ())), pair=Pair(1, None))
-    # What is pickled.
+    # Pickled values.
     await actor.echo(frozenset({Color.RED}), range(3), ValueError("said"))
     with suppress(LookupError):
         await actor.fail("said")
@@ -92,7 +92,7 @@ async def converse(actor: Recorded) -> None:
 
 
 def tapped(sock: socket.socket, record: list[tuple[str, bytes]]) -> socket.socket:
-    """A socket that leads where `sock` does, and what goes over it is recorded."""
+    """A socket that leads where `sock` does, and its data are recorded."""
     ours, theirs = socket.socketpair()
     sock.setblocking(True)
 

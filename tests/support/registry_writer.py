@@ -1,4 +1,4 @@
-"""Kills processes that write the file of a coordinator, at random points, and looks at what they leave.
+"""Kills processes that write the file of a coordinator, at random points, and looks at the files that they leave.
 
     python registry_writer.py FILE KILLS SEED
 

@@ -53,7 +53,7 @@ class Source(Actor):
 
     @method
     async def members(self) -> int:
-        """How many processes are getting, or passing on, a value of this one."""
+        """The number of processes that are getting, or passing on, a value of this one."""
         return sum(len(fanout.members) for fanout in current_peer().transfer.relays.table.fanouts.values())
 
     @method
@@ -73,7 +73,7 @@ class Sink(Source):
 
     @method
     async def spoil(self, value: Any) -> str:
-        """Overwrites what it was given."""
+        """Overwrites its argument."""
         found = digest(value)
         value[:] = 0
         return found

@@ -1,6 +1,6 @@
 """A controller that calls supervised actors until it is told to stop, by the end of its input, and counts.
 
-It prints "ready", and in the end what became of its calls, as JSON. Each call is noted in a file where it runs.
+It prints "ready", and in the end the outcomes of its calls, as JSON. Each call is noted in a file where it runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What rooms of the runtime stand on in tests without processes: a process, a thread that the test turns, a wire."""
+"""The ground of the runtime's rooms in tests without processes: a process, a thread that the test turns, a wire."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Bench:
         env = Env(thread=self._thread, timeouts=timeouts or Timeouts())
         options = ProcessOptions(name, "node", HERE, HERE, HERE, HERE, "none", False, grace, max_pending)
         self.process = Process(options, Key(bytes(32)), env)
-        # What it grants leads nowhere.
+        # Its grants lead nowhere.
         pool = Arena(shared=False)
         transport: Any = SimpleNamespace(
             name="none",
@@ -77,7 +77,7 @@ class Bench:
 
 
 class Wire:
-    """A connection as those see it who answer: what was sent, and a future for each answer."""
+    """A connection, as the answering side sees it: the sent messages, and a future for each answer."""
 
     def __init__(self, remote: PeerId = THERE) -> None:
         self.remote = remote
@@ -116,6 +116,6 @@ class Wire:
 
 
 async def turns(count: int = 3) -> None:
-    """What is ready on the loop runs, and what follows from it."""
+    """The loop runs its ready callbacks, and those that follow from them."""
     for _ in range(count):
         await asyncio.sleep(0)

@@ -50,7 +50,7 @@ class LLM(Actor, gpus=1):
 
 
 def models(request: Request) -> Group[LLM]:
-    """What the lifespan made."""
+    """The models that the lifespan made."""
     group: Group[LLM] = request.app.state.models
     return group
 

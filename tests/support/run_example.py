@@ -10,7 +10,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run_example(name: str, *options: str) -> str:
-    """What an example prints; it must end well."""
+    """The output of an example; it must end well."""
     command = [sys.executable, str(EXAMPLES / name), *options]
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert ended.returncode == 0, ended.stdout

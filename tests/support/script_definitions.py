@@ -1,4 +1,4 @@
-"""A script: what it defines travels, whatever it is, and each process has its globals once. Prints what went wrong."""
+"""A script: its definitions travel, of every kind, and each process has its globals once. Prints its findings."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ HANDLERS: dict[Callable[[int], int], str] = {double: "double"}
 
 
 class Box(Generic[T]):
-    """Of whatever."""
+    """A box of anything."""
 
     looks: ClassVar = [0]
 
@@ -80,7 +80,7 @@ class Box(Generic[T]):
 class Worker(aiodaft.Actor):
     @aiodaft.method
     async def see(self, *given: Any) -> int:
-        """How much this process has seen, with what each of the given has to say."""
+        """The number of objects that this process has seen, with the words of each of the given."""
         SEEN.append("worker")
         for each in given:
             each.look()
@@ -154,7 +154,7 @@ async def main() -> None:
             check(f"identity of {value} here", await worker.echo(value) is value, True)
         check("a type", [await worker.echo(T), await worker.echo([T])], [T, [T]])
         check("a body of a class", await worker.limit(), 4)
-        # What the actor has made of it stays, until the script changes it.
+        # The actor's change of it stays, until the script changes it.
         check("rates", [await worker.rate(faster), await worker.rate(faster), limits["rate"]], [11, 21, 1])
         limits["rate"] = 2
         check("a changed rate", [await worker.rate(faster), await worker.rate(faster)], [12, 22])

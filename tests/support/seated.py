@@ -16,7 +16,7 @@ from aiodaft import Actor, Group, method
 
 @dataclass(frozen=True)
 class Seen:
-    """What a member has seen of its group."""
+    """A member's view of its group."""
 
     id: str
     epoch: int
@@ -61,7 +61,7 @@ class Seated(Actor):
 
     @method
     async def early(self) -> list[Seen]:
-        """What it has seen before its first call."""
+        """The rosters that it has seen before its first call."""
         return self.seen
 
     @method
@@ -172,7 +172,7 @@ class Plain:
 
 
 class Stage(Actor):
-    """A member that is called as one with others; keeps what it gets."""
+    """A member that is called as one with others; keeps its arguments."""
 
     def __init__(self) -> None:
         self.rank = aiodaft.current_group().rank
@@ -186,7 +186,7 @@ class Stage(Actor):
 
     @method
     async def news(self) -> list[Any]:
-        """What it has got since the last time."""
+        """The arguments that it has got since the last time."""
         got, self.got = self.got, []
         return got
 

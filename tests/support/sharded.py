@@ -1,4 +1,4 @@
-"""Actors with shards of tensors, which look at how these are moved; and what tests of that have in common."""
+"""Actors with shards of tensors, which look at the moves of these; and the common part of tests of that."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ async def assert_has(group: Group[Rank], layout: Layout, whole: State, new: Refs
 
 
 def bounds(layout: Layout, whole: State, rank: int) -> dict[str, list[list[int]]]:
-    """Where the parts of a rank begin and end in each dimension."""
+    """The bounds of a rank's parts in each dimension."""
     parts = {name: layout.part(name, rank) for name in whole}
     return {name: [[one.start, one.stop] for one in part] for name, part in parts.items() if part is not None}
 

@@ -1,4 +1,4 @@
-"""Actors of simulations, and what an onlooker sees of every call: when it was made, when it began, how it ended."""
+"""Actors of simulations, and an onlooker's record of every call: the times of its making, beginning and end."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from aiodaft.testing import SimulatedLoop
 
 
 class Boom(Exception):
-    """What a method raises, with the number of its call."""
+    """The error of a method, with the number of its call."""
 
 
 def value_of(call: int, size: int) -> Any:
-    """What a call returns: plain, encoded, or large enough to stay with its producer."""
+    """The result of a call: plain, encoded, or large enough to stay with its producer."""
     return (call * 7, [call, "x" * 50], [call, b"%d" % call * 20_000])[size]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended for one who waited, without anything that would keep the call's objects alive."""
+    """The end of a call for its waiter, without anything that would keep the call's objects alive."""
 
     kind: str
     executed: bool | None
@@ -48,7 +48,7 @@ class Call:
 
 
 class History:
-    """Everything that happened, in all processes; also what is wrong with it."""
+    """All events, in all processes; also the faults among them."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         self.loop = loop
@@ -100,7 +100,7 @@ class History:
 
     def _ended(self, number: int, outcome: Outcome) -> None:
         if self.loop.is_closed():
-            # The simulation is over, and what was in the middle of anything is closed.
+            # The simulation is over, and code in the middle of anything is closed.
             return
         call = self.calls[number]
         self.loop.note("ended", number, outcome.kind, outcome.executed)
@@ -119,7 +119,7 @@ class History:
         if outcome.kind == "value":
             return "" if ran and outcome.own else "gave a wrong value"
         if outcome.kind == "Boom":
-            return "" if ran is outcome.own else f"raised what it did not (ran: {ran})"
+            return "" if ran is outcome.own else f"got an error that the method did not raise (ran: {ran})"
         if outcome.kind not in _EXPECTED:
             return "failed as it never should"
         return "" if outcome.executed in (None, ran) else f"does not say whether it ran: it did{'' if ran else ' not'}"
@@ -132,7 +132,7 @@ _EXPECTED: Final = {
 
 
 class Onlooker:
-    """Where actors find the history of the simulation that they live in."""
+    """Gives actors the history of the simulation that they live in."""
 
     history: History
 
@@ -227,7 +227,7 @@ class Subject(Actor):
     async def look(self, call: int, size: int) -> Any:
         began(call)
         for ref in self.kept:
-            # Whatever became of it.
+            # With any outcome.
             with suppress(Exception):
                 await ref
         return value_of(call, size)
@@ -246,7 +246,7 @@ class Subject(Actor):
 
     @method
     async def pair(self, call: int, size: int, other: Subject, neighbour: Subject, seconds: float) -> Any:
-        """Call another actor, and give what comes to a third one before it is there."""
+        """Call another actor, and give its coming result to a third one."""
         began(call)
         history = Onlooker.history
         first = history.made(other, 2)

@@ -16,7 +16,7 @@ from aiodaft.testing import SimulatedLoop
 
 @dataclass
 class Cargo:
-    """What an onlooker sees of every item of one channel."""
+    """An onlooker's record of every item of one channel."""
 
     loop: SimulatedLoop
     name: int
@@ -106,7 +106,7 @@ class Porter(Actor):
 
 
 class ChannelProgram(Program):
-    """What one seed does."""
+    """The program of one seed."""
 
     def __init__(self, seed: object) -> None:
         super().__init__(f"channels {seed}")
@@ -154,7 +154,7 @@ class ChannelProgram(Program):
         sending = [task for task in everybody if task.get_coro() in senders]
         await asyncio.wait(sending)
         await channel.aclose()
-        # What came back from tasks that gave up, or died.
+        # Items that came back from tasks that gave up, or died.
         await self._tried(receive(channel, name, 60.0))
         await asyncio.wait(everybody)
 

@@ -36,7 +36,7 @@ _WAITS: Final = (0.0, 0.01, 0.3, 2.0)
 
 
 class Broken(AssertionError):
-    """What must never be, was."""
+    """A state that must never be, was."""
 
 
 class Lost(Exception):
@@ -44,7 +44,7 @@ class Lost(Exception):
 
 
 class World:
-    """What all processes share: time, chance, the network, the stores, and what is known from outside."""
+    """The world that all processes share: time, chance, the network, the stores, and the view from outside."""
 
     def __init__(self, seed: int, *, stored: bool) -> None:
         self.rng = random.Random(seed)
@@ -317,7 +317,7 @@ class Node:
         self.names = {name: mine for name, mine in self.names.items() if mine in joined.names}
 
     def claims(self, state: HolderState) -> tuple[NamedActor, ...]:
-        """What it says that it has: nothing that others may have by now."""
+        """The names that it claims: none that others may have by now."""
         return tuple(self.names.values()) if state is HolderState.HOLDING else ()
 
     def _lose(self, holder: LeaseHolder) -> None:
@@ -425,7 +425,7 @@ async def end_well(world: World) -> None:
     world.waits = _WAITS[:2]
     for server in world.servers:
         server.crash()
-    # What they had sent to the store arrives.
+    # Their writes to the store arrive.
     await asyncio.sleep(max(_WAITS))
     server = world.servers[0]
     await server.boot()

@@ -1,6 +1,6 @@
 """A random program for simulations of several hosts: clients of actors on all of them, another program, and fate."""
 
-# What is left at the end is looked for where users cannot look.
+# Objects that are left at the end are looked for where users cannot look.
 # ruff: noqa: SLF001
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _QUIET: Final = 25.0
 
 
 class HostProgram(Program):
-    """What one seed does."""
+    """The program of one seed."""
 
     # The value of an argument may come after the call for it was lost with the connection to its caller. It is dropped
     # when another connection to the caller is lost.

@@ -23,9 +23,9 @@ _QUIET: Final = 5.0
 
 
 class Program:
-    """What one seed does."""
+    """The program of one seed."""
 
-    # How much longer calls take, and clients wait between them.
+    # The factor by which calls take longer, and clients wait longer between them.
     slowness = 1.0
 
     def __init__(self, seed: object, world: Simulation | None = None) -> None:
@@ -41,7 +41,7 @@ class Program:
         self.cancels = self.rng.choice([0.0, 0.2, 0.5])
 
     def run(self) -> list[str]:
-        """Run it; returns what went wrong."""
+        """Run it; returns its faults."""
         Onlooker.history = self.history
         try:
             self.world.run(self._main())
@@ -78,7 +78,7 @@ class Program:
         if self.rng.random() < 0.5:
             self.actors.append(await place.spawn(Subject))
 
-    # What a client does.
+    # The work of a client.
 
     async def _client(self) -> None:
         waiting: list[asyncio.Task[None]] = []
@@ -178,12 +178,12 @@ class Program:
         for actor in self.actors:
             with suppress(aiodaft.DaftError):
                 await actor.drop()
-        # What is in cycles (errors are, with their frames) is collected here only, so that each run is the same.
+        # Objects in cycles (errors are, with their frames) are collected here only, so that each run is the same.
         await asyncio.sleep(_QUIET)
         while any(process.paused for process in self.world.workers):
             await asyncio.sleep(_QUIET)
         for _ in range(4):
-            # What one process lets go of, another one may.
+            # An object that one process lets go of may be the last use of another's.
             collect()
             await asyncio.sleep(1)
             left = self._left()
@@ -191,7 +191,7 @@ class Program:
                 break
         self.history.wrong += left
 
-    # What is left after the faults of a program, at most.
+    # The objects that may be left after the faults of a program, at most.
     may_be_left: frozenset[str] = frozenset()
 
     def _left(self) -> list[str]:
@@ -246,7 +246,7 @@ def failures(seeds: range, program: type[Any] = Program) -> dict[int, list[str]]
     for seed in seeds:
         if wrong := program(seed).run():
             found[seed] = wrong
-        # What a program kept to its end: processes that ended in the middle of anything are no news.
+        # Objects that a program kept to its end: processes that ended in the middle of anything are no news.
         collect()
         if len(found) == 3:
             break

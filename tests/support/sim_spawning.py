@@ -33,7 +33,7 @@ class Spawning(Actor):
 
 
 class SpawningProgram:
-    """What one seed does."""
+    """The program of one seed."""
 
     def __init__(self, seed: object) -> None:
         self.world = Simulation(seed)
@@ -44,7 +44,7 @@ class SpawningProgram:
         self.faults = {"kills": kills, "cuts": cuts, "pauses": self.rng.choice([0, 1])}
 
     def run(self) -> list[str]:
-        """Run it; returns what went wrong."""
+        """Run it; returns its faults."""
         try:
             self.world.run(self._main())
         except Hang:
@@ -67,7 +67,7 @@ class SpawningProgram:
                 with suppress(aiodaft.NameNotFound, aiodaft.ActorDied):
                     await rt.stop(await rt.lookup(name, Spawning))
             await asyncio.sleep(_QUIET)
-            # Names are free, and what was spawned has ended with the actors that spawned it.
+            # Names are free, and the children have ended with the actors that spawned them.
             if names := await rt.names():
                 self.wrong.append(f"names are left: {names}")
             if left := [one.name for one in self.world.workers]:

@@ -16,7 +16,7 @@ _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "scancel")
 
 
 def why_not() -> str | None:
-    """What is missing here; None: nothing."""
+    """The missing programs; None: there are none."""
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
     return f"there is no {', '.join(missing)} (packages munge, slurmctld, slurmd, slurm-client)" if missing else None
 

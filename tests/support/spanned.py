@@ -49,7 +49,7 @@ class Worker(Actor):
 
     @method
     async def ids(self) -> tuple[str, str, str]:
-        """What code of the actor, and a library in it, know of the trace."""
+        """The trace as code of the actor, and a library in it, know it."""
         from opentelemetry import baggage, trace
 
         here, known = aiodaft.telemetry.current_trace_context(), trace.get_current_span().get_span_context()

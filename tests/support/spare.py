@@ -59,7 +59,7 @@ class Worker(Actor):
 
 
 async def killed(actor: Worker) -> dict[str, Any]:
-    """What the caller of an actor hears when its process is killed."""
+    """The error that the caller of an actor gets when its process is killed."""
     call = actor.rest()
     left = await actor.start_program()
     os.kill(await actor.pid(), signal.SIGKILL)
@@ -90,7 +90,7 @@ async def wait() -> None:
     async with aiodaft.Runtime(preload=()) as rt, rt.spawn(Worker) as blocked, rt.spawn(Worker) as parent:
         pids = [await blocked.pid(), await parent.pid(), await parent.start_program()]
         blocking = blocked.block()
-        # In one piece: what its actors show comes in between.
+        # In one piece: output of its actors comes in between.
         sys.stdout.write(f"{json.dumps(pids)}\n")
         sys.stdout.flush()
         await blocking

@@ -88,7 +88,7 @@ def init_and_die(init: Callable[..., None], backend: str, *, store: dist.Store, 
 
 
 class SlowStores:
-    """Stores of torch, which take some seconds to connect, whatever time they are given: an answer about a name."""
+    """Stores of torch, which take some seconds to connect, with any timeout: an answer about a name."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -229,7 +229,7 @@ class Rank(aiodaft.Actor):
 
     @aiodaft.method
     def wait_for_nobody(self) -> None:
-        """Wait in torch for what no connection brings."""
+        """Wait in torch for a message that no connection brings."""
         end_blocks_that_stand_still(looks=2)
         with aiodaft.current_group().process_group("gloo"):
             self.inside.set()

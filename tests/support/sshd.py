@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
-# Where the sshd of a superuser keeps its unprivileged part; it refuses to start without.
+# The folder of the unprivileged part of a superuser's sshd, which refuses to start without it.
 _SEPARATION = Path("/run/sshd")
 
 
 def why_not() -> str | None:
-    """What is missing here; None: nothing."""
+    """The missing programs; None: there are none."""
     missing = [name for name in ("sshd", "ssh", "ssh-keygen") if shutil.which(name, path=_PATH) is None]
     return f"there is no {', '.join(missing)} (packages openssh-server, openssh-client)" if missing else None
 

@@ -16,7 +16,7 @@ step_of = contextvars.ContextVar("step_of", default=-1)
 
 
 class Stepper(Actor):
-    """Yields on its thread, and notes what happens there in which order."""
+    """Yields on its thread, and notes the order of events there."""
 
     def __init__(self) -> None:
         self.happened: list[str] = []
@@ -48,7 +48,7 @@ class Stepper(Actor):
 
     @method
     def where(self, count: int) -> Iterator[tuple[int, int, int]]:
-        """The thread of each step, what the step before left in the context, and the attempt."""
+        """The thread of each step, the value that the step before left in the context, and the attempt."""
         for index in range(count):
             yield threading.get_ident(), step_of.get(), aiodaft.supervision.current_attempt()
             step_of.set(index)
@@ -78,7 +78,7 @@ class Stepper(Actor):
 
     @method
     def relays(self, other: Any) -> Iterator[Any]:
-        """What another actor gives, which hears when this ends."""
+        """The items of another actor, which hears when this ends."""
         try:
             while True:
                 yield other.thread().result()
@@ -88,7 +88,7 @@ class Stepper(Actor):
 
     @method
     def asks(self, other: Any, me: Any = None) -> Iterator[Any]:
-        """What another actor gives, or what it takes from this one."""
+        """The items that another actor gives, or those that it takes from this one."""
         try:
             yield 0
             yield (other.wait() if me is None else other.takes(me)).result()

@@ -111,7 +111,7 @@ class Member(Mortal):
 
 
 class Heir(Mortal, restart=Restart(intensity=5, backoff=AT_ONCE)):
-    """Gets back what it had counted."""
+    """Gets back its count."""
 
     async def on_restart(self, epoch: int) -> None:
         self.value = f"epoch {epoch}"

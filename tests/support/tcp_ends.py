@@ -20,7 +20,7 @@ REPLY: Final = struct.Struct("<Q")
 
 
 def request(grant: Grant, start: int = 0, nbytes: int | None = None) -> bytes:
-    """What a consumer says to get a part of a block, or all of it."""
+    """A consumer's request for a part of a block, or all of it."""
     return REQUEST.pack(int(grant[3]), start, int(grant[2]) if nbytes is None else nbytes)
 
 

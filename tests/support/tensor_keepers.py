@@ -1,4 +1,4 @@
-"""What actors with tensors on an accelerator have in common."""
+"""The common part of actors with tensors on an accelerator."""
 
 from __future__ import annotations
 

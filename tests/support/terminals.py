@@ -1,4 +1,4 @@
-"""What has been printed on the terminal of a test."""
+"""The output on the terminal of a test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 class Terminal:
-    """What has been printed here up to now."""
+    """The output here up to now."""
 
     def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
         self._capfd = capfd
@@ -24,7 +24,7 @@ class Terminal:
 
     def look(self) -> None:
         """See what there is now."""
-        # `readouterr` would cut off what is printed between its read and its truncate.
+        # `readouterr` would cut off text that is printed between its read and its truncate.
         capture: Any = self._capfd._capture  # noqa: SLF001 - there is no other way to its files
         self.out, self.err = (_content(one.tmpfile.fileno()) for one in (capture.out, capture.err))
 

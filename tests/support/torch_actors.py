@@ -23,7 +23,7 @@ class Keeper(Actor):
 
     @method
     def threads(self) -> tuple[int, str | None]:
-        """How many threads torch computes with, and what the environment says of that."""
+        """The number of threads with which torch computes, and the environment's number."""
         return torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
 
     @method

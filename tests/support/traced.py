@@ -1,4 +1,4 @@
-"""Actors for traces, and what a trace file has."""
+"""Actors for traces, and the contents of a trace file."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class TraceFile:
         return f"{self.processes[event['pid']]}: {event['name']}"
 
     def waits(self) -> list[str]:
-        """What has waited, and where."""
+        """The waits, and their places."""
         begins = {event["id2"]["local"]: event for event in self._events if event["ph"] == "b"}
         ends = {event["id2"]["local"]: event for event in self._events if event["ph"] == "e"}
         assert begins.keys() == ends.keys()

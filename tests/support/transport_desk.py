@@ -13,7 +13,7 @@ from aiodaft_transport.shm import ShmTransport
 
 
 class Desk:
-    """What a process's loop would do, done when the test says so."""
+    """The callbacks of a process's loop, run when the test says so."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], object]] = deque()
@@ -26,7 +26,7 @@ class Desk:
         raise AssertionError(f"shared memory needs no task, but {name} was started")
 
     def settle(self) -> None:
-        """Deliver everything, also what comes of it."""
+        """Deliver everything, also messages that follow from it."""
         while self._waiting:
             self._waiting.popleft()()
 
@@ -101,7 +101,7 @@ class Office:
         return self.consumers[name].fetch_now(grant, self.back[name])
 
     def give(self, content: bytes, name: str = "consumer") -> tuple[Block, memoryview]:
-        """A block with that content, and what a consumer sees of it."""
+        """A block with that content, and a consumer's view of it."""
         block = self.producer.allocate(len(content))
         block.view[:] = content
         return block, self.fetch(self.grant(block, name), name)

@@ -1,4 +1,4 @@
-"""Arenas for tests, and what memory and descriptors of a transport a process has."""
+"""Arenas for tests, and the memory and descriptors of a transport in a process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME = "memfd:aiodaft"
 
 
 def memfds(pid: int | None = None) -> int:
-    """How many different segments a process has open."""
+    """The number of different segments that a process has open."""
     if pid is None:
         found = [fd for fd, target in open_files().items() if _NAME in target]
         return len({os.fstat(fd).st_ino for fd in found})
@@ -26,18 +26,18 @@ def memfds(pid: int | None = None) -> int:
 
 
 def descriptors_of_segments() -> int:
-    """How many descriptors of segments this process has; Python's mmap keeps one of its own for each mapping."""
+    """The number of descriptors of segments here; Python's mmap keeps one of its own for each mapping."""
     return sum(_NAME in target for target in open_files().values())
 
 
 def segments_mapped(pid: int | str = "self") -> int:
-    """How many different segments a process has mapped."""
+    """The number of different segments that a process has mapped."""
     lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
     return len({line.split()[4] for line in lines if _NAME in line})
 
 
 def mappings(pid: int | str = "self") -> int:
-    """How many mappings of segments a process has."""
+    """The number of mappings of segments in a process."""
     return sum(_NAME in line for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines())
 
 

@@ -18,7 +18,7 @@ def why_no_ucx() -> str:
 
 needs_ucx = pytest.mark.skipif(bool(why_no_ucx()), reason=why_no_ucx() or "there is a libucp")
 TRANSPORTS = ["shm", pytest.param("ucx", marks=needs_ucx), "tcp"]
-# For what stands on a transport: the conformance suite shows that all transports do the same.
+# For layers above a transport: the conformance suite shows that all transports do the same.
 REPEATED = [
     "shm",
     pytest.param("ucx", marks=[needs_ucx, pytest.mark.transports]),

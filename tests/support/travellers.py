@@ -27,7 +27,7 @@ class Traveller(aiodaft.Actor):
 
     @aiodaft.method
     async def keep(self, value: Any) -> int:
-        """How long a value is that was brought here."""
+        """The length of a value that was brought here."""
         return len(value)
 
     @aiodaft.method

@@ -81,7 +81,7 @@ async def actors(rt: aiodaft.Runtime) -> AsyncGenerator[dict[str, object], None]
 
 @asynccontextmanager
 async def own_lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
-    """What the app does by itself."""
+    """The app's own lifespan."""
     print("the app begins", flush=True)
     try:
         yield
@@ -90,7 +90,7 @@ async def own_lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
 
 
 def model_of(request: Request) -> Model:
-    """What `actors` made."""
+    """The model that `actors` made."""
     model: Model = request.state.model
     return model
 

@@ -14,7 +14,7 @@ import httpx
 
 _SUPPORT: Final = Path(__file__).parent
 
-# Each with what it logs when it serves.
+# Each with its log line when it serves.
 COMMANDS: Final = {
     "uvicorn": (["uvicorn", "--loop=uvloop", "--uds={socket}", "{app}"], "Uvicorn running on"),
     "uvicorn on asyncio": (["uvicorn", "--loop=asyncio", "--uds={socket}", "{app}"], "Uvicorn running on"),
@@ -24,7 +24,7 @@ COMMANDS: Final = {
 
 
 class Server:
-    """A running server, and what it has logged."""
+    """A running server, and its log."""
 
     def __init__(self, process: asyncio.subprocess.Process, path: str) -> None:
         self._process = process

@@ -46,7 +46,7 @@ class Victim(Actor):
     def __init__(self, notes: Path) -> None:
         # A write of a few bytes to the end of a file is done or not, also when the writer is killed.
         self._notes = os.open(notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        # Forked children: their pids, and what lets them go on.
+        # Forked children: their pids, and the descriptors that let them go on.
         self._children: dict[int, tuple[int, int]] = {}
 
     def _note(self, number: int) -> None:
@@ -151,7 +151,7 @@ class Victim(Actor):
 
     @method
     def let_go(self, number: int, forked: int) -> int | None:
-        """The exit status of the child of an earlier call: 0 if its value is what it was; None if it ended before."""
+        """The exit status of the child of an earlier call: 0 if its value is unchanged; None if it ended before."""
         self._note(number)
         if forked not in self._children:
             # It was another incarnation that forked it.

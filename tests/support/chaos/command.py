@@ -25,7 +25,9 @@ __all__ = ["main"]
 def main(arguments: Sequence[str]) -> None:
     """Torment actors and controllers, and exit with 1 if a promise was broken."""
     parser = argparse.ArgumentParser(prog="python tests/support/chaos", description=__doc__)
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30), help="what a run printed, to replay it")
+    parser.add_argument(
+        "--seed", type=int, default=random.randrange(1 << 30), help="the seed that a run printed, to replay it"
+    )
     parser.add_argument("--minutes", type=float, default=1.0, help="for how long (default: 1)")
     help_ = "simulate programs on a cluster of so many hosts instead: partitions, resets, and hosts that die"
     parser.add_argument("--hosts", type=int, help=help_)

@@ -19,7 +19,7 @@ __all__ = ["ALONE", "DEEDS", "MAY_FAIL", "WrongValue"]
 
 
 class WrongValue(AssertionError):
-    """An operation gave what it cannot give: the worst that can happen."""
+    """An operation gave an impossible value: the worst fault of all."""
 
 
 async def _call(op: Op, actors: Sequence[Victim]) -> None:
@@ -41,7 +41,7 @@ async def _stream(op: Op, actors: Sequence[Victim]) -> None:
     came: list[int] = []
     try:
         async for item in actors[op.actors[0]].count(op.id, op.size):
-            came.append(item)  # noqa: PERF401 - what came before an error is looked at
+            came.append(item)  # noqa: PERF401 - items before an error are checked
     finally:
         # Also of a stream that breaks off: nothing twice, nothing left out.
         _check(op, came, list(range(len(came))))
@@ -122,7 +122,7 @@ async def _collect(channel: Channel[Any]) -> tuple[list[Any], DaftError | None]:
     came: list[Any] = []
     try:
         async for item in channel:
-            came.append(item)  # noqa: PERF401 - what came before an error is looked at
+            came.append(item)  # noqa: PERF401 - items before an error are checked
     except DaftError as error:
         return came, error
     return came, None

@@ -22,12 +22,12 @@ class Hang(AssertionError):
 
 
 def judge(op: Op, error: BaseException | None, ran: Counter[int], *, hurt: bool) -> Iterator[str]:
-    """What an operation says of broken promises.
+    """The promises that an operation shows to be broken.
 
     Args:
         op: The operation.
-        error: How it ended, if not well.
-        ran: How often each call ran.
+        error: Its error, if it has failed.
+        ran: The number of times that each call ran.
         hurt: Whether an actor was killed or stopped meanwhile.
     """
     what = f"operation {op.id} ({op.deed.value}, {op.size})"

@@ -1,4 +1,4 @@
-"""What happens in a chaos run: decided by its seed alone, so that it can be run again."""
+"""The events of a chaos run: decided by its seed alone, so that it can be run again."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["ACTORS", "FOLLOWED", "Deed", "Fault", "Harm", "Op", "Round", "rounds
 ACTORS: Final = 5
 # Actors that are restarted when they are killed; their handles follow them.
 FOLLOWED: Final = (0, 1)
-# How long operations and faults of one round are spread, in seconds.
+# The seconds over which operations and faults of one round are spread.
 _SPREAD: Final = 0.6
 _SIZES: Final = (10, 5_000, 70_000, 1 << 20, 9 << 20)
-# How payloads travel, by the seed of a run.
+# The transports of payloads, by the seed of a run.
 _TRANSPORTS: Final = ("shm", "shm", "tcp", "ucx")
 
 
 class Deed(Enum):
-    """What an operation does."""
+    """The kind of an operation."""
 
     CALL = "call"
     WORK = "work"
@@ -41,7 +41,7 @@ class Deed(Enum):
 
 
 class Harm(Enum):
-    """What a fault does."""
+    """The kind of a fault."""
 
     KILL = "kill"
     STOP = "stop"
@@ -56,7 +56,7 @@ class Op:
 
     Attributes:
         id: Its number. Its calls note `id`, `id + 1`, ... when they run.
-        deed: What it does.
+        deed: Its kind.
         at: When it begins, in seconds since its round began.
         actors: Indices of the actors that it needs.
         size: Bytes, or items, or hundredths of a second.
@@ -71,7 +71,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: what, to which actor, when, and (of a freeze, or of exhaustion) for how long, in seconds."""
+    """One fault: its kind, its actor, its time, and (of a freeze, or of exhaustion) its length, in seconds."""
 
     harm: Harm
     at: float
@@ -104,7 +104,7 @@ _COUNTED: Final = frozenset({
 
 
 def transport_of(seed: int) -> str:
-    """How payloads travel in a run, where that can be had."""
+    """The transport of payloads in a run, if it can be had."""
     return random.Random(f"transport {seed}").choice(_TRANSPORTS)
 
 

@@ -31,7 +31,7 @@ from .plan import ACTORS, FOLLOWED, Fault, Harm, Op, Round, rounds, transport_of
 
 __all__ = ["Report", "torment"]
 
-# Far beyond anything an operation may take: whatever takes longer hangs.
+# Far beyond any operation's time: an operation that takes longer hangs.
 _HANG: Final = 60.0
 # A runtime is closed and looked at after so many rounds.
 _ROUNDS_PER_RUNTIME: Final = 12
@@ -41,14 +41,14 @@ _ALWAYS: Final = Restart(intensity=10_000, period=3600, backoff=Backoff(base=0))
 
 @dataclass
 class Report:
-    """What came of a run."""
+    """The result of a run."""
 
     seed: int
     transport: str
     rounds: int = 0
     outcomes: Counter[str] = field(default_factory=Counter[str])
     faults: Counter[str] = field(default_factory=Counter[str])
-    # How often a killed actor came back.
+    # The number of times that a killed actor came back.
     returns: int = 0
     # Processes that had no descriptors for a moment, and may never have been connected to others.
     apart: set[int] = field(default_factory=set[int])
@@ -70,10 +70,10 @@ async def torment(seed: int, seconds: float, folder: Path, *, rounds_per_runtime
     """Run rounds for some time, at least as many as one runtime gets, until a promise is broken.
 
     Args:
-        seed: Decides what happens. (When exactly it happens is up to the machine.)
-        seconds: For how long; a runtime that is open by then is used to its end.
+        seed: Decides the events. (Their exact times are up to the machine.)
+        seconds: The time of the run; a runtime that is open by then is used to its end.
         folder: For notes; empty.
-        rounds_per_runtime: Rounds after which the runtime is closed, and it is looked at what is left.
+        rounds_per_runtime: Rounds after which the runtime is closed, and checked for objects that are left.
     """
     report = Report(seed, _transport(seed))
     plan = rounds(seed)

@@ -1,7 +1,7 @@
-"""Hides what Linux alone has: with this folder on PYTHONPATH, Python and its children have what they have on macOS.
+"""Hides functions of Linux alone: with this folder on PYTHONPATH, Python and its children have those of macOS.
 
 Before aiodaft is imported, it takes away functions and constants, has the kernel refuse sockets, and hides /proc and
-/dev/shm. What is left is checked to be enough for development; what macOS does in another way is not seen here.
+/dev/shm. The rest is checked to be enough for development; other behaviour of macOS is not seen here.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _refuse_abstract(name: str) -> None:
     setattr(socket.socket, name, checked)
 
 
-# uvloop and OpenSSL are written in C and see what there is; what they need is there on macOS, too.
+# uvloop and OpenSSL are written in C and see the whole system; the functions that they need are there on macOS, too.
 for _module, _names in _GONE.items():
     for _name in _names:
         if hasattr(_module, _name):

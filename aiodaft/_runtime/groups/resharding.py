@@ -42,6 +42,7 @@ from aiodaft._runtime.groups.pieces import (
 from aiodaft._runtime.objects.ref_state import UnhandledErrors, state_of
 from aiodaft._runtime.objects.store import InPlace, Store
 from aiodaft._runtime.objects.stored import StoredValue
+from aiodaft._runtime.platform.operations import wait_passed
 from aiodaft._runtime.platform.threads import SYNC_COPY
 from aiodaft._runtime.serialization.errors import add_note
 from aiodaft.actor import Actor
@@ -155,6 +156,7 @@ class Resharding(Actor):
         }
         pieces = [[Piece(*fields) for fields in parcel] for parcel in parcels]
         await self._read(shard.content, pieces, partial(copy_pieces, tensors))
+        await self._settle(shard.content)
         route.traffic.payloads_sent += 1
         route.traffic.payload_sent += nbytes_in(pieces)
 
@@ -186,9 +188,7 @@ class Resharding(Actor):
         Raises:
             BorrowError: It was lent, and has been written to.
         """
-        stored = self._stored(shard.content)
-        if stored is not None:
-            stored.check_unchanged()
+        await self._settle(shard.content)
 
     # The destination.
 
@@ -217,7 +217,9 @@ class Resharding(Actor):
         tensors = {name: self._allocate(shape, dtype) for name, dtype, shape in new}
         for parcel in kept:
             pieces = [Piece(*fields) for fields in parcel]
-            await self._read(ranks[pieces[0].source].shard, [pieces], partial(copy_pieces, tensors))
+            shard = ranks[pieces[0].source].shard
+            await self._read(shard, [pieces], partial(copy_pieces, tensors))
+            await self._settle(shard)
         error: BaseException | None = None
         try:
             await self._fetch_all(tensors, [[Piece(*fields) for fields in parcel] for parcel in parcels], ranks, bound)
@@ -398,6 +400,17 @@ class Resharding(Actor):
                 opened = await self._open(ref, pieces)
                 await self._copy(partial(copy, opened.tensors, pieces), nbytes_in([pieces]))
                 unchanged = opened.are_unchanged(pieces)
+
+    async def _settle(self, ref: Ref[Mapping[str, torch.Tensor]]) -> None:
+        """Check that what was read of a shard of this process is whole.
+
+        Raises:
+            BorrowError: It was lent, and has been written to.
+        """
+        stored = self._stored(ref)
+        if stored is not None and stored.lent:
+            await wait_passed()
+            stored.check_unchanged()
 
     async def _copy(self, job: Callable[[], object], nbytes: int) -> None:
         if nbytes > SYNC_COPY:

@@ -16,6 +16,7 @@ from aiodaft._protocol.objects.value import Key
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.exhaustion import exhausted
+from aiodaft._runtime.platform.operations import wait_passed
 from aiodaft._runtime.platform.threads import SYNC_COPY
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.decoder import decode, decode_small, is_heavy, spec_of
@@ -206,6 +207,9 @@ class Store:
     async def make_ready(self, stored: StoredValue) -> None:
         """Prepare a value to be granted."""
         await self.pack(stored)
+        if not stored.packed:
+            await wait_passed()
+            stored.settle()
         await stored.wait_filled()
 
     def capture(self, result: Any, label: str, what: str, via: str | None, *, small: bool = True) -> StoredValue:

@@ -204,7 +204,7 @@ class StoredValue:
         await filled.wait()
 
     def pack(self, transport: Transport, carrier: Callable[[Route], Transport]) -> None:
-        """Copy the buffers to where peers can reach them. May take long.
+        """Copy the buffers to where peers can reach them. May take long; of lent memory, `settle` comes later.
 
         Args:
             transport: It allocates the memory.
@@ -214,7 +214,7 @@ class StoredValue:
             BorrowError: A tensor was written to since it was lent, or during the copy.
             ResourceExhausted: There is no memory or descriptor for them.
         """
-        if self.packed:
+        if self.packed or self.block is not None or self.inline is not None:
             return
         self._transport, self._carrier = transport, carrier
         encoded = self.encoded
@@ -241,11 +241,20 @@ class StoredValue:
             if self._released:
                 # It was released meanwhile, before it had the block.
                 block.release()
-        self.packed = True
+        self.packed = self._lender is None or not encoded.nbytes
         for index, source in enumerate(encoded.sources):
             if not source.lent:
                 # After the copy, the original is not needed any more, and may change.
                 source.keep = source.fill = source.version = self._versions[index] = None
+
+    def settle(self) -> None:
+        """Note that the copy of lent memory is whole; the operations that threads were in after it are over.
+
+        Raises:
+            BorrowError: A tensor was written to since it was lent.
+        """
+        self.encoded.check_unchanged(self._versions)
+        self.packed = True
 
     @property
     def in_host_memory(self) -> bool:

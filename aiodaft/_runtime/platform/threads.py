@@ -122,3 +122,7 @@ class HelperThread:
         while (job := self._jobs.get()) is not None:
             job()
             del job
+
+
+# The code that a thread is in while it has no job.
+IDLE: Final = HelperThread._work.__code__

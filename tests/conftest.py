@@ -1,4 +1,4 @@
-"""What every test stands on: both event loops, and a check that nothing is left behind."""
+"""The ground of every test: both event loops, and a check that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _LOOP_IS_THE_SUBJECT = {
     "test_first_steps", "test_forks", "test_listener", "test_nested_loops", "test_secure_socket", "test_surroundings",
     "test_wakeup",
 }  # fmt: skip
-# Tests of what stands on sockets, timers, threads, signals, tasks and their frames: on asyncio's loop, CI runs them.
+# Tests of code on sockets, timers, threads, signals, tasks and their frames: on asyncio's loop, CI runs them.
 _LOOP_MATTERS = {
     "test_boundaries", "test_calls", "test_cancellation", "test_channels", "test_deadlines", "test_deadlocks",
     "test_death", "test_exhaustion", "test_graphs", "test_order", "test_overload", "test_processes", "test_refs",
     "test_stack", "test_streams", "test_threads", "test_unhandled",
 }  # fmt: skip
-# What a test says when its time is over: raised in it, or in a callback.
+# The texts of a test whose time is over: raised in it, or in a callback.
 _OVER = ("from pytest-timeout", "Event loop stopped before Future completed")
 _STDERR = pytest.StashKey[int]()
 _FAILED = pytest.StashKey[bool]()
@@ -75,13 +75,13 @@ _LOOPS = {
 
 
 def _stop_when_time_is_over(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """The exception of a test's time limit may be raised in a callback, and loops do not pass on what that raises."""
+    """The exception of a test's time limit may be raised in a callback, and loops do not pass its errors on."""
     loop.default_exception_handler(context)
     if isinstance(context.get("exception"), pytest.fail.Exception):
         loop.stop()
 
 
-# Without torch, which does not come for every Python as soon as that is out, what needs it is skipped.
+# Without torch, which does not come for every Python as soon as that is out, tests that need it are skipped.
 
 
 @pytest.hookimpl(wrapper=True)
@@ -114,7 +114,7 @@ def pytest_runtest_makereport(
     elif call.excinfo is not None:
         item.stash[_FAILED] = True
         if any(sign in str(call.excinfo.value) for sign in _OVER):
-            # The limit finds a loop that waits; here is what it waits for.
+            # The limit finds a loop that waits; here are the events that it waits for.
             report.sections.append(("where the tasks were", _where_tasks_are()))
     return report
 
@@ -128,8 +128,8 @@ def _where_tasks_are() -> str:
     return "".join(where)
 
 
-# The time limit raises an exception, once, and not any more after a failure. What goes on nevertheless is ended, and
-# it is shown where it was.
+# The time limit raises an exception, once, and not any more after a failure. A test that goes on
+# nevertheless is ended, and its place is shown.
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -173,7 +173,7 @@ def pytest_asyncio_loop_factories(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that repeat on asyncio's own loop what uvloop has shown, where the loop is not the subject."""
+    """Mark the tests that repeat uvloop's checks on asyncio's own loop, where the loop is not the subject."""
     for item in items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         marker = item.get_closest_marker("asyncio")
@@ -187,14 +187,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def what_is_loaded_is_no_garbage() -> None:
-    """Each test collects garbage before it is judged: what is there before its module need not be looked at again."""
+    """Each test collects garbage before it is judged: objects from before its module need not be looked at again."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def preloaded(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Runtimes of this process preload what PRELOAD of the test module names, without it nothing.
+    """Runtimes of this process preload the modules in PRELOAD of the test module, without it none.
 
     By default they would import torch, which some test has loaded, for actors that do not use it: a second each time.
     """
@@ -221,7 +221,7 @@ def nothing_left_behind() -> Iterator[None]:
 @pytest.fixture
 async def own_rt(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
     """An open runtime with four free GPUs."""
-    # What tests themselves have imported, torch among it, is no concern of these actors.
+    # Modules that tests themselves have imported, torch among them, are no concern of these actors.
     async with aiodaft.Runtime(gpus=4, share_gpus=True, preload=(), stop_grace=1) as runtime:
         yield runtime
 
@@ -279,7 +279,7 @@ async def _stop_actors(runtime: aiodaft.Runtime) -> None:
 
 @pytest.fixture
 def terminal(capfd: pytest.CaptureFixture[str]) -> Terminal:
-    """What is printed in a test."""
+    """The output of a test."""
     return Terminal(capfd)
 
 

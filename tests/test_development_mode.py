@@ -19,7 +19,7 @@ FILES = [path for folder in ("e2e", "runtime") for path in sorted((TESTS / folde
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_h119_the_suite_warns_of_nothing(path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--timeout=180", str(path)]
-    # Workers and fork servers inherit these; what they warn of they print.
+    # Workers and fork servers inherit these; they print their warnings.
     environment = {**os.environ, "PYTHONDEVMODE": "1", "PYTHONASYNCIODEBUG": "1"}
     done = subprocess.run(
         command,

@@ -1,4 +1,4 @@
-"""What the documents name is there."""
+"""The objects that the documents name are there."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_page_is_linked_from_the_readme() -> None:
 def test_every_promise_names_a_test_file() -> None:
     tests = [(text, target) for text, target in links(PROMISES) if "/tests/" in target]
     assert {text for text, _ in tests} == {Path(target).stem for _, target in tests}
-    # Up to what is not promised, each paragraph is a promise; a table belongs to the paragraph after it.
+    # Up to the part that is not promised, each paragraph is a promise; a table belongs to the paragraph after it.
     promised = PROMISES.read_text().partition("## Not promised")[0]
     paragraphs = [part for part in promised.strip().split("\n\n")[2:] if not part.startswith(("#", "|", "Every `ref"))]
     assert [part for part in paragraphs if "/tests/" not in part] == []

@@ -27,7 +27,7 @@ def test_agents_work_together_with_no_one_in_charge() -> None:
     output = run_example("agents_p2p.py")
     assert "2000 workflows, each once: True" in output
     assert "draft 7 < needs a source < found one < good < published" in output
-    # One call for each agent, and what the runtime does for itself.
+    # One call for each agent, and the runtime's own messages.
     sent = re.search(r"the controller sent (\d+) messages", output)
     assert sent is not None
     assert int(sent[1]) < 50

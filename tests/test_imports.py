@@ -17,15 +17,15 @@ import aiodaft
 
 SUPPORT = Path(__file__).parent / "support"
 
-# Large, optional, or slow; what needs one of them imports it when it does.
+# Large, optional, or slow; code that needs one of them imports it when it does.
 HEAVY = {
     "anyio", "click", "cloudpickle", "fastapi", "msgspec", "multiprocessing", "numpy", "pandas", "psutil", "rich",
     "starlette", "torch", "ucxx", "uvicorn", "uvloop",
 }  # fmt: skip
-# Of the standard library, what takes milliseconds that few programs need.
+# Modules of the standard library that take milliseconds and that few programs need.
 SLOW = {"hashlib", "hmac", "pathlib", "platform", "secrets", "urllib"}
 
-# It loads first what has effects of its own: typing registers types with copyreg, and ctypes may open libffi.
+# It loads first the modules with effects of their own: typing registers types with copyreg, and ctypes may open libffi.
 LOOK = """
     import asyncio, asyncio.events, atexit, copyreg, gc, json, logging, os, resource, signal, sys, threading, warnings
     import ctypes, typing
@@ -61,7 +61,7 @@ LOOK = """
 
 
 def run(code: str) -> Any:
-    """What a fresh interpreter prints, as JSON."""
+    """The output of a fresh interpreter, as JSON."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
         capture_output=True,
@@ -80,7 +80,7 @@ def heavy_of(modules: list[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    """What was there before and after the import, and what it loaded."""
+    """The state before and after the import, and the loaded modules."""
     code = """
         before = look()
         loaded = set(sys.modules)
@@ -109,7 +109,7 @@ def test_every_public_module_can_be_imported_first_and_loads_nothing_heavy() -> 
         import importlib, json, pkgutil, sys
         import aiodaft
         names = [info.name for info in pkgutil.iter_modules(aiodaft.__path__, "aiodaft.") if "._" not in info.name]
-        # What the package itself has loaded is there first in any case.
+        # The modules that the package itself has loaded are there first in any case.
         first = set(sys.modules)
         for name in names:
             for loaded in [loaded for loaded in sys.modules.keys() - first if loaded.startswith("aiodaft")]:

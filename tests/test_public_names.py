@@ -1,4 +1,4 @@
-"""The names that completion offers on what users hold are those that are for users."""
+"""The names that completion offers on users' objects are those that are for users."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ async def test_calls_after_and_in_a_trace_are_compared_with_those_of_a_runtime_w
 
 @pytest.mark.timeout(120)
 def test_calls_in_a_trace_context_and_with_spans_are_compared_with_those_without() -> None:
-    # In a process of its own: what is set up for spans stays in a process.
+    # In a process of its own: the set-up for spans stays in a process.
     ended = run_bench("telemetry", "--turns", "1", "--json")
     assert ended.returncode == 0
     results = json.loads(ended.stdout)["results"]

@@ -1,4 +1,4 @@
-"""What all commands of `aiodaft` have: help, JSON, errors, exit statuses, completion."""
+"""The common part of all commands of `aiodaft`: help, JSON, errors, exit statuses, completion."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def commands() -> dict[str, click.Command]:
 
 
 def completed(words: str) -> list[str]:
-    """What bash is given for what a user has typed."""
+    """The completions that bash gets for a user's words."""
     arguments, _, incomplete = words.rpartition(" ")
     shell = BashComplete(main, {}, "aiodaft", "_AIODAFT_COMPLETE")
     return [item.value for item in shell.get_completions(arguments.split(), incomplete)]

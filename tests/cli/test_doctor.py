@@ -29,7 +29,7 @@ def key_file(tmp_path: Path) -> str:
 
 
 def diagnosis(address: str, key_file: str) -> str:
-    """What it says of a cluster that cannot be used."""
+    """The report on a cluster that cannot be used."""
     ended = aiodaft_command("doctor", address, "--key-file", key_file)
     assert ended.returncode == 1, ended.stdout
     return ended.stdout.partition("cluster          does not work: ")[2]

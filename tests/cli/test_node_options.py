@@ -1,4 +1,4 @@
-"""What `aiodaft up` refuses before it listens, and what its coordinator begins with."""
+"""Options that `aiodaft up` refuses before it listens, and the first state of its coordinator."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def running(*arguments: str, code: str = PROGRAM) -> Generator[subprocess.Popen[
 
 
 def wait_ready(process: subprocess.Popen[str]) -> int:
-    """Wait until a program says its pid, among what its actors print."""
+    """Wait until a program says its pid, among the output of its actors."""
     assert process.stdout is not None
     while not (line := process.stdout.readline()).strip().isdecimal():
         assert line

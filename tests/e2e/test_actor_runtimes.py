@@ -250,7 +250,7 @@ async def test_an_actor_names_finds_stops_and_looks_at_actors(rt: aiodaft.Runtim
     await parent.stop(theirs)
     with pytest.raises(aiodaft.NameNotFound):
         await rt.lookup("theirs", Child)
-    # Also what others have spawned.
+    # Also actors that others have spawned.
     await parent.stop(mine)
     assert not (await rt.info(mine)).alive
 

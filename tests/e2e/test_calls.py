@@ -80,7 +80,7 @@ async def test_eight_callers_keep_their_own_orders(rt: aiodaft.Runtime) -> None:
 async def test_async_calls_run_side_by_side(rt: aiodaft.Runtime) -> None:
     log = await rt.spawn(Log)
     refs = [log.after_gate(index) for index in range(50)]
-    # One after the other, the first would wait for ever for what the last one does.
+    # One after the other, the first would wait for ever for the last one.
     await log.open_gate()
     assert await asyncio.gather(*refs) == list(range(50))
 

@@ -150,7 +150,7 @@ async def test_a_call_that_is_cancelled_gives_up_the_calls_that_it_did_not_come_
         await call
     while len(over := {event for event in await sleeper.history() if event.endswith("cleaned up")}) < 3:
         pass
-    # Not what it keeps for later, had dropped before, or has begun in its cleanup.
+    # Not the calls that it keeps for later, had dropped before, or has begun in its cleanup.
     assert over == {"first cleaned up", "second cleaned up", "last cleaned up"}
     assert "goodbye began" in await sleeper.history()
 

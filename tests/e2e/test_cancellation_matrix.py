@@ -17,11 +17,11 @@ import aiodaft
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 Wait: TypeAlias = Callable[[], Awaitable[object]]
-# Cancels when the call is where it should be, by calling what it is given.
+# Cancels when the call is where it should be, by calling its argument.
 Drive: TypeAlias = Callable[[Callable[[], object]], Awaitable[None]]
 
 
-# Who cancels. Each waits until its own `async with` or `await` is over: what is true then is true on return.
+# The cancelling side. Each waits until its own `async with` or `await` is over: facts of that moment hold on return.
 
 
 async def by_task(wait: Wait, drive: Drive) -> None:
@@ -106,7 +106,8 @@ if sys.version_info >= (3, 12) and not (3, 13) <= sys.version_info < (3, 13, 3):
     CALLERS.append(by_eager_task)
 
 
-# Where the call is. Each gives what waits, what comes before the cancellation and after it, and what must be true then.
+# The places of the call. Each gives the waiting call, the steps before and after the cancellation, and the facts that
+# must hold then.
 
 
 class Case:
@@ -117,7 +118,7 @@ class Case:
         self.subject = subject
 
     async def prepare(self) -> None:
-        """What is there before the call."""
+        """The steps before the call."""
 
     async def wait(self) -> None:
         raise NotImplementedError
@@ -126,7 +127,7 @@ class Case:
         await self.subject.has_begun()
 
     async def after(self) -> None:
-        """What happens once the cancellation was asked for."""
+        """The steps once the cancellation was asked for."""
 
     async def check(self) -> None:
         """Called when the wait is over: nothing may be left to happen."""

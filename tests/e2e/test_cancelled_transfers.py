@@ -1,4 +1,4 @@
-"""Whatever is cancelled, wherever it is: memory and grants go back."""
+"""A cancellation of anything, anywhere: memory and grants go back."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ async def test_a_value_for_a_graph_that_is_no_more(module_rt: aiodaft.Runtime) -
     assert stored.block.grants == 0
 
 
-# The rule behind all of these: what is dropped goes back.
+# The rule behind all of these: dropped objects go back.
 
 
 async def stored_here(module_rt: aiodaft.Runtime) -> StoredValue:

@@ -127,7 +127,7 @@ async def test_new_members_take_over_the_state_of_others_before_they_are_in_the_
 
     async def prepare(new: list[Peer]) -> None:
         seen.append((len(new), len(group), group.epoch, new[0] in group))
-        # What the others do goes on, and no call of the group goes to the new ones.
+        # The work of the others goes on, and no call of the group goes to the new ones.
         seen.append({await group.any(Peer.size_of_state) for _ in range(8)})
         state = group[0].get()
         seen.append(await asyncio.gather(*(one.load(aiodaft.typing.lazy(state)) for one in new)))

@@ -1,4 +1,4 @@
-"""How channels end: by closing, by the death of a sender, a receiver or the keeper, and when no process holds them."""
+"""The end of channels: by a close, the death of a sender, a receiver or the keeper, and the last drop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def is_called(rt: aiodaft.Runtime, actor: Courier) -> None:
 
 
 async def die(rt: aiodaft.Runtime, actor: Courier) -> None:
-    """The actor's process is killed; who hears of it when is open."""
+    """The actor's process is killed; the order in which others hear of it is open."""
     os.kill((await rt.info(actor)).pid, signal.SIGKILL)
 
 
@@ -119,7 +119,7 @@ async def test_receivers_learn_that_every_sender_has_died(rt: aiodaft.Runtime, h
         with pytest.raises(aiodaft.ActorDied, match="SIGKILL") as caught:
             await receiving
         assert any("every process that sent has ended" in note for note in caught.value.__notes__)
-    # Who sends now is a sender that lives.
+    # A sender that sends now lives.
     received = receiver.drain(channel)
     await channel.send("more")
     await channel.aclose()

@@ -32,7 +32,7 @@ def task(coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 async def has_sent(courier: Courier, count: int) -> int:
-    """How much was sent, once it is `count`, and no more after another round trip."""
+    """The number of sent items, once it is `count`, and no more after another round trip."""
     while await courier.count() < count:
         await asyncio.sleep(0)
     for _ in range(20):
@@ -70,7 +70,7 @@ async def test_between_actors_nothing_comes_here(rt: aiodaft.Runtime) -> None:
     before = rt.traffic().messages_received
     received = receiver.drain(channel)
     await sender.send(channel, list(range(500)))
-    # Two answers, and what the runtime does for itself; not one message per item.
+    # Two answers, and the runtime's own messages; not one message per item.
     assert rt.traffic().messages_received - before < 50
     await channel.aclose()
     assert await received == list(range(500))
@@ -127,7 +127,7 @@ async def test_a_full_channel_holds_the_sender_up(rt: aiodaft.Runtime, where: st
             taken = list(await receiver.receive(channel, 1))
         else:
             taken.append(await channel.recv())
-    # What the receiver has asked for in advance counts as taken.
+    # Items that the receiver has asked for in advance count as taken.
     assert 5 <= await has_sent(sender, 5) <= 6
     rest = [await channel.recv() for _ in range(8)] if where != "queue at the receiver" else []
     if where == "queue at the receiver":

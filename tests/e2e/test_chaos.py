@@ -1,4 +1,4 @@
-"""The chaos run: what it does follows from its seed, and it sees a broken promise."""
+"""The chaos run: its events follow from its seed, and it sees a broken promise."""
 
 import resource
 import subprocess

@@ -33,7 +33,7 @@ class Training:
     def __init__(self, group: Group[Replica], size: int, seed: int) -> None:
         self.group = group
         self.random = random.Random(seed)
-        # Does here what the members do.
+        # Does the members' work here.
         self.twin = Replica(size)
 
     async def step(self, victims: int = 0) -> tuple[int, ...]:

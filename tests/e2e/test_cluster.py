@@ -73,7 +73,7 @@ async def test_what_actors_on_other_machines_print_and_log_comes_to_the_program(
         await rt.stop(printer)
         terminal.look()
         assert terminal.out.endswith("last words\n")
-        # What outlives the program writes to the terminal of its node.
+        # An actor that outlives the program writes to the terminal of its node.
         keeper = await rt.on(name="printer", lifetime="cluster").spawn(Printer)
         await keeper.log(logging.ERROR)
         await rt.stop(keeper)
@@ -216,7 +216,7 @@ async def test_controllers_share_named_actors(rt: aiodaft.Runtime, cluster: Clus
         mine = await other.on(node="n2").spawn(Traveller)
         assert await mine.increment(found.increment(0)) == 2
         assert await mine.ask(found, 1) == 2
-    # What the other controller had is gone, and what this one has is not.
+    # The other controller's actors are gone, and this one's are not.
     assert await named.increment(1) == 2
 
 

@@ -1,4 +1,4 @@
-"""What ends with what, among programs and actors of a cluster."""
+"""The common ends of programs and actors of a cluster."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ async def test_any_program_stops_an_actor_of_the_cluster_and_its_resources_are_f
         assert await child.increment() == 1
     found = await rt.lookup("kept", Parent)
     assert await found.answer() == 42
-    # What it has spawned ends with it, not with the program.
+    # Its children end with it, not with the program.
     assert await found.ask_child() == 2
     _, now = await resources_of(rt)
     assert now["cpus"] == before["cpus"] - 3

@@ -1,4 +1,4 @@
-"""What a cluster shows to other users and machines: one port per node, and nothing of the key."""
+"""The traces of a cluster for other users and machines: one port per node, and nothing of the key."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ports_of(pid: int) -> list[int]:
 
 
 def command_line_and_environment(pid: int) -> list[bytes]:
-    """What `ps` shows of a process."""
+    """The view of a process in `ps`."""
     return [Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")]
 
 

@@ -107,7 +107,7 @@ async def test_what_an_op_has_no_meaning_for_is_refused_and_the_collective_named
     assert await aiodaft.all_reduce(pairs, "max") == [[1, "x"]] * 2
     scalars = await aiodaft.all_reduce([member.give(numpy.float32(1)) for member in members])
     assert [type(scalar) for scalar in scalars] == [numpy.float32] * 2
-    # What has no size in bytes is gathered, and reduced by a function.
+    # Values without a size in bytes are gathered, and reduced by a function.
     sparse = [member.give(torch.eye(300).to_sparse()) for member in members]
     for gathered in await aiodaft.all_gather(sparse):
         assert all(torch.equal(one.to_dense(), torch.eye(300)) for one in gathered)
@@ -196,7 +196,7 @@ async def test_all_to_all_of_different_sizes(rt: aiodaft.Runtime) -> None:
 
 @pytest.mark.timeout(120)
 async def test_opposite_orders_and_shared_members_for_500_rounds(rt: aiodaft.Runtime) -> None:
-    """Failures 1, 3 and 7 of gloo: what SPMD programs must issue in one order may be issued in any."""
+    """Failures 1, 3 and 7 of gloo: collectives that SPMD programs must issue in one order may be issued in any."""
     members = list(await rt.group(4, Member))
     source = random.Random(15)
     under_way: list[tuple[Any, list[Any]]] = []

@@ -1,4 +1,4 @@
-"""What the members of a group know of it: rank, size, axes, epoch and the other members."""
+"""The group as its members know it: rank, size, axes, epoch and the other members."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_member_knows_its_rank_size_and_axes_from_its_constructor_on(rt:
             assert (seen.axes, seen.coords) == (dict(group.axes), {"dp": rank // 2, "tp": rank % 2})
         assert all(MADE in str(seen.members) for seen in early)
         assert now.members == in_thread.members == tuple(group)
-    # What the constructor has asked for knows the members, too.
+    # The group that the constructor has asked for knows the members, too.
     assert await group.all(Seated.kept) == [(4, True, 4)] * 4
     assert group.id.startswith("Seated-group-")
 

@@ -1,4 +1,4 @@
-"""The dashboard over HTTP: what it serves, to whom, and when it ends."""
+"""The dashboard over HTTP: its pages, its readers, and its end."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def page(program: tuple[subprocess.Popen[str], str], tmp_path: Path) -> Iterator
 
 
 WIDTH_OF_A_CHART = "Number(document.querySelector('#calls svg').getAttribute('width'))"
-# How far each box of the flow is from the four edges of the drawing.
+# The distances of each box of the flow from the four edges of the drawing.
 BOXES = """
     [...document.querySelectorAll('#flow rect')].map((one) => {
         const [box, all] = [one, one.ownerSVGElement].map((element) => element.getBoundingClientRect());
@@ -58,7 +58,7 @@ def filter_actors(page: Page, wanted: str) -> None:
 
 
 def test_the_page_shows_what_the_program_does(page: Page, program: tuple[subprocess.Popen[str], str]) -> None:
-    # What wants attention is first.
+    # The actors that need attention are first.
     page.wait("document.querySelector('#actors tbody tr .state')?.dataset.state === 'silent'")
     assert len(page.texts("#actors tbody tr")) == 4
     assert "silent for" in " ".join(page.texts("#processes tbody tr"))
@@ -115,7 +115,7 @@ def test_the_page_fits_small_and_large_windows_light_and_dark(page: Page) -> Non
             assert len({(box[0], box[1]) for box in boxes}) == len(boxes)
             colors.add((theme, page.run("getComputedStyle(document.body).backgroundColor")))
     assert len(colors) == 2
-    # What the user chooses is kept.
+    # The user's choice is kept.
     page.click("#theme")
     page.click("#theme")
     page.ask("Page.reload")

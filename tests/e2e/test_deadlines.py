@@ -59,7 +59,7 @@ async def test_what_the_runtime_tells_itself_has_no_deadline(
 @pytest.mark.parametrize("awaited", ["inside", "outside"])
 async def test_cleanup_here_and_there_has_run_when_a_deadline_ends_a_call(rt: aiodaft.Runtime, awaited: str) -> None:
     outer, inner = await rt.spawn(Subject), await rt.spawn(Subject)
-    # Who notices first differs: the caller, the actor, or the one that it calls.
+    # The first to notice differs: the caller, the actor, or the one that it calls.
     for number in range(20):
         with pytest.raises(aiodaft.DeadlineExceeded):
             async with aiodaft.deadline(0.02 + number / 10_000):
@@ -106,7 +106,7 @@ async def test_what_a_call_gives_or_raises_after_its_deadline_is_too_late(rt: ai
     with pytest.raises(aiodaft.DeadlineExceeded, match=r"deadline of Subject\.give_in_late") as caught:
         await ref
     assert caught.value.executed is None
-    # Whether what it raised could travel or not.
+    # If its error could travel, and if not.
     assert ("ValueError" in str(getattr(caught.value, "__notes__", ""))) is (how == "raise")
     assert await actor.history() == ["cleaned up"]
 

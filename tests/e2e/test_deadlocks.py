@@ -38,7 +38,7 @@ def story(error: aiodaft.DeadlockDetected) -> list[tuple[str, str]]:
     for one in error.cycle:
         assert isinstance(one, WaitingCall)
         name = one.method.partition(".")[2]
-        # What has not begun is nowhere yet.
+        # A call that has not begun is nowhere yet.
         assert re.fullmatch(rf".*deadlocked\.py:\d+ in ({name}|<listcomp>)|", one.line)
         assert f"{one.method} of {one.actor}" in str(error)
     return [(one.actor, one.method.partition(".")[2]) for one in error.cycle]
@@ -100,7 +100,7 @@ async def test_cycles_through_graphs_are_found_too(module_rt: aiodaft.Runtime) -
             on_thread(): [(c, "on_thread"), (d, "on_thread"), (c, "nothing")],
             g.in_a_graph(h, g): [(g, "in_a_graph"), (h, "in_a_graph"), (g, "in_a_graph")],
         }
-        # What it is given later stands behind the row that needs its own result.
+        # Calls that it is given later stand behind the row that needs its own result.
         expected[ahead()] = [(e, "when_told"), (f, "free"), (f, "free")]
         behind = f.free()
         await e.keep(Box(behind))
@@ -212,7 +212,7 @@ async def test_a_wait_in_a_collective_is_for_those_that_have_not_come_unless_it_
             await task
     beside = CallAt(second.remote, PeerId("caller"), CallId(0), second.actor, (7,))
     assert waits.pop((None, True)).calls == [beside]
-    # Who comes by itself may be met by any call.
+    # A member that comes by itself may be met by any call.
     assert [(wait.known, wait.calls) for wait in waits.values()] == [(False, []), (False, [])]
 
 

@@ -1,4 +1,4 @@
-"""A dead actor: what its callers hear (C33, C35-C37 and C42 of the fault tests)."""
+"""A dead actor: the errors of its callers (C33, C35-C37 and C42 of the fault tests)."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_c36_the_kernel_that_kills_for_want_of_memory_is_named_and_others_
 
 async def kill_one_of_four(rt: aiodaft.Runtime, group: Path) -> None:
     other = await rt.spawn(Echo)
-    # What is forked from here on belongs to it.
+    # Processes that are forked from here on belong to it.
     move(fork_server_of(rt), group)
     victims = [await rt.spawn(Failing) for _ in range(3)]
     waiting = victims[0].wait()

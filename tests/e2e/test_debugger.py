@@ -26,7 +26,7 @@ class Terminal:
         self._seen = ""
 
     def shows(self, pattern: str) -> re.Match[str]:
-        """Wait until something appears behind what was matched before."""
+        """Wait until something appears behind the text that was matched before."""
         while (found := re.search(pattern, self._seen, re.DOTALL)) is None:
             # The end of the terminal is an error, and a silent one the time limit of the test.
             self._seen += os.read(self._reading, 1 << 16).decode().replace("\r", "")

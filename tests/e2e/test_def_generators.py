@@ -88,7 +88,7 @@ async def test_a_left_generator_that_asks_other_actors_ends_and_may_ask_them_in_
         while "Stepper.wait" not in (await rt.info(other)).running:
             pass
         break
-    # What the step waits for is cancelled.
+    # The wait of the step is cancelled.
     while "asks ends" not in await stepper.noted():
         pass
     await other.let_go_on()

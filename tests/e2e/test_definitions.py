@@ -1,4 +1,4 @@
-"""What a process cannot import is sent to it once, is one thing there, and is freed with its last user."""
+"""A definition that a process cannot import is sent to it once, is one thing there, and is freed with its last user."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def define(factor: int = 1) -> type[Any]:
 
 
 async def settle() -> None:
-    """What was dropped is told to the other processes before the next call."""
+    """The other processes are told of dropped definitions before the next call."""
     gc.collect()
     await asyncio.sleep(0)
 
@@ -57,7 +57,7 @@ async def test_ten_thousand_calls_send_the_code_of_a_class_once(runtime: aiodaft
     for _ in range(CALLS // 100):
         assert await asyncio.gather(*(taker.size(local(number)) for number in range(100))) == list(range(100))
     after = runtime.traffic()
-    # The code alone has more bytes than what is sent for a call.
+    # The code alone has more bytes than the messages of a call.
     assert after.control_sent - before.control_sent < CALLS * CODE // 10
 
 
@@ -234,7 +234,7 @@ async def test_an_attribute_of_a_class_that_comes_back_is_left_alone(runtime: ai
     assert [await taker.size(Counting()), await taker.size(Counting())] == [1, 2]
     assert type(await taker.echo(Counting())) is Counting
     assert Counting.sizes == []
-    # The actor takes what the program has changed.
+    # The actor takes the program's change.
     Counting.sizes.append(7)
     assert await taker.size(Counting()) == 2
 

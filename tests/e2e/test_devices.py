@@ -136,7 +136,7 @@ async def test_who_only_reads_gets_no_copy(rt: aiodaft.Runtime, here: HostDriver
     a, b, c = [await rt.spawn(DeviceKeeper, number) for number in (0, 0, 5)]
     ref, before = a.make(SIZE, 2.0), here.copied
     assert await asyncio.gather(*(b.peek(ref) for _ in range(8))) == [2.0 * SIZE] * 8
-    # Also what this process passes, in a list.
+    # Also a tensor that this process passes, in a list.
     mine = here.tensor(SIZE).fill_(3.0)
     assert await b.peek_on_thread([ref, mine], factor=0.5) == 2.5 * SIZE
     # The process that made it, and one with another GPU, which needs a copy.
@@ -285,7 +285,7 @@ async def test_into_writes_in_place_without_memory_in_between(rt: aiodaft.Runtim
     target = here.tensor(SIZE).zero_()
     made, copied, version = here.made, here.copied, target._version
     ref = a.make(SIZE, 6.0)
-    # What is queued for the target's stream comes before the value.
+    # Work that is queued for the target's stream comes before the value.
     here.enqueue(0, lambda: target.fill_(9.0))
     assert await ref.into(target) is target
     assert target.min() == target.max() == 6.0

@@ -123,7 +123,7 @@ async def test_changes_are_added_up_while_members_take_inner_steps(rt: aiodaft.R
 
 
 class Twins:
-    """The members, all in this process: what the others share has to have the same bits."""
+    """The members, all in this process: their shared parameters have to have the same bits."""
 
     def __init__(self, plan: Plan, count: int) -> None:
         self.plan, self.members, self.steps = plan, [Member(plan) for _ in range(count)], 0

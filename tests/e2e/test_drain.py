@@ -1,4 +1,4 @@
-"""Nodes that are drained: what is on them goes elsewhere, and no call is lost."""
+"""Nodes that are drained: their actors go elsewhere, and no call is lost."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Drain:
         return (await asyncio.to_thread(self._lines.readline)).rstrip("\n")
 
     async def ended(self) -> tuple[int, str, str]:
-        """The exit status, and what else was printed."""
+        """The exit status, and the rest of the output."""
         said, complained = await asyncio.to_thread(self._process.communicate, timeout=30)
         return self._process.returncode, said, complained
 
@@ -99,7 +99,7 @@ async def test_a_drained_node_takes_nothing_new_and_ends_with_its_last_actor(
     shown = await asyncio.to_thread(cluster.run, "ps")
     assert "    is being drained" in shown.stdout.splitlines()
     assert {node.name: node.state for node in await rt.nodes(patience=30)} == {"n1": "ready", "n2": "draining"}
-    # What needs no new place goes on.
+    # Calls that need no new place go on.
     assert await second.ask(first, 1) == 2
     await rt.stop(second)
     status, said, complained = await drain.ended()

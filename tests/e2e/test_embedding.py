@@ -37,7 +37,7 @@ def in_a_task(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
 
 
 async def history_with(app: FastAPI, event: str) -> list[str]:
-    """What the models have done, once this is part of it."""
+    """The history of the models, once this is part of it."""
     while True:
         history = [one for member in app.state.models for one in await member.history()]
         if event in history:

@@ -26,7 +26,7 @@ long = [pytest.mark.soak, pytest.mark.timeout(600)]
 
 
 def counts(small: int, large: int) -> pytest.MarkDecorator:
-    """How often a test does what it does, in the suite and at length."""
+    """The numbers of repetitions of a test, in the suite and at length."""
     return pytest.mark.parametrize("count", [small, pytest.param(large, marks=long)])
 
 
@@ -87,7 +87,7 @@ async def test_tiny_calls_by_the_thousand_leave_nothing(rt: aiodaft.Runtime, cou
 
 @counts(300, 30_000)
 async def test_refs_that_are_dropped_in_any_way_free_their_values(rt: aiodaft.Runtime, count: int) -> None:
-    """By the last drop, by the collector, by an error, and by the death of who held them."""
+    """By the last drop, by the collector, by an error, and by the death of the holder."""
     echo, relay = await rt.spawn(Echo), await rt.spawn(Relay)
     size = 70_000
 

@@ -135,7 +135,7 @@ async def test_dependents_of_a_failed_call_do_not_run_and_name_the_path(own_rt: 
     with pytest.raises(ValueError, match="root") as caught:
         await last
     raised, *path = caught.value.__notes__
-    # Which of the actors, though they are of one class.
+    # The name of the actor, among others of its class.
     assert raised.startswith("raised by Failing.raise_value_error in Failing-1 (pid ")
     result = "which did not run: its argument is the result of"
     assert path == [

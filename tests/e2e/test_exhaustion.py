@@ -1,4 +1,4 @@
-"""A process that is out of descriptors or threads, or may make no large files: what needs them fails, and no more."""
+"""A process that is out of descriptors or threads, or may make no large files: operations that need them fail alone."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ async def test_a_spawn_without_descriptors_fails_and_leaves_none_open(rt: aiodaf
     actor = await rt.spawn(Hoarder)
     its_own = set(open_files().values()) - known
     await rt.stop(actor)
-    # The thread that reads what actors print closes its pipes when it hears of their end.
+    # The thread that reads the output of actors closes its pipes when it hears of their end.
     while its_own & set(open_files().values()):
         await asyncio.sleep(0)
     before = len(open_files())
@@ -152,7 +152,7 @@ async def test_a_spawn_without_descriptors_fails_and_leaves_none_open(rt: aiodaf
         with no_more_files(left), pytest.raises(aiodaft.SpawnFailed, match=NO_DESCRIPTORS) as caught:
             await rt.spawn(Hoarder)
         assert caught.value.executed is False
-    # The thread that reads what actors print hears that they will print nothing.
+    # The thread that reads the output of actors hears that there will be none.
     while len(open_files()) > before:
         await asyncio.sleep(0)
     assert await (await rt.spawn(Hoarder)).total(torch.ones(10)) == 10

@@ -1,4 +1,4 @@
-"""Two actors never serve under one name: what a node does whose lease is over, as far as it can know."""
+"""Two actors never serve under one name: a node whose lease is over stops, as far as it can know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls begin where they arrive: what they do before they first wait is seen in the order in which they were made."""
+"""Calls begin where they arrive: their steps before the first wait are seen in the order in which they were made."""
 
 from __future__ import annotations
 

@@ -74,7 +74,8 @@ async def test_handles_follow_wherever_they_are(module_rt: aiodaft.Runtime) -> N
     for epoch in (1, 2):
         pid = await actor.pid()
         await kill(actor)
-        # What another process sends before it hears of the death is under way: the method says that it may come twice.
+        # A call that another process sends before it hears of the death is under way: the method says that it may come
+        # twice.
         answers = [await caller.ask("survive", 0) for caller in (told, keeps)]
         assert {answer[1] for answer in answers} == {await actor.pid()} != {pid}
         found = await module_rt.lookup("mortal", Mortal)
@@ -118,7 +119,7 @@ async def test_handles_that_do_not_follow_refuse_until_they_are_renewed(module_r
         assert await new.get() == 0
         await caller.keep(new)
         assert await caller.ask("add", 3) == 3
-        # Looking and stopping are about the actor, whatever the handle.
+        # Looking and stopping are about the actor, through any handle.
         assert (await scope.info(old)).epoch == 1
         await scope.stop(old)
         for handle in (old, new):

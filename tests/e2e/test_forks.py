@@ -22,7 +22,7 @@ from aiodaft._runtime.platform.env import Env, Timeouts
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
-# What later Pythons say of any fork beside threads.
+# A warning of later Pythons about any fork beside threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
@@ -193,7 +193,7 @@ def test_a_signal_that_reaches_a_child_first_ends_the_child_and_not_the_program(
         async def main():
             print(fork_a_child_that_is_terminated_at_once())
             print(await asyncio.to_thread(fork_a_child_that_is_terminated_at_once))
-            # What the user blocks stays blocked, and nothing else, in the child, the parent, and after an exec.
+            # Signals of the user stay blocked, and nothing else, in the child, the parent, and after an exec.
             print(both(), await asyncio.to_thread(both))
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
             print(both(), flush=True)

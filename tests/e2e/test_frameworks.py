@@ -28,7 +28,7 @@ def environment_of(pid: int) -> set[str]:
 
 @pytest.mark.timeout(90)
 async def test_an_actor_ends_with_its_program_and_a_program_with_its_actor(nothing_left_behind: None) -> None:
-    # What the actors import is imported once.
+    # Modules that the actors import are imported once.
     async with aiodaft.Runtime(preload=("frameworks",)) as rt:
         on = rt.on(restart=aiodaft.Restart(intensity=2, period=60))
         calculator, engine = await on.spawn(Calculator), await on.spawn(Engine)
@@ -46,7 +46,7 @@ async def kill_both(rt: aiodaft.Runtime, actor: aiodaft.Actor, use: Callable[[],
         await ended(*pids)
     assert await come_back(use) == "hello"
     last = program_of(await rt.info(actor))
-    # Nothing but what the program that made the actor has.
+    # Nothing but the variables of the program that made the actor.
     assert environment_of(last) <= set(os.environ)
     await rt.stop(actor)
     assert not is_alive(last)

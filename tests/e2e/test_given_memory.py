@@ -27,7 +27,7 @@ def transport_of(rt: aiodaft.Runtime, name: str) -> Any:
 
 
 def landed(rt: aiodaft.Runtime, name: str) -> tuple[int, int]:
-    """What a transport of this process has allocated for values to arrive in."""
+    """The memory that a transport of this process has allocated for values to arrive in."""
     arena = transport_of(rt, name).landing
     return arena.live_blocks(), arena.idle_bytes()
 
@@ -43,7 +43,7 @@ async def test_a_large_value_needs_no_memory_but_the_target(module_rt: aiodaft.R
     assert module_rt.traffic().payload_received - before == 32 * MIB
     assert target.data_ptr() == address
     assert target.min() == target.max() == 3.0
-    # Autograd, and readers of what is lent, see that it was written to.
+    # Autograd, and readers of lent memory, see that it was written to.
     assert target._version > version
     if name != "shm":
         assert landed(module_rt, name) == (0, 0)
@@ -56,7 +56,7 @@ async def test_any_layout_arrives_straight_if_the_target_has_the_same(module_rt:
         around = torch.zeros(expected.numel() + 2, dtype=expected.dtype)
         target = around[1:-1].as_strided(expected.shape, expected.stride(), 1)
         if name == "one long":
-            # How it counts what it has but one of does not matter.
+            # The stride of a dimension of one element does not matter.
             target = around[1:-1].view(expected.shape)
         await giver.by_tcp(name).into(target)
         assert torch.equal(target, expected), name
@@ -151,7 +151,7 @@ async def test_a_hundred_sends_and_receives_register_once(module_rt: aiodaft.Run
             assert (await giver.full_by_ucx(SIZE, float(step)).into(target))[-1] == step
             counts.append(ucx.registrations)
     assert counts == counts[:1] * 100
-    # What is not registered is, each time.
+    # Unregistered memory is registered, each time.
     await giver.full_by_ucx(SIZE, 1.0).into(target)
     await giver.full_by_ucx(SIZE, 1.0).into(target)
     assert ucx.registrations == counts[0] + 2
@@ -272,7 +272,7 @@ async def test_a_lent_value_is_not_copied_for_its_own_process(module_rt: aiodaft
     lent = keeper.lend(SIZE, 2.0)
     assert await keeper.is_mine(lent)
     assert await keeper.stored_bytes() == 0
-    # It is there for other processes nevertheless; and once it was written to, it is what nobody gets.
+    # It is there for other processes nevertheless; and once it was written to, no call gets it.
     assert (await lent).max() == 2.0
     again = keeper.lend(SIZE, 3.0)
     await keeper.overwrite(4.0)

@@ -218,7 +218,7 @@ async def test_a_runtime_that_closes_fails_the_runs_under_way() -> None:
     async with aiodaft.Runtime(preload=(), stop_grace=0) as rt:
         a, b = await spawn(rt, 2)
         run = aiodaft.compile(lambda x: b.same(a.wait(x)))(1)
-    # Stopping `a` cancels its step; what comes of that may arrive before the end of `b`, or of the runtime.
+    # Stopping `a` cancels its step; the effects of that may arrive before the end of `b`, or of the runtime.
     with pytest.raises((aiodaft.ActorDied, aiodaft.exceptions.RuntimeClosed, aiodaft.CallCancelled)):
         await run
 

@@ -73,7 +73,7 @@ async def test_a_step_has_its_value_though_its_owner_has_freed_it(module_rt: aio
         await made
         del made
         gc.collect()
-        # The object is not what it was, and the memory is others'.
+        # The object has other content now, and the memory is others'.
         await a.overwrite(1.0)
         assert await a.make(SIZE, 7.0) is not None
         await gate.open()

@@ -1,4 +1,4 @@
-"""Compiled graphs give what the same calls give one by one (rows CO1 to CO4, CO7)."""
+"""Compiled graphs give the results of the same calls one by one (rows CO1 to CO4, CO7)."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def random_flow(source: random.Random, actors: list[Any]) -> Any:
 
 
 async def outcomes(refs: list[Any]) -> list[Any]:
-    """Values, and of errors what they are, and where they were raised.
+    """Values, and of errors the type, the text and the place of the raise.
 
-    One by one, an error that several calls fail of collects the notes of them all, depending on who comes first.
+    One by one, an error that several calls fail of collects the notes of them all, depending on the order of the calls.
     """
     found = await asyncio.gather(*refs, return_exceptions=True)
     return [(type(one), str(one), one.__notes__[0]) if isinstance(one, BaseException) else one for one in found]
@@ -94,7 +94,7 @@ async def test_a_run_is_one_message_to_each_process_and_one_back_and_no_socket(m
 
     async with aiodaft.compile(flow) as graph:
         expected = await graph(5)
-        # What was begun before, such as the giving back of refs, is over when every actor has answered.
+        # Work that was begun before, such as the giving back of refs, is over when every actor has answered.
         await asyncio.gather(*(actor.same() for actor in actors))
         before = module_rt.traffic()
         assert [await graph(5) for _ in range(10)] == [expected] * 10

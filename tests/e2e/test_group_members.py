@@ -157,7 +157,7 @@ async def test_a_map_ends_with_the_death_of_a_member_in_its_place(rt: aiodaft.Ru
     with pytest.raises(aiodaft.ActorDied, match="SIGKILL") as caught:
         async for attempt, _, _ in group.map(Mortal.survive, [0, 0, 1, 0, 0]):
             got.append(attempt)
-    # What ran at that moment in the same process died with it.
+    # Calls that ran at that moment in the same process died with it.
     assert got in ([], [1], [1, 1])
     assert caught.value.executed is None
     assert len(await pids(group)) == 1

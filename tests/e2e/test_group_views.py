@@ -29,7 +29,7 @@ async def grid(rt: aiodaft.Runtime) -> Group[Stage]:
 
 
 async def news(group: Group[Stage]) -> list[list[object]]:
-    """What each member has got since the last time."""
+    """The news of each member since the last time."""
     return await group.all(Stage.news)
 
 

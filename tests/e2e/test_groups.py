@@ -27,7 +27,7 @@ def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
 
 
 async def begun(member: Member, count: int) -> list[str]:
-    """What a member has begun, once it is `count` things."""
+    """The events that a member has begun, once there are `count`."""
     while len(history := [event for event in await member.history() if event.endswith("began")]) < count:
         await asyncio.sleep(0)
     return history
@@ -280,7 +280,7 @@ async def test_an_error_in_a_map_comes_at_its_place_and_the_rest_is_cancelled(rt
     got: list[int] = []
     with pytest.raises(ValueError, match="5 is odd"):
         async for value in group.map(Member.odd_fails, [0, 2, 4, 5, 6, 7, 8]):
-            got.append(value)  # noqa: PERF401 - what came before the error counts
+            got.append(value)  # noqa: PERF401 - items before the error count
     assert got == [0, 2, 4]
     assert await group.all(Member.odd_fails, 2) == [2, 2]
 

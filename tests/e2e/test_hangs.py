@@ -21,7 +21,7 @@ from aiodaft import Patience, Restart
 from aiodaft._runtime.platform.env import Env, Timeouts
 from aiodaft.actor import target_of
 
-# What is tested uses timers of the loop and nothing else of it.
+# These tests use timers of the loop and nothing else of it.
 pytestmark = pytest.mark.asyncio(loop_scope="module", loop_factories=["uvloop"])
 
 QUICK = Patience(suspect_after=0.3, lost_after=1)

@@ -1,4 +1,4 @@
-"""What notebooks show of runtimes, groups, refs and errors: from what this process knows, without waiting."""
+"""The views of runtimes, groups, refs and errors in notebooks: from this process's knowledge, without waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ten journeys of a user, from the first actor to the notebook: what each promises, with real tensors.
+"""The ten journeys of a user, from the first actor to the notebook: the promises of each, with real tensors.
 
 Journeys that do not depend on how a runtime opens or closes share one, because every runtime imports torch anew.
 """
@@ -167,7 +167,7 @@ async def test_journey_5_reinforcement_learning_one_step_off_policy(rt: aiodaft.
     reward = await rt.spawn(Reward)
     losses, samples = await train_off_policy(samplers, trainers, reward, ["a b", "c d e"], 2)
     assert losses == [[4.0, 4.0], [8.0, 8.0]]
-    # The first two rounds were generated before the first update, the third one with what it brought.
+    # The first two rounds were generated before the first update, the third one with its weights.
     weights = [0.0, 0.0, 4.0]
     for batch, weight in zip(samples, weights, strict=True):
         assert torch.equal(torch.stack(batch), torch.tensor([[3.0, weight], [5.0, weight]]))

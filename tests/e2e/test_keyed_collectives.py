@@ -479,7 +479,7 @@ async def test_a_thousand_rounds_leave_nothing(rt: aiodaft.Runtime) -> None:
     assert await group.all(Keyer.rounds, 980, 10) == [1960.0] * 2
     assert await group.all(Keyer.rounds, 20, 100_000) == [40.0] * 2
     while any(map(any, left := await group.all(Keyer.left))):
-        # What is not needed any more is freed soon.
+        # Values that are not needed any more are freed soon.
         await asyncio.sleep(0)
     assert left == [(0, 0, 0)] * 2
 

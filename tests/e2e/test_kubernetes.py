@@ -1,4 +1,4 @@
-"""The manifests of examples/kubernetes: they follow the published schemas, and what they start makes a cluster."""
+"""The manifests of examples/kubernetes: they follow the published schemas, and their pods make a cluster."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_names_and_ports_agree() -> None:
 
 
 class Pods:
-    """What the kubelet would start, here as processes: each pod has an address of 127.0.0.0/8."""
+    """The pods that the kubelet would start, here as processes: each has an address of 127.0.0.0/8."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
@@ -88,7 +88,7 @@ class Pods:
     def start(self, kind: str, name: str, ip: str) -> subprocess.Popen[str]:
         """Start the container of a pod, as its manifest says."""
         container, run = container_of(kind), self._folder / name
-        # A container that is restarted finds what was in the volumes of its pod.
+        # A container that is restarted finds the files in the volumes of its pod.
         run.mkdir(exist_ok=True)
         given = {"POD_NAME": name, "POD_IP": ip, "CPUS": "4"}
         variables = {entry["name"]: entry.get("value") or given[entry["name"]] for entry in container["env"]}
@@ -117,7 +117,7 @@ class Pods:
         return stat.S_IMODE((self._folder / name / "key").stat().st_mode)
 
     def probe(self, ip: str) -> None:
-        """What a tcpSocket probe does."""
+        """The work of a tcpSocket probe."""
         for _ in range(20):
             socket.create_connection((ip, int(self._port)), timeout=5).close()
 

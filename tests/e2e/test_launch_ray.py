@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(find_spec("ray") is None, reason="there is no package ray"),
 ]
-# Counts what Ray has on this machine, and makes a group of its own; then waits.
+# Counts Ray's resources on this machine, and makes a group of its own; then waits.
 PROGRAM = """
 import asyncio, os, sys
 import ray

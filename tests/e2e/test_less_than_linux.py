@@ -1,4 +1,4 @@
-"""Programs where the system has less than Linux; on Linux, what others do not have is hidden.
+"""Programs where the system has less than Linux; on Linux, functions that others lack are hidden.
 
 These tests use no fixture of conftest.py, which looks into /proc: CI runs them also on macOS, where nothing is hidden.
 """
@@ -69,7 +69,7 @@ def test_what_a_killed_program_has_started_ends(environment: dict[str, str]) -> 
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as program:
         assert program.stdout is not None
         try:
-            # In any order: what the program prints, and what its actor does.
+            # In any order: the lines of the program and of its actor.
             lines = [program.stdout.readline() for _ in range(2)]
             printed, shown = sorted(lines, key=lambda line: line.startswith("("))
             pids = json.loads(printed)

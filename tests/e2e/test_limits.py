@@ -1,4 +1,4 @@
-"""What is bounded: windows, frames, deadlines, and what is remembered of processes that ended."""
+"""Bounds: of windows, frames, deadlines, and of the memory of processes that ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What actors log, and where it is to be found."""
+"""The log records of actors, and the places where they are to be found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest.fixture
 def ear() -> Iterator[Ear]:
-    """Hears what the module of the actors logs."""
+    """Hears the log records of the actors' module."""
     with listening("users.module") as ear:
         yield ear
 
@@ -74,7 +74,7 @@ async def test_levels_of_the_program_hold_in_actors_and_changes_follow(module_rt
         assert await late.effective_level("users.other") == logging.getLogger().level
     finally:
         other.setLevel(logging.NOTSET)
-    # What the program does not want any more is not shown, however late its actors hear of that.
+    # Records that the program does not want any more are not shown, however late its actors hear of that.
     logging.getLogger("users.module").setLevel(logging.ERROR)
     await early.log(logging.WARNING)
     await early.log(logging.ERROR)
@@ -132,7 +132,7 @@ async def test_a_flood_of_records_does_not_block_the_actor_and_what_is_left_out_
     await printer.flood(count)
     block.set()
     ear.removeFilter(slow)
-    # What there was room for has been read.
+    # Lines for which there was room have been read.
     await printer.warn("all is read")
     await terminal.shows(err="all is read")
     with listening() as warnings:
@@ -210,7 +210,7 @@ async def test_each_actor_has_a_file_that_a_restart_goes_on_with(tmp_path: Path)
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
         "Printer-1.log", "Printer-2.0.log", "Printer-2.1.log",
     ]  # fmt: skip
-    # Other users read none of them, whatever the umask.
+    # Other users read none of them, with any umask.
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "logs").iterdir()} == {0o600}
     assert (tmp_path / "logs").stat().st_mode & 0o777 == 0o700
     lines = (tmp_path / "logs" / "Printer-1.log").read_text().splitlines()

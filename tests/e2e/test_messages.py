@@ -87,7 +87,7 @@ async def test_a_send_does_not_wait_for_room_at_a_member_whose_call_has_failed(
         with pytest.raises(aiodaft.CallCancelled, match="a bad batch") as caught:
             await ref
         assert f"raised for send of {group.id} to Member-" in str(caught.value.__notes__)
-    # What waited is withdrawn.
+    # Messages that waited are withdrawn.
     assert [await group[0].recv(), await group[0].recv()] == ["first", "first"]
     assert [await group[rank].recv(rank) for rank in (1, 2)] == ["first again"] * 2
     late = group[0].recv()
@@ -150,7 +150,7 @@ async def test_a_message_is_one_call_and_the_controller_has_no_part_in_it(rt: ai
     controller, members = rt.traffic(), await group.all(Member.traffic)
     assert await group.all(Member.pass_on, rounds) == [3 * rounds, 3 * rounds - 2, 3 * rounds - 1, 3 * rounds]
     after, members_after = rt.traffic(), await group.all(Member.traffic)
-    # The calls of this test, and what the runtime does for itself; 1,000 messages went round.
+    # The calls of this test, and the runtime's own messages; 1,000 messages went round.
     assert after.messages_sent - controller.messages_sent < 50
     assert after.messages_received - controller.messages_received < 50
     for before, now in zip(members, members_after, strict=True):
@@ -165,7 +165,7 @@ async def test_a_full_inbox_makes_senders_wait_but_not_for_what_is_wanted(rt: ai
     await until_sent(b, 5)
     await asyncio.gather(*sends[:2])
     assert not any(send.done() for send in sends[2:])
-    # What a receive waits for needs no room.
+    # A message that a receive waits for needs no room.
     assert await b.recv(0, 4) == 4
     await sends[4]
     assert not any(send.done() for send in sends[2:4])
@@ -228,7 +228,7 @@ async def test_the_death_of_a_sender_ends_the_wait_for_it_and_is_named(rt: aioda
         await from_a
     assert f"of {group.id} was waited for" in str(caught.value.__notes__)
     assert not from_any.done()
-    # What came before is given first.
+    # Messages that came before are given first.
     assert await b.recv(0) == "last words"
     with pytest.raises(aiodaft.ActorDied, match=r"\[0\]"):
         await b.recv(0)
@@ -330,7 +330,7 @@ async def test_messages_stay_with_their_sender_when_the_group_changes(rt: aiodaf
     waiting = group[0].recv(2, "never")
     await until_waiting(group[0])
     await group.resize(2)
-    # The member that left sends nothing more; what it has sent is there, from a rank that is none any more.
+    # The member that left sends nothing more; its messages are there, from a rank that is none any more.
     with pytest.raises(aiodaft.ActorDied, match=r"\[2\] .* was stopped"):
         await waiting
     assert await group[0].recv_now(1) == aiodaft.typing.Message(1, 1, 0)

@@ -1,4 +1,4 @@
-"""What users get wrong, and what they are told: at the line of the mistake, by name, and nothing else breaks (CR1)."""
+"""Mistakes of users, and their errors: at the line of the mistake, by name, and nothing else breaks (CR1)."""
 
 from __future__ import annotations
 

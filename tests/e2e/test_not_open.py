@@ -1,4 +1,4 @@
-"""What a program is told while no runtime of it is open: before, after, and without one."""
+"""The errors of a program while no runtime of it is open: before, after, and without one."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ async def test_new_actors_have_the_code_that_autoreload_has_loaded_and_old_ones_
     assert await notebook.value("[await new.added(), await old.step(1)]") == ["added", 2]
     refused = await notebook.run("await old.added()")
     assert refused.error == "AttributeError: Edited-1 has no remote method 'added'"
-    # The members of a group are new, too; so is what shares the process of an old one.
+    # The members of a group are new, too; so is an actor that shares the process of an old one.
     assert await notebook.value("await (await rt.group(2, edited.Edited)).all(edited.Edited.step, 1)") == [101, 101]
     await notebook.value("%autoreload 0")
 

@@ -1,4 +1,4 @@
-"""What a live notebook shows: completion, documentation, objects as HTML, and bars that move."""
+"""The views of a live notebook: completion, documentation, objects as HTML, and bars that move."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_tab_offers_the_methods_of_handles_and_the_names_of_arguments(note
     assert "edition=" in await notebook.complete("shelf.get(ed")
     assert await notebook.complete("shelf.get.") == ["tell"]
     assert "unreachable" not in await notebook.complete("shelf.un")
-    # Without running anything: a handle is an instance of its class to what reads the source.
+    # Without running anything: a handle is an instance of its class to tools that read the source.
     static = await notebook.complete("async def f():\n    other = await rt.spawn(Shelf)\n    other.")
     assert {"get", "titles"} <= set(static)
     of_runtime = await notebook.value("[name for name in dir(rt) if not name.startswith('_')]")

@@ -1,4 +1,4 @@
-"""Values on the edge: copies of refs, refs in unusual containers, cycles, and what must not travel."""
+"""Values on the edge: copies of refs, refs in unusual containers, cycles, and values that must not travel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process submits to one actor starts in the order of submission: calls, and runs of graphs."""
+"""The calls and runs of graphs that one process submits to one actor start in the order of submission."""
 
 from __future__ import annotations
 

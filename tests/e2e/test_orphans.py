@@ -69,7 +69,7 @@ def test_a_killed_controller_leaves_no_actor_and_nothing_that_one_has_started(ho
     with controller(how, tmp_path) as (process, pids):
         assert len(pids) == 6
         process.kill()
-        # What row CR5 asks for, where it is measured.
+        # The bound of row CR5, where it is measured.
         wait_gone(pids, within=2.0 if how == "waits" else 10.0)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""What actors print, and where a debugger would read."""
+"""The output of actors, and the input that a debugger would read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_a_bar_of_the_program_stays_below_what_actors_show(
         await ref
         # The bar is drawn again after the lines.
         await terminal.shows(out="part 2\n", err="step 9\n\rprogram:   0%")
-        # What is incomplete waits, so that it never stands in the line of the bar.
+        # An incomplete line waits, so that it never stands in the line of the bar.
         assert (terminal.err.count("step"), terminal.out.count("part 1")) == (1, 1)
         states = [line.rpartition("\r")[2] for line in terminal.err.split("\n")]
         assert states[0].endswith("step 9")

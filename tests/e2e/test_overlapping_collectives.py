@@ -1,6 +1,6 @@
 """Collectives of one key in calls of a group, and in runs of a graph, that are under way at the same time.
 
-Without what tells the calls apart, the one that a member skips would be met by the next one of that member.
+Without the number that tells the calls apart, the one that a member skips would be met by that member's next one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
 
 
 def steps(group: aiodaft.Group[Stepper], name: str, *held: int) -> list[Step]:
-    """What the members do in a call; some ranks are held."""
+    """The steps of the members in a call; some ranks are held."""
     return [Step(name, (name, rank), held=rank in held) for rank in range(len(group))]
 
 

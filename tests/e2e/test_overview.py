@@ -1,4 +1,4 @@
-"""`rt.overview()`: one look at nodes, processes, actors, what they send and store, and what failed."""
+"""`rt.overview()`: one look at nodes, processes, actors, their traffic and stored values, and failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def flow(overview: Overview, source: str, target: str) -> Flow:
 
 
 def told(failure: Failure) -> object:
-    """Where something failed, how, and what followed."""
+    """The place and the error of a failure, and the failures that followed."""
     where = failure.method or failure.actor
     return (where, failure.causes[-1].type, *map(told, failure.followed))
 

@@ -1,4 +1,4 @@
-"""Who keeps a value, and when it is freed (row CR8)."""
+"""The holders of a value, and the moment at which it is freed (row CR8)."""
 
 from __future__ import annotations
 

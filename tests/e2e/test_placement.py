@@ -1,4 +1,4 @@
-"""Where actors go: what they need is counted, never overcommitted, and refused with the reason (CR1, section 2)."""
+"""The places of actors: their needs are counted, never overcommitted, and refused with the reason (CR1, section 2)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiodaft._runtime.platform.env import Env
 
 
 async def free(rt: aiodaft.Runtime) -> Mapping[str, float]:
-    """What is left of each resource."""
+    """The free amount of each resource."""
     return (await resources_of(rt))[1]
 
 

@@ -1,4 +1,4 @@
-"""`Runtime(codec="msgpack")`: no process pickles or unpickles, and what it refuses is named."""
+"""`Runtime(codec="msgpack")`: no process pickles or unpickles, and refused values are named."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def worker(plain: aiodaft.Runtime) -> AsyncIterator[Worker]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> None:
-    """The module's runtime and worker go on; `nothing_left_at_the_end` looks at what they leave."""
+    """The module's runtime and worker go on; `nothing_left_at_the_end` looks at the rest that they leave."""
 
 
 VALUES: list[Any] = [
@@ -121,7 +121,7 @@ async def test_an_exception_that_needs_pickle_comes_as_text(worker: Worker) -> N
     assert any("refuses pickle" in note for note in raised.value.__notes__)
 
 
-# What is refused.
+# Refused values.
 
 
 class Here:
@@ -166,7 +166,7 @@ async def test_a_value_that_contains_itself_is_refused(worker: Worker) -> None:
 
 
 def payload(code: int, content: Any) -> bytes:
-    """What a member could send that does not keep to the codec."""
+    """A payload of a member that does not keep to the codec."""
     return bytes((PLAIN,)) + pack(pack_exts(code, content))
 
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(90), pytest.mark.asyncio(loop_scope="module")]
 
 
 def told(error: BaseException | None) -> str:
-    """What an error says of the member that is lost.
+    """The text of an error about the member that is lost.
 
     gloo rarely misses the end of its connections; then the process is ended, and its last lines say why.
     """
@@ -35,7 +35,9 @@ async def failures(refs: aiodaft.Refs[None]) -> list[BaseException | None]:
 
 
 async def all_know_restarts(ranks: aiodaft.Group[Rank]) -> None:
-    """Wait until the members know the restarts of the others: who comes to a block before gets a GroupChanged."""
+    """Wait until the members know the restarts of the others: a member that comes to a block before gets a
+    GroupChanged.
+    """
     while len(set(await ranks.all(Rank.epoch))) > 1:
         pass
 
@@ -121,7 +123,7 @@ async def test_the_error_of_one_reaches_the_others_and_who_does_not_come_is_name
     errors = await failures(ranks.all(Rank.fail, 1))
     assert isinstance(errors[1], ValueError)
     for rank in (0, 2, 3):
-        # Who has not yet come to the block hears of it from the caller.
+        # A member that has not yet come to the block hears of it from the caller.
         assert re.search(r"\[1\](, rank 1 of .* left by an error| failed): ValueError: a bad batch", told(errors[rank]))
     for come, missing in (((0, 1), "2, 3 of 4"), ((1, 2), "rank 0, ")):
         for error in await failures(aiodaft.Refs(ranks[rank].come(0.3) for rank in come)):
@@ -157,7 +159,7 @@ async def test_a_member_that_fails_lets_go_of_the_others_before_it_is_out_of_the
         errors = await failures(ranks.all(Rank.fail_while_the_loop_is_held, fails))
         assert isinstance(errors.pop(fails), ValueError)
         for error in errors:
-            # Who is about to begin hears of it from the caller.
+            # A member that is about to begin hears of it from the caller.
             assert isinstance(error, RuntimeError | aiodaft.CallCancelled)
             assert re.search(
                 rf"\[{fails}\](, rank {fails} of .* left by an error| failed): ValueError: a bad batch", str(error)

@@ -46,7 +46,7 @@ class Orders(socket.socket):
 
 
 class Writer(aiodaft.Actor):
-    """Leaves to the end of its process what can be done there."""
+    """Leaves work to the end of its process that can be done there."""
 
     @aiodaft.method
     def open(self, folder: Path) -> None:
@@ -158,7 +158,7 @@ async def test_spawns_that_are_cancelled_leave_no_process_also_if_the_fork_serve
     await asyncio.wait(spawning)
     assert await agent_of(rt).processes() == ()
     os.kill(fork_server_of(rt), signal.SIGCONT)
-    # It has done what it was told before.
+    # It has followed its earlier orders.
     await rt.stop(await rt.spawn(Echo))
     async with asyncio.timeout(10):
         while len(descendants()) > before:
@@ -248,7 +248,7 @@ async def test_a_stopped_fork_server_is_reported_and_then_fails_what_waits_for_i
         assert advice in str(error)
     told = [record.levelname for record in caplog.records if record.module in {"forkserver_watch", "launcher"}]
     assert told == ["WARNING", "ERROR"]
-    # What needs no fork server goes on, and so does everything once it is continued.
+    # Calls that need no fork server go on, and so does everything once it is continued.
     assert await other.echo("goes on") == "goes on"
     os.kill(fork_server, signal.SIGCONT)
     while f"the fork server (pid {fork_server}) answers again" not in caplog.text:

@@ -53,7 +53,7 @@ IN_PROCESSES = ("test_actors_have_processes", "test_actors_have_nodes")
 
 
 def run(pytester: pytest.Pytester, mode: str, *options: str) -> tuple[set[str], set[str], str]:
-    """Run the tests; returns what passed, what did not, and the output."""
+    """Run the tests; returns those that passed, those that did not, and the output."""
     asyncio_mode = "auto" if mode == "auto" else "strict"
     ini = f"asyncio_mode = {asyncio_mode}\nasyncio_default_fixture_loop_scope = function"
     pytester.makeini(f"[pytest]\npythonpath = {ROOT / 'tests' / 'support'}\n{ini}\n")
@@ -72,7 +72,7 @@ def run(pytester: pytest.Pytester, mode: str, *options: str) -> tuple[set[str], 
 @pytest.mark.parametrize("mode", HEADS)
 def test_the_fixtures_serve_each_plugin_of_async_tests(pytester: pytest.Pytester, mode: str) -> None:
     pytester.makepyfile(test_it="from plugin_tests import *\n" + dedent(HEADS[mode]))
-    # Once is enough for what does not depend on the plugin.
+    # Once is enough for tests that do not depend on the plugin.
     left_out = [] if mode == "strict" else [f"--deselect=test_it.py::{name}" for name in IN_PROCESSES]
     passed, bad, output = run(pytester, mode, *left_out)
     assert {name for name in bad if not name.startswith(("test_error", "test_failed"))} == set(), output

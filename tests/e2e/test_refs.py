@@ -290,7 +290,7 @@ class Tale:
 
 
 class Teller(aiodaft.Actor):
-    """Forgets the class of what it has told."""
+    """Forgets the class of its last error."""
 
     @aiodaft.method
     async def tell(self, value: Any = None) -> Tale:

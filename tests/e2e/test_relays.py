@@ -69,7 +69,7 @@ async def test_those_who_come_one_after_the_other_find_one_copy() -> None:
     async with opened("tcp", 5) as (rt, source, sinks):
         ref = source.make(SIZE)
         expected = digest(made(SIZE))
-        # What a consumer does to its own value is not passed on.
+        # A consumer's change of its own value is not passed on.
         assert [await sink.spoil(ref) for sink in sinks] == [expected] * 5
         assert await source.sent() == 2 * SIZE
         assert [size > SIZE for size in await stored(rt, sinks)] == [False, True, False, False, False]

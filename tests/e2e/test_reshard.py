@@ -57,7 +57,7 @@ async def test_four_parts_become_three_in_the_fewest_bytes_and_none_comes_here(r
     for ref in moved:
         await ref.ready()
     after = await received(new)
-    # What the members counted is what the plan says, and no plan can say less.
+    # The members' counts are those of the plan, and no plan can have less.
     assert tuple(b[1] - a[1] for a, b in zip(before, after, strict=True)) == plan.received
     assert plan.bytes == sum(plan.sent) == lower_bound(destination) == whole["w"].nbytes
     assert rt.traffic().payload == here
@@ -131,7 +131,7 @@ async def test_a_rank_has_its_old_shard_and_its_new_one_and_a_tensor_at_most_on_
     for ref in moved:
         await ref.ready()
     sizes = {name: tensor.nbytes for name, tensor in whole.items()}
-    # What is written into place is not on the way: these two are too small for that.
+    # Parts that are written into place are not on the way: these two are too small for that.
     most_allowed = sizes["b"] + sizes["d"] if in_place() else max(sizes.values())
     assert all(0 < most <= most_allowed for most in await group.all(Rank.most_on_the_way))
     # Neither the old shards nor the new ones lie in a second place.

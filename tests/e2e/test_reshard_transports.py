@@ -67,7 +67,7 @@ async def test_odd_layouts_and_odd_memory_move_between_ranks_that_share_processe
 
 
 async def test_lent_shards_move_without_a_copy_on_the_way(rt: aiodaft.Runtime) -> None:
-    # Of column shards, no part is without gaps: only what writes into place needs none.
+    # Of column shards, no part is without gaps: only a transport that writes into place needs none.
     dims = (0, 1) if in_place() else (0,)
     shardings = {f"w{dim}": Sharding(shape=(1024, 640), dtype=F32, dims={dim: "tp"}) for dim in dims}
     source, destination = Layout({"tp": 4}, shardings), Layout({"tp": 3}, shardings)

@@ -1,4 +1,4 @@
-"""Reinforcement learning: what must be true of each mode, in a few steps; whole runs are marked `soak`."""
+"""Reinforcement learning: the truths of each mode, in a few steps; whole runs are marked `soak`."""
 
 from __future__ import annotations
 

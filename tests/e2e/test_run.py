@@ -1,4 +1,4 @@
-"""`aiodaft run`: alone, and as the tasks of a job of Slurm, or of what sets torchrun's variables."""
+"""`aiodaft run`: alone, and as the tasks of a job of Slurm, or of an engine that sets torchrun's variables."""
 
 from __future__ import annotations
 

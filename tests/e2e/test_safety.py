@@ -1,4 +1,4 @@
-"""What the processes of a runtime show to other users of the machine."""
+"""The traces of a runtime's processes for other users of the machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def listening_inodes() -> set[str]:
 
 
 def command_line_and_environment(pid: int) -> list[bytes]:
-    """What `ps` shows of a process."""
+    """The view of a process in `ps`."""
     return [Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")]
 
 

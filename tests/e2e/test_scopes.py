@@ -208,7 +208,7 @@ async def test_a_runtime_is_opened_in_one_task_and_closed_in_another() -> None:
 
 
 async def test_a_block_does_not_end_before_what_is_being_spawned_in_it_is_taken_back(rt: aiodaft.Runtime) -> None:
-    # What makes processes stays.
+    # The fork server stays.
     await rt.stop(await rt.spawn(Echo))
     before = descendants()
     async with rt.scope() as scope:

@@ -1,4 +1,6 @@
-"""Disaggregated serving: tokens are those of one process, whatever dies, leaves or changes its role (rows SV1-SV3)."""
+"""Disaggregated serving: tokens are those of one process, through deaths, departures and changes of roles (rows
+SV1-SV3).
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,7 @@ async def test_64_prompts_have_the_tokens_of_one_process_and_their_keys_and_valu
 async def test_layer_by_layer_each_layer_is_a_message(
     rt: aiodaft.Runtime, weights: Weights, prompts: list[bytes]
 ) -> None:
-    # What is smaller than 64 KiB travels within the messages of calls, which are not counted one by one.
+    # Values below 64 KiB travel within the messages of calls, which are not counted one by one.
     long = [prompt[:65] * 2 for prompt in prompts[:8]]
     async with opened(rt, weights, "--by-layer") as router:
         assert await all_completed(router, long) == greedy(make_model("bytes", weights), long, COUNT)

@@ -70,7 +70,7 @@ async def test_answers_and_streams_are_those_of_openai_and_engines_take_roles(we
 
 
 async def steps_so_far(client: httpx.AsyncClient) -> tuple[int, bool]:
-    """How many steps the engines have taken, and whether they have nothing to do."""
+    """The number of steps that the engines have taken, and whether they are idle."""
     state = (await client.get("/state")).json()
     engines = state["engines"]
     busy = state["under_way"] or any(engine["sequences"] or engine["pages_in_use"] for engine in engines)
@@ -78,7 +78,7 @@ async def steps_so_far(client: httpx.AsyncClient) -> tuple[int, bool]:
 
 
 async def steps_after_leaving(client: httpx.AsyncClient, stream: bool) -> int:
-    """How many steps the engines take for a client that leaves as soon as they have begun."""
+    """The number of steps that the engines take for a client that leaves as soon as they have begun."""
     before, _ = await steps_so_far(client)
     async with asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(client.post(URL, json={"prompt": PROMPT, "max_tokens": 240, "stream": stream}))

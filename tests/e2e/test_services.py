@@ -1,4 +1,4 @@
-"""Hosted classes: whatever a class has can be used through a service, and groups of services."""
+"""Hosted classes: every method of a class can be used through a service, and there are groups of services."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The seven failures of torch.distributed with gloo that a user of SPMD meets, each beside what members of groups get.
+"""The seven failures of torch.distributed with gloo that a user of SPMD meets, each beside the results of members of
+groups.
 
-The twins are real processes with a process group of gloo. What is asserted of them is certain, however slow they are: a
+The twins are real processes with a process group of gloo. The assertions on them are certain, however slow they are: a
 wrong number, an abort, or members that wait for each other until their time of one second is over.
 """
 
@@ -35,7 +36,7 @@ def store(tmp_path: Path) -> str:
 
 
 async def run(rt: aiodaft.Runtime, count: int, method: Any, store: str) -> list[Any]:
-    """What each of several twins has as a result, or as an error."""
+    """The result, or the error, of each of several twins."""
     twins = await rt.on(restart=Restart("temporary")).group(count, Twin)
     return await asyncio.gather(*twins.all(method, store), return_exceptions=True)
 

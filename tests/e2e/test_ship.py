@@ -34,7 +34,7 @@ class Takes(aiodaft.Actor):
 
 @pytest.fixture(scope="module")
 def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the nodes unpack code."""
+    """The folder in which the nodes unpack code."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("unpacked")
         patch.setenv("TMPDIR", str(folder))
@@ -72,7 +72,7 @@ async def gone(temporary: Path) -> None:
 
 @contextmanager
 def program(folder: Path, *nodes: str, **variables: str) -> Generator[tuple[subprocess.Popen[str], Any]]:
-    """A program that ships a folder, and what it says of its actors."""
+    """A program that ships a folder, and its words about its actors."""
     process = subprocess.Popen(
         [sys.executable, shipping.__file__, str(folder), *nodes],
         env={**os.environ, **variables}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -148,7 +148,7 @@ async def test_code_that_is_shipped_again_is_for_new_actors(cluster: Cluster, te
             second = await rt.on(node="n1").spawn(module.Shipped)
             assert (await second.version())[0] == "second"
             assert len([entry for entry in await second.path() if str(temporary) in entry]) == 1
-            # An actor that is made again has what it had.
+            # An actor that is made again has the same code.
             os.kill(await first.pid(), signal.SIGKILL)
             while (await rt.info(first)).epoch == 0:
                 await asyncio.sleep(0)
@@ -181,7 +181,7 @@ async def test_an_actor_that_outlives_its_program_keeps_it(cluster: Cluster, tem
             kept = await rt.lookup("kept", module.Shipped)
             _, at = await kept.version()
             assert [Path(at).parent] == unpacked(temporary)
-            # What it spawns has it from its node.
+            # Its children have it from its node.
             assert (await kept.version_on("n2"))[0] == "first"
             await rt.stop(kept)
             await gone(temporary)

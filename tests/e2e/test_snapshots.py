@@ -1,4 +1,6 @@
-"""A value is what it was when the call was made, or when the method returned, whatever its code does with it then."""
+"""A value is that of the moment when the call was made, or when the method returned, under any later change by its
+code.
+"""
 
 from __future__ import annotations
 

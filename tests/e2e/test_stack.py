@@ -99,7 +99,7 @@ async def test_a_process_with_a_blocked_loop_shows_its_threads(rt: aiodaft.Runti
     assert "cancelled.py" in process.dump
     assert f"in {how}" in process.dump
     assert "does not answer" in str(process)
-    # Asked again, it says only what is true now.
+    # Asked again, it tells only of the present.
     stack = await rt.stack(patience=20)
     assert stack.processes[1].answered
 
@@ -154,7 +154,7 @@ def test_the_command_asks_a_running_controller_and_nothing_is_left_after_a_kill(
     environment["XDG_RUNTIME_DIR"] = str(tmp_path)
 
     def asked() -> set[str]:
-        """Where the commands listened that have asked one of these processes, among which is the fork server."""
+        """The addresses of the commands that have asked one of these processes, among which is the fork server."""
         found = set()
         for pid in processes:
             with suppress(FileNotFoundError):

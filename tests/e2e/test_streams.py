@@ -85,7 +85,7 @@ async def test_an_error_comes_after_the_items_before_it(rt: aiodaft.Runtime) -> 
     items: list[int] = []
     with pytest.raises(ValueError, match="the stream broke"):
         async for item in streamer.fail_after(40):
-            items.append(item)  # noqa: PERF401 - a comprehension would lose what came before the error
+            items.append(item)  # noqa: PERF401 - a comprehension would lose the items before the error
     assert items == list(range(40))
 
 

@@ -142,7 +142,7 @@ async def test_the_kind_says_which_ends_are_failures(
             with pytest.raises(aiodaft.ActorDied, match=f"exit code {code}") as caught:
                 await actor.get()
             assert caught.value.executed is False
-            # What it had is free, and its end is no error of the scope.
+            # Its resources are free, and its end is no error of the scope.
             assert await free_gpus(module_rt) == 4
             assert not (await scope.info(actor)).alive
 
@@ -305,7 +305,7 @@ async def test_actors_that_share_a_process_come_back_together(module_rt: aiodaft
         assert (await host.get(), await guest.get()) == ("host", "guest")
         assert pid != await host.pid() == await guest.pid()
         assert await guest.visible() == "0"
-        # A newcomer waits for who is down, too.
+        # A newcomer waits for a sibling that is down, too.
         await scope.stop(guest)
     async with module_rt.scope(restart=policy()) as scope:
         host = await scope.spawn(Mortal)

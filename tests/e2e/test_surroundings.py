@@ -1,4 +1,4 @@
-"""What an actor's process has in common with the controller: environment, working directory, sys.path, sys.argv."""
+"""The common part of an actor's process and the controller: environment, working directory, sys.path, sys.argv."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def test_an_actor_gets_what_the_controller_has_when_it_is_spawned(
     fork: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(GONE, "1")
-    # No UTF-8, and not in the environment that a process can start with: the limits of what a variable can be.
+    # No UTF-8, and not in the environment that a process can start with: the limits of a variable.
     monkeypatch.setenv(MARK, "before \udcff")
     async with aiodaft.Runtime(preload=(), fork=fork) as rt:
         first = await rt.spawn(Probe)
@@ -50,7 +50,7 @@ async def test_an_actor_gets_what_the_controller_has_when_it_is_spawned(
 async def test_a_share_of_the_machine_goes_before_what_the_controller_has(
     rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # So that the controller itself uses no GPU: this changes nothing of what actors are given.
+    # So that the controller itself uses no GPU: this changes nothing in the variables of actors.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     one, none = await rt.on(gpus=1).spawn(Probe), await rt.spawn(Probe)
     assert (await one.environ("CUDA_VISIBLE_DEVICES"), await none.environ("CUDA_VISIBLE_DEVICES")) == ("0", "")

@@ -93,7 +93,7 @@ async def test_consumers_see_what_was_returned_whatever_happens_later(
     await asyncio.gather(overwrite(7.0), overwrite(9.0))
     assert await b.total(ref) == size
     assert float((await ref).sum()) == size
-    # The producer itself changed its tensor, so it gets what it returned, not what it has.
+    # The producer itself changed its tensor, so it gets the returned value, not its present tensor.
     assert await a.total(ref) == size
 
 
@@ -211,7 +211,7 @@ async def test_released_waits_for_what_an_await_gave_and_not_for_the_ref_itself(
     here = await ref
     waiting = asyncio.get_running_loop().create_task(ref.released())
     await a.address()
-    # Who awaits it now does not make it wait for the ref either.
+    # An await of it now does not make it wait for the ref either.
     assert (await ref).sum() == MIB
     # Over other transports than `shm`, the reader has a copy of its own.
     assert not (waiting.done() and peer_of(rt).store.transport.name == "shm")
@@ -251,7 +251,8 @@ async def test_threads_of_torch_are_where_they_belong(rt: aiodaft.Runtime) -> No
 
 
 async def test_torch_computes_with_as_many_threads_as_the_actor_has_cpus(rt: aiodaft.Runtime) -> None:
-    # The fork server has loaded torch, which counted the processors then. Who runs the tests may have set a number.
+    # The fork server has loaded torch, which counted the processors then. The user who runs the tests may have set a
+    # number.
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     limited = await rt.on(cpus=1, restart=aiodaft.Restart(backoff=AT_ONCE)).spawn(Keeper)
     assert await limited.threads() == (int(threads), threads)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def be_strict() -> None:
-    """Have the loop refuse what is not safe in other threads."""
+    """Have the loop refuse calls that are not safe in other threads."""
     asyncio.get_running_loop().set_debug(True)
 
 

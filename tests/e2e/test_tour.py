@@ -1,4 +1,4 @@
-"""examples/tour.ipynb in a live kernel: each cell runs, and gives what its text says."""
+"""examples/tour.ipynb in a live kernel: each cell runs, and gives the result that its text names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.programs, pytest.mark.timeout(120)]
 
 TOUR = Path(__file__).parents[2] / "examples" / "tour.ipynb"
 
-# What cells give, by their ids: their last expression, what they print, and what they show as HTML.
+# The results of cells, by their ids: their last expression, their output, and their HTML.
 RESULTS = {
     "actor": r"15",
     "ref": r"32",

@@ -41,7 +41,7 @@ async def test_a_trace_goes_with_every_kind_of_call(module_rt: aiodaft.Runtime) 
                 assert await one.ask(other) == [HERE] * 4
             assert await graph(1) == await graph(2) == HERE
         assert await one.notes() == [HERE]
-        # It ends with the block, also in what was connected in it.
+        # It ends with the block, also for connections that were made in it.
         assert trace_here() is None
         assert await one.ask(other) == await other.ask(one) == await beside.ask(other) == [None] * 4
         assert [item async for item in one.traces(2)] == [None] * 2

@@ -1,4 +1,4 @@
-"""Which way large values travel: by the runtime's choice, the method's, or that of one value."""
+"""The way of large values: by the runtime's choice, the method's, or that of one value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors that no code sees: what a runtime does with them, and what a scope does."""
+"""Errors that no code sees: a runtime's treatment of them, and a scope's."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def test_a_block_that_is_to_end_the_program_raises_just_that(ear: Ear, end
     await ear.hears("ValueError: dropped")
     held = failing.raise_value_error("held")
     await held.ready()
-    # None: what was raised in the block goes on.
+    # None: the error of the block goes on.
     assert await rt.__aexit__(ending, ending(), None) is None
     await ear.hears("ValueError: held")
 
@@ -128,7 +128,7 @@ async def test_a_restart_limit_is_logged_and_raised_at_the_end(ear: Ear) -> None
 
 
 async def test_errors_that_are_kept_hold_no_variables(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> None:
-    # pytest itself keeps what is logged.
+    # pytest itself keeps log records.
     monkeypatch.setattr(logging.getLogger("aiodaft"), "propagate", False)
 
     class Large:

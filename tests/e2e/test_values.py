@@ -1,4 +1,4 @@
-"""Every kind of value goes through processes, and what cannot is named (row DP1)."""
+"""Every kind of value goes through processes, and one that cannot is named (row DP1)."""
 
 from __future__ import annotations
 

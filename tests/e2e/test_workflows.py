@@ -28,7 +28,7 @@ async def test_two_thousand_workflows_run_once_each_while_the_controller_is_idle
         assert [sorted(names) for names in done] == [list(share) for share in shares]
         hops = await asyncio.gather(*(stage.hops() for stage in stages))
         assert Counter(chain(*hops)) == dict.fromkeys(range(WORKFLOWS), HOPS)
-        # Four calls and their answers, and what the runtime does for itself: not one message per hop, or per workflow.
+        # Four calls and their answers, and the runtime's own messages: not one message per hop, or per workflow.
         assert after.messages_sent - before.messages_sent < 50
         assert after.messages_received - before.messages_received < 50
 

@@ -12,7 +12,7 @@ from serve_pages import PAGE, Sequence
 
 
 def follows(tokens: bytes) -> int:
-    """A model: what follows depends on all tokens."""
+    """A model: the next token depends on all tokens."""
     return (sum(tokens) * 31 + len(tokens)) % 256
 
 

@@ -1,4 +1,4 @@
-"""Which prompt is next, and which engine gets it; on a seeded trace, with the batches of engines and no processes."""
+"""The choice of the next prompt and of its engine; on a seeded trace, with the batches of engines and no processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def members(*works: int) -> list[Member]:
     return [Member(number, "prefill", Load(work, 16)) for number, work in enumerate(works)]
 
 
-# Which engine.
+# The choice of the engine.
 
 
 async def test_prompts_go_round_and_one_that_comes_back_gets_the_next() -> None:
@@ -54,7 +54,7 @@ async def test_work_is_what_was_told_and_what_was_sent_since() -> None:
     with first.sending(b"long", 50, 1):
         assert (first.work, first.free) == (150, 15)
         assert await least_work(Prompt(b"x", 1), [first, second]) is second
-        # What an engine tells includes what it was sent.
+        # An engine's report includes the prompts that it was sent.
         first.take(Load(120, 16))
         assert (first.work, first.free) == (120, 15)
         assert await least_work(Prompt(b"x", 1), [first, second]) is first
@@ -200,7 +200,7 @@ async def test_two_choices_by_pushed_loads_balance_almost_as_well_as_asking_ever
     assert mean(pushed.ticks) < 0.9 * mean(none.ticks)
 
 
-# Which prompt.
+# The choice of the prompt.
 
 
 def test_one_tenant_has_its_prompts_in_order_and_without_a_quantum_all_have() -> None:
@@ -250,7 +250,7 @@ def test_while_a_tenant_waits_no_other_one_gets_much_more(quantum: int, events: 
     """An event is a prompt that comes, or a place that becomes free."""
     turns, most = Turns(quantum, most=1000), 0
     got = Counter[str]()
-    # What each tenant had got when the first prompt of a tenant that waits became its first.
+    # The tokens of each tenant when the first prompt of a tenant that waits became its first.
     before: dict[str, Counter[str]] = {}
     for event in [*events, *[None] * len(events)]:
         if event is not None:

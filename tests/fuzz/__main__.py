@@ -1,6 +1,6 @@
 """`python tests/fuzz TARGET SECONDS`: looks for bytes that break a rule. Needs `pip install atheris`.
 
-What was found that reaches new code is kept beside this file. A fault ends the command with the input that shows it.
+Inputs that reach new code are kept beside this file. A fault ends the command with the input that shows it.
 """
 
 from __future__ import annotations

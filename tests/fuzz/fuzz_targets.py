@@ -1,4 +1,4 @@
-"""What bytes of a stranger or of a broken member can reach. Each target raises only if a rule is broken.
+"""The code that bytes of a stranger or of a broken member can reach. Each target raises only if a rule is broken.
 
 `python tests/fuzz TARGET SECONDS` looks for such bytes. The suite tries those that it kept, in the files `TARGET.hex`.
 """
@@ -48,7 +48,7 @@ def handshake(data: bytes) -> None:
         said = MAGIC + said.ljust(HELLO_SIZE, b"\0")[: HELLO_SIZE - MAC_SIZE - len(MAGIC)]
         with suppress(HandshakeError):
             hello_of = server.receive_hello(said + KEY.mac(b"client", server.challenge, said)).hello
-            # What the server reads, a client may say.
+            # A client may send every HELLO that the server reads.
             ClientHandshake(KEY, bytes(32), hello_of, tls=True)
     else:
         client = ClientHandshake(KEY, bytes(32), Hello("a", "b", Purpose.DATA), tls=True)

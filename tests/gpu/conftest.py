@@ -1,4 +1,4 @@
-"""CUDA opens what it keeps for the life of a process before the check of what tests leave behind."""
+"""CUDA opens its files for the life of a process before the check for objects that tests leave behind."""
 
 from __future__ import annotations
 

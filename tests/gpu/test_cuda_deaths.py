@@ -39,7 +39,7 @@ async def test_a_producer_that_dies_before_its_value_is_made_fails_what_waits_fo
     a.die.tell()
     with pytest.raises((aiodaft.ActorDied, PeerGone)):
         await waiting
-    # What has come is the consumer's own.
+    # A value that has come is the consumer's own.
     assert float(kept.sum()) == 16.0 * MIB
     assert (await b.where(kept))[2] == 16.0 * MIB
     assert (await b.where(c.make(16 * MIB, 2.0)))[2] == 32.0 * MIB

@@ -32,7 +32,7 @@ def test_memory_is_copied_on_the_stream_of_torch(driver: CudaDriver) -> None:
     source = torch.arange(1 << 20, dtype=torch.int32, device="cuda")
     target = torch.zeros_like(source)
     stream = torch.cuda.Stream()
-    # Loads the kernels: that may wait for what the GPU does.
+    # Loads the kernels: that may wait for the GPU's work.
     source.add_(0)
     torch.cuda._sleep(1)
     stream.wait_stream(torch.cuda.current_stream())

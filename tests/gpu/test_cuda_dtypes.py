@@ -52,7 +52,7 @@ async def test_what_autograd_knows_of_a_tensor_stays_where_it_was_computed(share
     came_leaf, came_product, detached = await shared.echo([leaf, product, leaf.detach()])
     assert came_leaf.is_leaf
     assert came_leaf.requires_grad
-    # What it was computed from is in another process.
+    # The tensors that it was computed from are in another process.
     assert came_product.is_leaf
     assert came_product.requires_grad
     assert not detached.requires_grad

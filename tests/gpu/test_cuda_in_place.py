@@ -83,7 +83,7 @@ async def test_actors_lend_to_each_other_and_to_the_controller(shared: list[GpuK
         # Read at the same time by two processes.
         there, here = await asyncio.gather(reader.where(ref), ref)
         assert there[2] == float(here.sum()) == 4.0 * 64 * MIB
-        # What has come is the reader's own.
+        # A value that has come is the reader's own.
         here.zero_()
         assert (await reader.where(ref))[2] == 4.0 * 64 * MIB
         del here
@@ -141,7 +141,7 @@ async def test_who_only_reads_gets_no_copy(shared: list[GpuKeeper]) -> None:
     for reader in (b, a, b):
         assert await reader.peek(ref) == (2.0 * 64 * MIB, pytest.approx(0, abs=1 << 20))
     assert await b.peek(lent) == (3.0 * 64 * MIB, pytest.approx(0, abs=1 << 20))
-    # What this process passes.
+    # A tensor that this process passes.
     assert (await b.peek(torch.full((MIB,), 4.0, device="cuda")))[0] == 4.0 * MIB
     await lent.released()
     del ref

@@ -1,6 +1,6 @@
-"""The memory of a GPU: what dies gives it back, and where it is too little an error says so: `pytest -m gpu`.
+"""The memory of a GPU: dead processes give it back, and an error tells of too little: `pytest -m gpu`.
 
-Other tests may use the GPU at the same time, so what is measured here are many GiB.
+Other tests may use the GPU at the same time, so the measured amounts are many GiB.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which processes have CUDA, and which GPUs they see: `pytest -m gpu`."""
+"""The processes that have CUDA, and the GPUs that they see: `pytest -m gpu`."""
 
 from __future__ import annotations
 

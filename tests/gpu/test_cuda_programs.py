@@ -1,4 +1,4 @@
-"""What users run on a GPU in an actor: compiled code, CUDA graphs, NCCL, streams, collectives: `pytest -m gpu`."""
+"""Programs of users on a GPU in an actor: compiled code, CUDA graphs, NCCL, streams, collectives: `pytest -m gpu`."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ async def test_a_tensor_comes_to_the_controller_and_goes_back(shared: list[GpuKe
     ref = a.make(MIB, 6.0)
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(100_000_000)
-        # What is queued for the current stream comes before the value.
+        # Work that is queued for the current stream comes before the value.
         target.fill_(9.0)
         assert await ref.into(target) is target
         assert target.min() == target.max() == 6.0
@@ -120,7 +120,7 @@ async def test_arguments_are_those_of_the_stream_that_was_current(shared: list[G
         torch.cuda._sleep(500_000_000)
         x.fill_(3.0)
         ref = a.where(x)
-        # Python's objects, so many that a helper thread encodes them, around what the side stream made.
+        # Python's objects, so many that a helper thread encodes them, around the result of the side stream.
         long = a.echo([list(range(200_000)), x])
         x2 = x.fill_(8.0)
     assert (await ref)[2] == 3.0 * MIB
@@ -145,7 +145,7 @@ async def test_memory_of_the_caching_allocator_and_of_the_pool_is_never_reused_t
     for value in range(200):
         ref = a.make_on_thread(MIB, float(value))
         total = b.where(ref)
-        # What it was made from is given away, and so is what consumers got before.
+        # The memory that it was made from is given away, and so is that of earlier values of consumers.
         churn = [a.churn(3), b.churn(3)]
         assert (await total)[2] == float(value) * MIB
         await asyncio.gather(*churn)

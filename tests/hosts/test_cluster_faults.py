@@ -1,4 +1,4 @@
-"""What remains of programs on three hosts when a host, or the network between them, fails for longer than TCP waits."""
+"""The rest of programs on three hosts when a host, or the network between them, fails for longer than TCP waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that use three hosts with a node each; what a fault of a moment costs them."""
+"""Programs that use three hosts with a node each; the cost of a fault of a moment."""
 
 from __future__ import annotations
 

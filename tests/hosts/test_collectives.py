@@ -43,7 +43,7 @@ async def test_members_on_two_hosts_have_the_same_bits_as_local_torch(tmp_path: 
                 for nbytes in (4, SMALL, MEDIUM, MEDIUM + 4):
                     for count in (2, 4):
                         refs = values(members[:count], nbytes // 4)
-                        # The algorithm is chosen by the size of what exists.
+                        # The algorithm is chosen by the size of the existing values.
                         await asyncio.gather(*(ref.ready() for ref in refs))
                         assert not Members(refs).one_memory
                         assert all_equal(await aiodaft.all_reduce(refs), total(count, nbytes // 4))

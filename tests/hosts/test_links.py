@@ -1,4 +1,4 @@
-"""Connections between hosts notice a host that is gone, and carry what was sent or end."""
+"""Connections between hosts notice a host that is gone, and carry all data or end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_d54_d55_d56_both_ends_notice_a_partition_and_a_one_way_drop_whether_the
                     fill(near)
         net.partition(two)
         net.drop(one, three)
-        # Where one direction works, the first to give up may tell the other.
+        # If one direction works, the first to give up may tell the other.
         assert {error_of(end) for end in ends} <= {errno.ETIMEDOUT, errno.ECONNRESET}
         net.heal()
         for end in connect(one, two):
@@ -85,7 +85,7 @@ class Port:
         self.came = came
 
     async def connect(self) -> tuple[SecureSocket, SecureSocket]:
-        """Both ends of a connection that is ready for messages. Raises what either end does."""
+        """Both ends of a connection that is ready for messages. Raises the errors of either end."""
         address = Address(*self.proxy.address)
         mine = await dial(address, identity(), "worker-2@b", "node-1@a", Purpose.CONTROL)
         theirs = await self.came.get()

@@ -1,4 +1,4 @@
-"""What the page on several machines says is done as it stands, on two hosts that have the addresses of the page."""
+"""The commands of the page on several machines are run as they stand, on two hosts that have the page's addresses."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Person:
         host.run(["ip", "addr", "add", f"{address}/24", "dev", "eth0"])
 
     def type(self, commands: str) -> subprocess.Popen[str]:
-        """Begin to run what a shell is given."""
+        """Begin to run commands in a shell."""
         argv = ["bash", "-e", "-c", commands]
         return self.host.popen(argv, stdout=subprocess.PIPE, text=True, cwd=self.home, env=self._environment)
 
     def print_of(self, commands: str) -> str:
-        """What it prints until it ends."""
+        """Its output until it ends."""
         process = self.type(commands)
         printed, _ = process.communicate(timeout=30)
         assert process.returncode == 0, printed

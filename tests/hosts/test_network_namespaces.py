@@ -56,7 +56,7 @@ def can_connect(
 
 
 def datagrams_that_arrive(source: Host, destination: Host, count: int) -> int:
-    """Of so many; TCP would send again what is lost."""
+    """Of so many; TCP would send lost ones again."""
     arrived = 0
     with source.open_socket(kind=socket.SOCK_DGRAM) as near, destination.open_socket(kind=socket.SOCK_DGRAM) as far:
         far.bind((destination.address, 0))

@@ -1,4 +1,4 @@
-"""The TCP proxy: each fault does what it says, and nothing else."""
+"""The TCP proxy: each fault has its own effect, and no other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def receive(end: socket.socket, nbytes: int) -> bytes:
 
 
 def receive_pieces(end: socket.socket, nbytes: int) -> list[int]:
-    """The sizes of what single calls of recv gave, one for each packet that the kernel had."""
+    """The sizes of the results of single calls of recv, one for each packet that the kernel had."""
     pieces: list[int] = []
     while sum(pieces) < nbytes:
         pieces.append(len(end.recv(nbytes)))

@@ -1,4 +1,4 @@
-"""Values between hosts, and what their network carries of them."""
+"""Values between hosts, and the part of them that their network carries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE = 32 << 20
 
 
 def bytes_received(host: Host) -> int:
-    """What came over the network of a host so far."""
+    """The bytes that came over the network of a host so far."""
     lines = host.run(["cat", "/proc/net/dev"]).stdout.splitlines()[2:]
     counts = {name.strip(): int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
     return sum(count for name, count in counts.items() if name != "lo")

@@ -80,7 +80,7 @@ async def test_random_valid_orders_never_hang(module_rt: aiodaft.Runtime, p: int
 
 
 def random_order(rng: random.Random, p: int, stages: int, m: int) -> Schedule:
-    """Any order in which each rank might take up what is there to do; every micro-batch may skip stages."""
+    """Any order in which each rank might take up its open tasks; every micro-batch may skip stages."""
     # Each rank has at least one stage.
     rank_of = [*range(p), *(rng.randrange(p) for _ in range(stages - p))]
     rng.shuffle(rank_of)
@@ -101,8 +101,8 @@ def random_order(rng: random.Random, p: int, stages: int, m: int) -> Schedule:
     return order
 
 
-# What ranks were at when two users of torch.distributed.pipelining were stuck, each waiting for the other's receive:
-# https://github.com/pytorch/pytorch/issues/172668. Two ranks, four stages.
+# The tasks of the ranks when two users of torch.distributed.pipelining were stuck, each waiting for the other's
+# receive: https://github.com/pytorch/pytorch/issues/172668. Two ranks, four stages.
 STUCK = {
     "receives where they are needed": (False, ["0SEND_F1 2RECV_F0 2F0", "1SEND_F0 1RECV_F1 1F1"]),
     "odd ranks receive first": (True, ["0SEND_F2 2RECV_B0 2B0", "3SEND_B0 3F1 3B1 1RECV_F2 3SEND_B1 1F2"]),
@@ -142,7 +142,7 @@ def with_transfers_by_hand(schedule: Schedule, odd_receive_first: bool) -> list[
 
 
 def run_blocking(actions: list[list[str]]) -> None:
-    """Two ranks, where a send waits for its receive: take from their lists what they get done."""
+    """Two ranks, where a send waits for its receive: take the tasks that they get done from their lists."""
     while True:
         heads = [left[0] if left else "" for left in actions]
         alone = [rank for rank, head in enumerate(heads) if head and "_" not in head]

@@ -1,4 +1,4 @@
-"""Pipeline schedules: what theory says of them, what is refused, and that torch's own are the same."""
+"""Pipeline schedules: their theory, their refusals, and that torch's own are the same."""
 
 import itertools
 import random
@@ -79,7 +79,7 @@ def test_transfers_are_all_that_goes_between_ranks(make: Callable[[int, int], Sc
 
 
 def test_a_micro_batch_that_skips_a_stage_goes_past_it_and_takes_none_of_its_time() -> None:
-    """Row TR3: what is left of any schedule without the tasks of a stage is a schedule."""
+    """Row TR3: the rest of any schedule without the tasks of a stage is a schedule."""
     full = one_f_one_b(4, 4)
     schedule = without(full, *(Task(stage, mb, kind) for stage, mb in ((1, 0), (2, 0), (2, 3)) for kind in Kind))
     past = [(a, b) for a, b, source, target in transfers(schedule) if abs(source - target) > 1]
@@ -212,7 +212,7 @@ def of_torch(cls: type, stages: list[int], of: int, microbatches: int) -> Schedu
 @pytest.mark.parametrize("m", [4, 8, 16])
 def test_torch_has_the_same_schedules(m: int) -> None:
     assert of_torch(torchs.ScheduleGPipe, [0], 4, m) == gpipe(4, m)
-    # What torch lists for the last rank counts forwards from 1; it runs them from 0.
+    # torch's list for the last rank counts forwards from 1; it runs them from 0.
     assert of_torch(torchs.Schedule1F1B, [0], 4, m)[:3] == one_f_one_b(4, m)[:3]
     assert of_torch(torchs.ScheduleInterleaved1F1B, [0, 4], 8, m) == interleaved(4, m)
     assert of_torch(torchs.ScheduleInterleavedZeroBubble, [0], 4, m) == zb_h1(4, m)

@@ -1,4 +1,4 @@
-"""Training in a pipeline computes what one process computes, and holds what the schedule says (row TR2)."""
+"""Training in a pipeline computes the values of one process, and holds as much as the schedule says (row TR2)."""
 
 from __future__ import annotations
 

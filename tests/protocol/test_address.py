@@ -1,4 +1,4 @@
-"""Addresses are read in one place, and what is none says why."""
+"""Addresses are read in one place, and the error of a wrong one gives the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the buffers of a value are in its blobs."""
+"""The places of a value's buffers in its blobs."""
 
 from __future__ import annotations
 

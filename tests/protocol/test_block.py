@@ -1,4 +1,4 @@
-"""Blocks of torch.distributed: who is lost to whom, and what is set in the environment."""
+"""Blocks of torch.distributed: the members lost to each, and the variables in the environment."""
 
 from __future__ import annotations
 

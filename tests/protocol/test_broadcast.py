@@ -1,4 +1,4 @@
-"""Which process gets a value from which: the producer sends it twice, and no processes wait in a circle."""
+"""The source of each process's copy of a value: the producer sends it twice, and no processes wait in a circle."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def test_an_end_asks_again_where_the_queue_has_moved_but_offers_nothing_twice() 
     end.send(2, "a")
     end.close(3)
     end.handle(THIRD, Message(Kind.MOVED, 0, THIRD))
-    # What was offered may have been taken, and have moved with the queue.
+    # An offered item may have been taken, and have moved with the queue.
     assert end.peer_lost(OTHER) == [
         tell(THIRD, Kind.WANT, 1, False),
         Settle(2, Outcome.LOST, OTHER),

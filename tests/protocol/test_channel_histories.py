@@ -24,11 +24,11 @@ CAPACITY: Final = 2
 
 @dataclass
 class Process:
-    """What one process knows of the channel, and what its users do."""
+    """One process's knowledge of the channel, and the actions of its users."""
 
     table: ChannelTable
     alive: bool = True
-    # Tickets of users who wait: what for, and (of a send) which item.
+    # Tickets of users who wait: the operation, and (of a send) the item.
     waiting: dict[int, tuple[str, str]] = field(default_factory=dict)
     # The ticket of a receive that was lent an item, or has one.
     lent: int | None = None
@@ -114,7 +114,7 @@ class AnyHistory(RuleBasedStateMachine):
             process.lent = None
             process.owned = process.item if settled.outcome is Outcome.DONE else None
 
-    # What happens.
+    # Events.
 
     def living(self, *, holding: bool = True) -> list[Process]:
         return [one for one in self.processes.values() if one.alive and (one.end is not None or not holding)]
@@ -293,12 +293,12 @@ class AnyHistory(RuleBasedStateMachine):
         for other in NAMES:
             if other != victim.name:
                 wire = self.wires[victim.name, other]
-                # What it had not written does not come.
+                # Messages that it had not written do not come.
                 for _ in range(data.draw(st.integers(0, len(wire)))):
                     wire.pop()
                 wire.append(None)
 
-    # What must be true.
+    # Invariants.
 
     @invariant()
     def no_item_is_seen_twice(self) -> None:
@@ -308,7 +308,7 @@ class AnyHistory(RuleBasedStateMachine):
     @invariant()
     def the_queue_is_bounded(self) -> None:
         for one in self.living(holding=False):
-            # What was lent may come back.
+            # A lent item may come back.
             assert one.keeper is None or one.keeper.waiting <= CAPACITY + len(NAMES)
 
     @invariant()

@@ -1,4 +1,4 @@
-"""The channels of one process: which messages it handles itself, and what it answers about a channel it forgot."""
+"""The channels of one process: the messages that it handles itself, and its answers about a channel it forgot."""
 
 from __future__ import annotations
 

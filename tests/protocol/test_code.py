@@ -1,4 +1,4 @@
-"""What an archive of code may have."""
+"""The allowed contents of an archive of code."""
 
 from __future__ import annotations
 

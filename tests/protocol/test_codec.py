@@ -92,7 +92,7 @@ def encoded(frames: Iterable[Any]) -> bytes:
 
 
 def decoded(*pieces: bytes | bytearray | memoryview) -> list[Any]:
-    """What a decoder makes of a stream that comes in pieces."""
+    """The frames that a decoder makes of a stream that comes in pieces."""
     decoder = FrameDecoder()
     return [frame for piece in pieces for frame in decoder.feed(piece)]
 

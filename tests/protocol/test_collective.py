@@ -1,4 +1,4 @@
-"""Plans of collectives, carried out on texts that show what was combined with what."""
+"""Plans of collectives, carried out on texts that show the combined values."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def moved(plan: Plan) -> int:
     total = 0
     for step in plan.steps:
         cut = [1 if step.cut is not Cut.WHOLE else size[number] for number in step.inputs]
-        # Without shared memory, a value travels whole, whatever the step uses of it.
+        # Without shared memory, a value travels whole, even if the step uses a part.
         total += sum(size[number] for number in step.inputs if plan.rank_of(number) != step.rank)
         size.append(sum(cut[1:]) if step.work is Work.JOIN else cut[0])
     return total

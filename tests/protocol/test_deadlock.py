@@ -98,7 +98,7 @@ def test_every_graph_of_three_calls_is_judged_rightly() -> None:
         assert set(reduced({at: one for at, one in asked.items() if one is not None})) == set(map(call, expected))
         for root in graph:
             found = run(Search([call(root)]), asked.__getitem__)
-            # A search finds something if its root leads to stuck calls, and what it finds is a cycle of them.
+            # A search finds something if its root leads to stuck calls, and each find is a cycle of them.
             assert bool(found) == bool(reachable(root, graph) & expected)
             for deadlock in found:
                 after = [*deadlock.calls[1:], deadlock.calls[0]]
@@ -177,7 +177,7 @@ def test_calls_that_move_while_they_are_looked_at_are_never_accused() -> None:
             asked = [at for at in asked_by(search) if world.random.random() < 0.6]
             if asked:
                 search.handle_answers({at: world.look(at) for at in asked})
-        # From here on nothing moves: what is dead now must be found by a search that begins now.
+        # From here on nothing moves: a deadlock of now must be found by a search that begins now.
         stuck = stuck_by_definition(world.waits())
         for deadlock in run(search, world.look) if search.questions else search.deadlocks:
             accused += 1

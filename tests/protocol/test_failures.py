@@ -1,4 +1,4 @@
-"""What a process remembers of failures, and which failure came of which."""
+"""A process's records of failures, and the failures that led to others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an actor is, as far as a process knows, and which of its calls are made again."""
+"""The location of an actor, as far as a process knows, and the calls that are made again."""
 
 from __future__ import annotations
 

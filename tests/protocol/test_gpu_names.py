@@ -1,4 +1,4 @@
-"""The names in CUDA_VISIBLE_DEVICES lead to GPUs of the machine; what CUDA would not take counts for nothing."""
+"""The names in CUDA_VISIBLE_DEVICES lead to GPUs of the machine; names that CUDA would not take count for nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In any order of messages, each call gets its value or asks, and no answer is kept, whichever connections break."""
+"""In any order of messages, each call gets its value or asks, and no answer is kept, through any broken connections."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class End:
 
 
 class World:
-    """Three processes. One value, three calls with it, and whatever the random numbers choose of what is possible."""
+    """Three processes. One value, three calls with it, and any of the possible events, by random numbers."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -57,7 +57,7 @@ class World:
         self.owner_lost_producer = False
         self.sockets: set[frozenset[PeerId]] = set()
 
-    # What the processes do.
+    # Actions of the processes.
 
     def make_call(self) -> None:
         """The owner makes a call."""
@@ -124,7 +124,7 @@ class World:
         elif not end.lost:
             end.unsent.append(message)
 
-    # What the network does.
+    # Actions of the network.
 
     def connect(self, end: End) -> None:
         """There is a socket: one process has it, the other one gets it later, or never."""
@@ -141,7 +141,7 @@ class World:
         end.unsent = []
 
     def break_off(self, end: End) -> None:
-        """The socket breaks, and with it some of what was on its way. The processes learn of it later."""
+        """The socket breaks, and with it some of the messages on their way. The processes learn of it later."""
         self.sockets.remove(frozenset((end.near, end.far)))
         for side in (end, self.ends[end.far, end.near]):
             kept = self.random.randint(0, len(side.came)) if side.used else 0
@@ -150,7 +150,7 @@ class World:
     # The order.
 
     def steps(self, *, calm: bool) -> list[Callable[[], object]]:
-        """What can happen next. When it is calm, nothing breaks any more, and no call is made."""
+        """The possible next events. When it is calm, nothing breaks any more, and no call is made."""
         found: list[Callable[[], object]] = [self.answer] if self.to_answer else []
         for end in self.ends.values():
             used = [end.used, self.ends[end.far, end.near].used]
@@ -164,7 +164,7 @@ class World:
                 found.append(partial(self.use, end))
             elif not calm:
                 found.append(partial(self.break_off, end))
-        # What the producer gets after it has lost the first connection to the owner is about another value.
+        # Messages that the producer gets after it has lost the first connection to the owner are about another value.
         to_both = self.ends[OWNER, PRODUCER].used and self.ends[OWNER, CONSUMER].used
         if not calm and self.made < 3 and to_both and not self.owner_lost_producer:
             found += [self.make_call] * 4
@@ -183,6 +183,6 @@ def test_no_call_waits_for_an_answer_that_does_not_come_and_no_answer_for_a_call
         world = World(seed)
         world.run()
         assert not world.waiting, f"seed {seed}"
-        # What came early for a call that was lost with its connection would be here.
+        # An early answer for a call that was lost with its connection would be here.
         for number in range(3, 6):
             assert world.handover.expect(PRODUCER, KEY, number) != "value", f"seed {seed}"

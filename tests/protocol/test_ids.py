@@ -32,7 +32,7 @@ def test_the_ids_of_the_calls_of_a_group_say_that_they_belong_together() -> None
             seen.update(numbers)
             assert {serial_of(number) for number in numbers} == {serial * 10_000 + count}
             assert {group_call_of(caller, number) for number in numbers} == {(caller, serial * 10_000 + count)}
-    # Numbers of calls that are made by themselves are positive. What goes over a wire has 64 bits.
+    # Numbers of calls that are made by themselves are positive. Integers on a wire have 64 bits.
     assert -(1 << 63) < min(seen) < max(seen) < 0
     assert [serial_of(CallId(number)) for number in (0, 7)] == [0, 7]
     assert group_call_of(caller, CallId(0)) is group_call_of(caller, CallId(7)) is None

@@ -38,7 +38,7 @@ def test_a_receive_gets_the_first_message_that_it_wants() -> None:
 
 def test_a_receive_meets_only_what_is_within_the_same_or_by_itself() -> None:
     inbox = Inbox(messages=1)
-    # The first message within each is admitted, whatever room the others take.
+    # The first message within each is admitted, however much room the others take.
     one, other, alone = (inbox.announce(A, 0, 1, within)[0] for within in ("one", "other", None))
     for message in (one, other, alone):
         assert inbox.came(message, None) == []
@@ -50,7 +50,7 @@ def test_a_receive_meets_only_what_is_within_the_same_or_by_itself() -> None:
     assert commands == []
     by_itself, commands = inbox.ask(ANY, {A})
     assert commands == [Give(by_itself, one)]
-    # A receive by itself that waits gets what is within anything.
+    # A receive by itself that waits gets a message within anything.
     by_itself, _ = inbox.ask(ANY, {A})
     one, _ = inbox.announce(A, 0, 1, "one")
     assert inbox.came(one, None) == [Give(by_itself, one)]
@@ -100,7 +100,7 @@ def test_what_is_withdrawn_lets_the_next_one_go() -> None:
     other = arrive(inbox, A, 1)
     receive, _ = inbox.ask(Wish(A, None), {A})
     assert inbox.withdraw(slow) == [Give(receive, other)]
-    # What is here, or was given, stays.
+    # A message that is here, or was given, stays.
     kept = arrive(inbox, A)
     assert inbox.withdraw(fast) == inbox.withdraw(kept) == []
     assert inbox.messages == [kept]
@@ -114,7 +114,7 @@ def test_an_inbox_has_room_for_a_number_of_messages_and_of_bytes() -> None:
     assert commands == []
     behind, commands = inbox.announce(B, 0, 1)
     assert commands == []
-    # What waits does so in order, but for the first message of a sender.
+    # Messages wait in order, but for the first message of a sender.
     newcomer, commands = inbox.announce(C, 0, 100)
     assert commands == [Admit(newcomer)]
     assert inbox.limit(5, 400) == [Admit(too_large), Admit(behind)]
@@ -189,7 +189,7 @@ def test_a_receive_ends_with_the_last_of_those_that_could_send() -> None:
     assert inbox.lose(C) == []
     assert inbox.lose(B) == [from_any]
     assert inbox.waiting == [from_itself]
-    # What came before is still there.
+    # Messages that came before are still there.
     receive, commands = inbox.ask(Wish(A, None), {A})
     assert commands == [Give(receive, kept)]
 
@@ -211,7 +211,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.inbox = Inbox(messages=3, nbytes=6)
         self.messages: list[Message] = []
         self.waiting: list[Receive] = []
-        # What was given last, and to whom; it may be put back.
+        # The messages given last, and their receiver; they may be put back.
         self.given: list[Message] = []
         self.last: Message | None = None
 

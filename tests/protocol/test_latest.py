@@ -1,4 +1,4 @@
-"""What is remembered for a while does not grow."""
+"""Tables of facts that are remembered for a while do not grow."""
 
 from __future__ import annotations
 

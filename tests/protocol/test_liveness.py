@@ -39,7 +39,7 @@ class World:
             now = later(self.watcher_away, min(due + self.latency(), answer))
             if now > until:
                 return
-            # What arrived while it was away is read first.
+            # Answers that arrived while it was away are read first.
             if answer <= now:
                 answer = FOREVER
                 self.note(now, liveness.heard(now))

@@ -12,7 +12,7 @@ RECORD = {"name": "users.module", "text": "two\nlines \x1e and \udc80 and ☃", 
 
 
 def sifted(stream: bytes, size: int = 1 << 20) -> tuple[bytes, list[Record]]:
-    """What was printed, and the records, of a stream that comes in pieces."""
+    """The output, and the records, of a stream that comes in pieces."""
     sieve, printed, records = Sieve(), b"", []
     pieces = [stream[start : start + size] for start in range(0, len(stream), size)]
     for piece in [*pieces, b""]:

@@ -237,7 +237,7 @@ def test_it_keeps_watching_while_a_call_has_to_begin() -> None:
     assert not mailbox.watching
 
 
-# How many at a time.
+# Limits of running calls.
 
 
 def test_concurrency_bounds_the_calls_of_one_method() -> None:
@@ -318,7 +318,7 @@ def test_draining_takes_out_what_waits_and_was_not_withdrawn() -> None:
     assert not mailbox.finished(running)
 
 
-# Who waits for whom.
+# Calls that wait for others.
 
 
 def test_a_call_waits_for_the_first_of_its_line_and_that_for_what_fills_its_places() -> None:
@@ -369,7 +369,7 @@ def test_a_call_waits_for_the_last_step_of_a_row_of_steps_before_it() -> None:
     assert [*mailbox.startable()] == [behind]
 
 
-# How many may wait.
+# Limits of waiting calls.
 
 
 def admitted(mailbox: BoundedMailbox[Call], *calls: Call) -> None:

@@ -1,4 +1,4 @@
-"""Whatever happens to calls in whatever order: each starts once and in its turn, and none is forgotten."""
+"""Any events of calls in any order: each call starts once and in its turn, and none is forgotten."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CALLERS: Final = [PeerId("a"), PeerId("b")]
 
 @dataclass(eq=False)
 class Call:
-    """A call, and what became of it."""
+    """A call, and its fate."""
 
     caller: PeerId
     rules: Rules
@@ -47,7 +47,7 @@ class Call:
 class AnyHistory(RuleBasedStateMachine):
     """The mailbox, and the loop and the thread of an actor around it.
 
-    The actor asks for more only when the mailbox says that there may be more: that is part of what is tested.
+    The actor asks for more only when the mailbox says that there may be more: that is part of the test.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class AnyHistory(RuleBasedStateMachine):
         )
 
     def teardown(self) -> None:
-        """Whatever happened, every call has run, or was withdrawn, once nothing stands in the way."""
+        """After any events, every call has run, or was withdrawn, once nothing stands in the way."""
         for call in self.calls:
             if call.stage is FETCHING:
                 call.stage = QUEUED

@@ -1,4 +1,4 @@
-"""Meetings of the members of a group: who waits, who is told what."""
+"""Meetings of the members of a group: the members that wait, and the answers that each gets."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_what_failed_within_something_is_told_there_and_not_kept_for_ever() -> N
     for call in range(KEPT + 5):
         assert group.come(0, within=call) == []
         assert len(group.expire("x", 0, call + 1, 1.0)) == 1
-    # What is open stays.
+    # Open meetings stay.
     assert group.come(0, within="open") == []
     assert len(group.table) == KEPT + 1
     ((_, why),) = told(group.come(1, within=KEPT))

@@ -59,7 +59,7 @@ def expire(registry: Registry, now: float) -> list[str]:
 
 
 def look_until(registry: Registry, now: float, until: float) -> list[str]:
-    """Expire what is to expire, as often as a coordinator that is not stopped."""
+    """Expire leases as often as a coordinator that is not stopped."""
     gone: list[str] = []
     while now < until:
         now = min(until, registry.leases.next_look())

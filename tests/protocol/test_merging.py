@@ -8,7 +8,7 @@ from aiodaft._protocol.diagnostics.merging import Member, Merged, Merging, membe
 
 
 class Group:
-    """A group whose lines are merged; `shown` has what comes out."""
+    """A group whose lines are merged; `shown` has the result."""
 
     def __init__(self, size: int, name: str = "Trainer-1") -> None:
         self.name = name

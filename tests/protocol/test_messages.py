@@ -61,7 +61,7 @@ _EXAMPLES: dict[int, Message] = {
     m.RENEWED: (m.RENEWED, "it was reset"),
 }
 
-# Fields that may be of several types: (kind, position, what else may stand there).
+# Fields that may be of several types: (kind, position, another value that may stand there).
 _ALTERNATIVES: list[tuple[int, int, Any]] = [
     (m.CALL, 4, b"payload"),
     (m.TELL, 4, b"payload"),

@@ -56,7 +56,7 @@ def names_of(registry: Registry, peer: PeerId, actor: ActorId) -> list[str]:
     return sorted(one.name for one in registry.names.held_by(peer, actor))
 
 
-# What can be a name.
+# Valid names.
 
 
 @pytest.mark.parametrize("name", ["router", "r", "_", "-", "0", "a.b-c_d", "A" * 255, "a..", "trailing."])
@@ -123,7 +123,7 @@ def test_names_are_not_listed_by_other_text(prefix: Any) -> None:
         check_prefix(prefix)
 
 
-# Who has a name.
+# Holders of names.
 
 
 def test_a_registered_actor_is_found() -> None:

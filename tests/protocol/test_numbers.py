@@ -1,4 +1,4 @@
-"""What counts as a number is the same for every option, and a wrong one is a ValueError that names the option."""
+"""The same values count as numbers for every option, and a wrong one is a ValueError that names the option."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def deadline(seconds: Any) -> None:
     asyncio.run(block())
 
 
-# An option, the least value, and what it is called in the error.
+# An option, the least value, and its name in the error.
 COUNTS: Final[dict[str, tuple[Callable[[Any], object], int, str]]] = {
     "max_pending": (lambda value: aiodaft.Runtime(max_pending=value), 1, "max_pending="),
     "concurrency": (lambda value: check_concurrency(value, "f", on_thread=False), 1, "`concurrency`"),
@@ -69,7 +69,7 @@ COUNTS: Final[dict[str, tuple[Callable[[Any], object], int, str]]] = {
     "limit": (lambda value: admission_of(value, 0), 1, "limit="),
     "queue": (lambda value: admission_of(1, value), 0, "queue="),
 }
-# An option, the least value, whether it may be infinite, and what it is called in the error.
+# An option, the least value, whether it may be infinite, and its name in the error.
 NUMBERS: Final[dict[str, tuple[Callable[[Any], object], float, bool, str]]] = {
     "stop_grace": (lambda value: aiodaft.Runtime(stop_grace=value), 0, False, "stop_grace="),
     "cancel_grace": (lambda value: aiodaft.Runtime(cancel_grace=value), 0, False, "cancel_grace="),

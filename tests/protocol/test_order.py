@@ -1,4 +1,4 @@
-"""What is submitted to one actor goes out in the order of submission, calls and runs of graphs alike."""
+"""The entries for one actor go out in the order of submission, calls and runs of graphs alike."""
 
 from __future__ import annotations
 

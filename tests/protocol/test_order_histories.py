@@ -1,4 +1,4 @@
-"""Each actor gets everything in the order of submission, whatever becomes ready or is withdrawn when."""
+"""Each actor gets everything in the order of submission, for any times of readiness and withdrawal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Entry:
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """Submits as the runtime does: what nothing holds up and may go is sent without entering."""
+    """Submits as the runtime does: an entry that nothing holds up and that may go is sent without entering."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where actors go, decided from views of nodes: an assignment meets every constraint, and a refusal is true."""
+"""The places of actors, decided from views of nodes: an assignment meets every constraint, and a refusal is true."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CPUS = 16.0
 
 
 def stock(*, cpus: float = _CPUS, gpus: tuple[float, ...] = (), **custom: float) -> Stock:
-    """What a node with 16 CPUs has; `cpus` and `gpus` are free."""
+    """The stock of a node with 16 CPUs; `cpus` and `gpus` are free."""
     totals = {"cpus": max(cpus, _CPUS), "gpus": float(len(gpus)), **dict.fromkeys(custom, 4.0)}
     return Stock(totals, {"cpus": cpus, **custom}, gpus)
 
@@ -229,7 +229,7 @@ def allows(view: NodeView, where: Where) -> bool:
 
 
 def ways(left: Stock, demand: Demand) -> Iterator[Stock]:
-    """What a node has left after one more actor, for every choice of GPUs."""
+    """The rest of a node's stock after one more actor, for every choice of GPUs."""
     free = {"cpus": demand.cpus, **demand.custom}
     after = {name: left.free.get(name, 0.0) - free.get(name, 0.0) for name in left.free.keys() | free.keys()}
     if min(after.values()) < -1e-6:

@@ -42,7 +42,7 @@ def run(plans: dict[PeerId, SubPlan[None]], inputs: int) -> tuple[list[int], set
             for position in segments.popleft().steps:
                 result = plan.results[position]
                 value = result.value
-                assert made.issuperset(plan.steps[position].needs), "a segment has what its steps need"
+                assert made.issuperset(plan.steps[position].needs), "a segment has the values that its steps need"
                 made.add(value)
                 has[process].add(value)
                 done.append(value - inputs)

@@ -1,4 +1,4 @@
-"""What many processes print, on one terminal."""
+"""The output of many processes, on one terminal."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ actors = st.sampled_from((ActorId(16), ActorId(17)))
 
 @dataclass
 class Known:
-    """What a dictionary knows of a member."""
+    """A dictionary's knowledge of a member."""
 
     epoch: int
     deadline: float
@@ -44,7 +44,7 @@ def member(node: str, epoch: int = 0) -> Member:
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """One registry after the other, and what dictionaries say of it."""
+    """One registry after the other, and the dictionaries that predict it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(forgot=st.booleans())
     def restart(self, forgot: bool) -> None:
-        """With what was stored; or without, and all members come back at once."""
+        """With the stored records; or without, and all members come back at once."""
         before, self.term = self.registry, self.term + 1
         records: tuple[Record, ...] = (*before.names.all(), *before.members.all())
         self.registry = Registry(Stored(self.term, () if forgot else records, forgot), TTL, self.now)

@@ -258,7 +258,7 @@ def test_a_rule_that_does_not_fit_is_refused(rule: Rule, message: str) -> None:
 
 
 def test_a_large_model_is_planned_with_one_piece_for_each_part_that_moves() -> None:
-    """1,000 tensors over 64 ranks: the work grows with what moves, not with pairs of ranks."""
+    """1,000 tensors over 64 ranks: the work grows with the bytes that move, not with pairs of ranks."""
     before, after = axes(tp=64), axes(dp=8, tp=8)
     source = {f"w{i}": grid((512, 64), before, d0=("tp",)) for i in range(1000)}
     target = {name: grid((512, 64), after, d0=("tp",)) for name in source}

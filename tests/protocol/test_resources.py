@@ -1,4 +1,4 @@
-"""What a node has is counted: never more is given than there is, and what comes back is what was taken."""
+"""The resources of a node are counted: never more is given than there is, and the same amount comes back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def take(node: Resources[str], who: str, **needs: Any) -> tuple[int, ...]:
     return node.take(who, who.capitalize(), Demand(**needs))
 
 
-# What can be asked for.
+# Valid demands.
 
 
 @pytest.mark.parametrize("amount", [-1, -0.5, float("inf"), float("nan"), True, "1", None, [1]])
@@ -186,7 +186,7 @@ def test_several_are_reserved_together_or_not_at_all() -> None:
     assert str(caught.value) == (
         "2 of 3 such actors fit: Model[2] needs gpus=1, but this node has 3, of which 2 free: Other has 1"
     )
-    # Who waits for room is not woken by the attempt of another.
+    # A request that waits for room is not woken by the attempt of another.
     assert (node.free(), node.revision) == (before, revision)
     assert node.take_all(gang[:2]) == [(1,), (2,)]
     node.give_back("m0")
@@ -371,7 +371,7 @@ def test_gpus_that_others_have_are_passed_over_and_named_if_none_is_left() -> No
         InsufficientResources, match=r"B needs gpus=2.*; GPU 0 is in use by user 0, .*; GPU 2 is in use"
     ):
         ledger.take("b", "B", Demand(gpus=2))
-    # What it had claimed of the two is free again.
+    # Its claims of the two are free again.
     assert claims.mine == {1}
     assert ledger.take("c", "C", Demand(gpus=1)) == (3,)
 

@@ -1,4 +1,4 @@
-"""Who has which rank after a change of a group."""
+"""The ranks of members after a change of a group."""
 
 from __future__ import annotations
 

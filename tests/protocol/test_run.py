@@ -1,4 +1,4 @@
-"""The states of graphs and runs, and what a participant's share of a run waits for."""
+"""The states of graphs and runs, and the waits of a participant's share of a run."""
 
 from __future__ import annotations
 

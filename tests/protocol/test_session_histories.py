@@ -1,4 +1,4 @@
-"""Whatever order calls are submitted, prepared, withdrawn and answered in, none is lost and none is sent twice."""
+"""Calls that are submitted, prepared, withdrawn and answered in any order: none is lost and none is sent twice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.one = make_session(window=3)
         self.window = self.base = 3
         self.next = 0
-        # What waits, in order: what calls cost, or None while they are prepared. Runs have negative numbers.
+        # The waiting calls, in order: the cost of each, or None while it is prepared. Runs have negative numbers.
         self.waiting: dict[int, int | None] = {}
         self.runs = 0
         self.flying: dict[int, int] = {}
@@ -186,7 +186,7 @@ class AnyHistory(RuleBasedStateMachine):
             assert cost is None or (self.flying and self.flying_bytes + cost > WINDOW_BYTES)
 
     def teardown(self) -> None:
-        """Whatever happened, everything ends well once all calls are prepared and answered."""
+        """After any events, everything ends well once all calls are prepared and answered."""
         for number in [number for number, cost in self.waiting.items() if cost is None]:
             self.provide_now(number, 0)
         while self.flying:

@@ -38,7 +38,7 @@ def test_an_answer_begins_the_count_again() -> None:
 def test_d69_pauses_of_the_watcher_and_answers_within_two_periods_lose_no_node(seed: int) -> None:
     rng, silence, now, received, answer_at = random.Random(seed), Silence(), 0.0, 0, None
     for _ in range(1000):
-        # A look may be late; what came meanwhile may be read after it.
+        # A look may be late; bytes that came meanwhile may be read after it.
         now += PERIOD + (rng.expovariate(0.01) if rng.random() < 0.1 else 0)
         late = rng.random() < 0.5
         if answer_at is not None and answer_at < now - (PERIOD if late else 0):

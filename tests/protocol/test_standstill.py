@@ -8,7 +8,7 @@ from aiodaft._protocol.diagnostics.standstill import Standstill, Verdict
 
 
 def verdicts(signs: Iterable[object]) -> dict[int, Verdict]:
-    """What looks come to, other than to wait, by their numbers."""
+    """The verdicts of looks, other than to wait, by their numbers."""
     standstill = Standstill()
     found = ((number, standstill.look(seen)) for number, seen in enumerate(signs, 1))
     return {number: verdict for number, verdict in found if verdict is not Verdict.WAIT}

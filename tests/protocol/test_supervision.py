@@ -1,4 +1,4 @@
-"""Who is restarted, after how long, and when it is enough: OTP's rules, with virtual time."""
+"""The actors that are restarted, the waits before that, and the end of it: OTP's rules, with virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace records, and the file that it becomes."""
+"""The events that a trace records, and the file that it becomes."""
 
 from __future__ import annotations
 

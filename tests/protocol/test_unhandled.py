@@ -1,4 +1,4 @@
-"""Which unhandled errors are kept, and what a block raises of them."""
+"""The unhandled errors that are kept, and the error of a block with them."""
 
 from __future__ import annotations
 

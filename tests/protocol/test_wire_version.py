@@ -1,7 +1,7 @@
 """A recorded conversation of each wire version that is still spoken: it has to mean the same for ever.
 
 If a test here fails, the wire has changed: raise `WIRE_VERSION`, keep these recordings for as long as their version is
-spoken, and add a new one. What was recorded is never edited.
+spoken, and add a new one. A recording is never edited.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ _WORKER_1: Final[list[tuple[str, Message]]] = [
     ("941907cd012c9291059506c4020093c404626c6f629090", (25, 7, 300, ((5,), (6, b"\x00\x93", b"blob", (), ())))),
 ]
 
-# What stands inside payloads, in the codec's own terms.
+# The contents of payloads, in the codec's own terms.
 _VALUES_1: Final[list[tuple[str, Any]]] = [
     (
         "99c0c3c200ff7fcc80cf0000010000000000d38000000000000000",

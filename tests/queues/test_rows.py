@@ -38,7 +38,7 @@ def test_what_was_not_acknowledged_is_given_again() -> None:
     rows.wrote(range(4), ["response", "reward"])
     assert rows.take("train", 1, 2) == [0, 1]
     assert rows.take("train", 2, 2) == [2, 3]
-    # Only what was taken under the lease.
+    # Only rows that were taken under the lease.
     rows.acknowledge("train", 1, [0, 3])
     rows.give_back("train", 1)
     assert rows.take("train", 2, 4) == [1]

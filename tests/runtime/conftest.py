@@ -1,4 +1,4 @@
-"""What begins coroutines, for the tests of `starting`."""
+"""The starters of coroutines, for the tests of `starting`."""
 
 from __future__ import annotations
 

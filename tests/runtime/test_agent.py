@@ -1,4 +1,4 @@
-"""What the agent of a process does when others ask it, without processes: makes, describes and stops actors."""
+"""The agent's answers to others, without processes: it makes, describes and stops actors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ACTOR = FIRST_USER_ACTOR
 
 
 class Desk(Actor):
-    """Says what happens to it."""
+    """Reports its events."""
 
     happened: list[str]
 
@@ -58,7 +58,7 @@ class Office(Bench):
         self.host = Host(self.process, self.store, RingPoller(self.process.loop))
         objects: Any = SimpleNamespace(store=self.store)
         unused: Any = None
-        # What the node was told to remove.
+        # The actors that the node was told to remove.
         self.vacated: list[tuple[ActorId, str]] = []
         ways: Any = SimpleNamespace(vacate=lambda *told: self.vacated.append(told))
         tracing: Any = SimpleNamespace(session=None)

@@ -1,4 +1,4 @@
-"""Values are reduced to the bits that torch gives, whatever computes them."""
+"""Values are reduced to the bits that torch gives, by every reducer."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Place(NamedTuple):
 
 
 class Desk(Actor):
-    """What is called."""
+    """The called actor."""
 
     @method
     async def note(self, word: Any) -> Any:
@@ -87,7 +87,7 @@ class Desk(Actor):
 
 
 class Office(Bench):
-    """A process that makes calls; its connections lead nowhere, and keep what is sent."""
+    """A process that makes calls; its connections lead nowhere, and keep its messages."""
 
     def __init__(self, *, grace: float = 60.0, max_pending: int = 8) -> None:
         super().__init__(grace=grace, max_pending=max_pending)
@@ -123,7 +123,7 @@ class Office(Bench):
         return [frame[0] for frame in decoder.feed(self.connections.to(remote).session.data_to_send())]
 
     async def encode(self) -> None:
-        """The helper thread does what it has to do."""
+        """The helper thread does its work."""
         while self.helper.jobs:
             self.helper.turn()
             await turns(8)
@@ -332,7 +332,7 @@ async def test_an_answer_that_comes_after_the_grace_time_of_a_cancellation_chang
     connection = office.connections.to(THERE)
     office.replies.replied(connection, (m.REPLY, numbers[0], "a value"))
     office.replies.stored_came(connection, m.stored(numbers[1], 10, ""))
-    # What the producer keeps is freed there.
+    # The producer's values are freed there.
     assert office.kinds_to(THERE) == [m.RELEASE]
     assert [type(await error_of(ref)) for ref in (plain, stored)] == [CallCancelled] * 2
     assert not connection.session.calls
@@ -368,7 +368,7 @@ async def test_a_renewed_connection_ends_the_search_for_the_cause_of_the_loss_of
     lost = office.lose(THERE)
     office.connections.renew(THERE)
     assert (await error_of(call)).executed is None
-    # What is found later does not end what goes over the new one.
+    # An error that is found later does not end calls over the new one.
     later = office.handle().note("over the second")
     cause.set_result(ActorDied("its process ended"))
     await turns(3)
@@ -539,7 +539,7 @@ async def test_a_stored_value_is_sent_for_and_asked_for_if_the_connection_to_its
     office.lose(THERE)
     await turns()
     assert office.kinds_to(ELSEWHERE) == [m.ASK]
-    # It is lost: what is to be known of it, the calls hear from this process.
+    # It is lost: the calls get its error from this process.
     calls.append(office.caller.handle(ELSEWHERE, ACTOR, "Desk-2", Desk).note(stored))
     assert office.kinds_to(ELSEWHERE) == [m.SEND]
 

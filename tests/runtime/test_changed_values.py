@@ -1,4 +1,4 @@
-"""What says which objects to build is what the producer sent, also if buffers come over a connection of anybody."""
+"""The description of the objects to build is the producer's, also if buffers come over a connection of anybody."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_f87_a_pickle_that_is_put_in_the_place_of_a_value_does_not_run(kind: str
 
 
 def test_the_bytes_of_arrays_are_only_bytes() -> None:
-    """They are not covered: what is changed there is a wrong number and nothing else."""
+    """They are not covered: a change there is a wrong number and nothing else."""
     array = np.arange(10_000.0)
     found, blob = encoded([array, "text"])
     blob[found.offsets[0]] ^= 1

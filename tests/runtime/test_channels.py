@@ -1,4 +1,4 @@
-"""Channels between processes, without processes: who has the queue, who has an item, who is told."""
+"""Channels between processes, without processes: the place of the queue, the holder of an item, the news."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder of modules arrives as it was, without what is none of its code."""
+"""A folder of modules arrives as it was, without files that are none of its code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folder(at: Path, *names: str) -> Path:
 
 
 def arrived(path: Path) -> dict[str, str]:
-    """What is in the folder that an archive of this path is unpacked to."""
+    """The files in the folder that an archive of this path is unpacked to."""
     target = path.parent / "arrived"
     target.mkdir()
     unpack_code(pack_code(str(path)), str(target))

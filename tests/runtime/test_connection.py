@@ -107,7 +107,7 @@ async def test_a_peer_that_ends_with_something_unread_is_heard_to_its_last_word(
     connection = connection_of(owner)
     ours, theirs = socket.socketpair()
     connection.attach(ours)
-    # Longer than what is read at a time.
+    # Longer than one read.
     notes: list[Message] = [(NOTE, "shm", bytes(10_000), index) for index in range(5)]
     theirs.sendall(frames(GREETING, *notes))
     theirs.close()
@@ -126,7 +126,7 @@ class Woken(Owner):
 
 def test_the_end_of_a_peer_is_noticed_if_its_last_word_ends_a_program_that_goes_on() -> None:
     ours, theirs = socket.socketpair()
-    # With what it has not read, its end is an error.
+    # With unread data, its end is an error.
     theirs.sendall(frames(GREETING, (NOTE, "shm", b"", 0)))
     owners: list[Owner] = []
 
@@ -216,7 +216,7 @@ async def test_after_many_bursts_all_messages_of_a_turn_are_written_together() -
     with theirs:
         connection.attach(ours)
         theirs.recv(1 << 10)
-        # What ends the bursts: a turn with one message, and one that takes long.
+        # The ends of the bursts: a turn with one message, and one that takes long.
         for last in ([0.0], [0.0, 1.0]):
             await have_bursts()
             assert await turn(0.0, 0.0, 0.0) == (0, 3)

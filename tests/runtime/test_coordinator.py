@@ -1,4 +1,4 @@
-"""The coordinator answers what is stored, waits for what is not known, and stops when another one has its store."""
+"""The coordinator answers from its store, waits for unknown facts, and stops when another one has its store."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start(awaitable: Awaitable[T]) -> asyncio.Task[T]:
 
 
 class SharedRecords:
-    """What several stores share: the records, and who is in charge."""
+    """The common part of several stores: the records, and the coordinator in charge."""
 
     def __init__(self) -> None:
         self.term = 0

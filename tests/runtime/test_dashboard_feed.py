@@ -1,4 +1,4 @@
-"""What pages of the dashboard get, and when it is looked for."""
+"""The data that pages of the dashboard get, and the times of looks for them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_frame_has_what_happened_since_the_last_one() -> None:
     frame = frame_of(overview(12.0, done=30), overview(10.0, done=10))
     assert (frame["totals"]["calls"], frame["totals"]["bytes"], frame["totals"]["cpu"]) == (10, 1500, 0.125)
     assert (frame["actors"][0]["calls"], frame["actors"][0]["state"], frame["seconds"]) == (10, "idle", 2)
-    # What is no call, and no large value, the runtime has sent for itself.
+    # Bytes that are of no call, and of no large value, the runtime has sent for itself.
     assert [(edge["source"], edge["bytes"]) for edge in frame["graph"]["edges"]] == [(HERE, 1000)]
     assert frame_of(overview(12.0, done=30), None)["totals"]["calls"] == 0
 
@@ -109,7 +109,7 @@ async def test_pages_share_looks_which_are_a_period_apart(looked: Any) -> None:
     assert loop.time() == pytest.approx(began + 1)
     assert second is same
     assert second.frame["totals"]["calls"] == pytest.approx(100)
-    # One that comes now gets what there is.
+    # One that comes now gets the present look.
     assert await feed.newer(0) is second
     assert looked.looks == 2
 
@@ -120,7 +120,7 @@ async def test_nothing_is_looked_at_while_no_page_waits(looked: Any) -> None:
     number, _ = await feed.newer(0)
     await asyncio.sleep(3600)
     assert looked.looks == 1
-    # What was seen then says nothing of now.
+    # The look of then says nothing of now.
     _, frame = await feed.newer(0)
     assert (looked.looks, frame["seconds"]) == (2, 0)
     assert number == 1

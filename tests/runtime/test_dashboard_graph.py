@@ -1,4 +1,4 @@
-"""The graph of who sends to whom, on the page of the dashboard."""
+"""The graph of the traffic, on the page of the dashboard."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_processes_are_boxes_with_their_actors() -> None:
         ("Model-5", "silent", 0.0, 1),
     ]
     assert [box["program"] for box in graph["boxes"]] == [True, False, False, False]
-    # What is no call, and no large value, the runtime has sent for itself.
+    # Bytes that are of no call, and of no large value, the runtime has sent for itself.
     assert [(edge["source"], edge["target"], edge["bytes"], edge["allBytes"]) for edge in graph["edges"]] == [
         (PROGRAM.id, "worker-1", 0.0, 100),
         ("worker-1", "worker-2", 70.0, 1100),

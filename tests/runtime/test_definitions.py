@@ -1,4 +1,4 @@
-"""Which classes and functions get a name, when they get another, and what keeps them."""
+"""The classes and functions that get a name, the changes that give them another, and their users."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_what_may_change_unseen_has_none() -> None:
     noted.calls = 0  # type: ignore[attr-defined]
 
     def count_calls() -> None:
-        global COUNT  # noqa: PLW0603 - what is tested
+        global COUNT  # noqa: PLW0603 - the subject of the test
         COUNT += 1
 
     for thing in (
@@ -162,7 +162,7 @@ def name_of_class(cls: type) -> bytes:
 
 
 class Unit(str):
-    """What a subclass of a builtin does may change."""
+    """A subclass may change a builtin's behaviour."""
 
     __slots__ = ()
 
@@ -171,7 +171,7 @@ def test_what_is_built_of_things_that_may_change_unseen_has_no_name() -> None:
     module, unit = types.ModuleType("made_here"), Unit("m")
 
     class Scales(enum.Enum):
-        SMALL = [1]  # noqa: RUF012 - what is tested
+        SMALL = [1]  # noqa: RUF012 - the subject of the test
 
     class OfScale:
         scale = Scales.SMALL
@@ -197,13 +197,13 @@ def test_a_change_of_what_a_class_uses_gives_another_name(monkeypatch: pytest.Mo
         kind: Kind = Kind.NEAR
 
         def size(self) -> int:
-            return len(LATER)  # type: ignore[name-defined]  # noqa: F821 - what is tested
+            return len(LATER)  # type: ignore[name-defined]  # noqa: F821 - the subject of the test
 
         # A name of an attribute is no global one.
         def items(self) -> Any:
             return self.ITEMS  # type: ignore[attr-defined]
 
-    class Shape(abc.ABC):  # noqa: B024 - what is tested
+    class Shape(abc.ABC):  # noqa: B024 - the subject of the test
         pass
 
     here = sys.modules[__name__]

@@ -140,7 +140,7 @@ async def test_many_may_wait_for_one_future(begun: Begun) -> None:
 
 
 async def test_what_is_over_is_no_garbage(begun: Begun) -> None:
-    """What a call held is free at once: its task, what that ran and its context are no circle."""
+    """The objects that a call held are free at once: its task, its coroutine and its context are no circle."""
 
     class Held:
         pass

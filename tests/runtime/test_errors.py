@@ -19,7 +19,7 @@ from aiodaft._runtime.serialization.errors import decode_error, encode_error
 def caught(function: Callable[[], object]) -> BaseException:
     try:
         function()
-    except Exception as error:  # noqa: BLE001 - whatever it is
+    except Exception as error:  # noqa: BLE001 - any error
         return error
     raise AssertionError
 

@@ -263,7 +263,7 @@ def test_a_mesh_reserves_its_slices_until_it_is_stopped() -> None:
                 aiodaft.exceptions.InsufficientResources, match="this slice of mesh of 1 x 2 GPUs has 2, of which 0"
             ):
                 await mesh.spawn(Shard)
-            # Actors take what the slice does not have from its node.
+            # Actors take a resource that the slice does not have from its node.
             light = await mesh[0].on(cpus=4, gpus=0).spawn(Shard)
             assert (await resources_of(rt))[1] == {"cpus": 0, "gpus": 1}
             await rt.stop(mesh)

@@ -1,4 +1,4 @@
-"""What the runtime asks of torch for its GPUs, with a torch that has recorded it; tests/gpu has the real one."""
+"""The runtime's questions to torch about its GPUs, with a torch that has recorded it; tests/gpu has the real one."""
 
 from __future__ import annotations
 

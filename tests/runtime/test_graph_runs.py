@@ -1,4 +1,4 @@
-"""Runs of graphs without processes: what their owner and the participants send, keep and give up."""
+"""Runs of graphs without processes: the messages of their owner and the participants, and their kept values."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Desk(Actor):
 
     @method
     async def weigh(self, word: Word) -> int:
-        """Remembers what it gets, and does not keep it."""
+        """Remembers its arguments, and does not keep them."""
         self.words.append(weakref.ref(word))
         return 1
 
@@ -90,7 +90,7 @@ class Site(NamedTuple):
         return [hosted for host in (self.near, self.far) for hosted in host.host.actors.values()][index]
 
     def sent(self) -> list[tuple[str, int]]:
-        """What the owner has sent since the last time."""
+        """The messages of the owner since the last time."""
         sent, self.owner.sent[:] = [*self.owner.sent], []
         return [(remote, kind) for remote, kind in sent]
 

@@ -1,6 +1,6 @@
 """Programs on three hosts under seeded schedules of partitions, resets, and hosts that die: also the coordinator's.
 
-Beside what `test_simulation` checks: every node is there again, and of use, once the faults are over; a supervised
+Beside the checks of `test_simulation`: every node is there again, and of use, once the faults are over; a supervised
 actor comes back; an epoch has one holder; nothing is left of programs that have ended, on any node; and nodes end.
 """
 
@@ -25,7 +25,7 @@ from aiodaft.exceptions import DaftError
 
 @pytest.fixture(scope="module", autouse=True)
 def little_to_collect() -> None:
-    """Each schedule collects garbage several times; what earlier tests have left to look at would take seconds."""
+    """Each schedule collects garbage several times; the objects of earlier tests would take seconds."""
     gc.collect()
     gc.freeze()
 
@@ -42,7 +42,7 @@ def test_five_thousand_schedules_of_three_hosts_keep_every_promise(part: int) ->
     assert failures(range(500 * part, 500 * (part + 1)), HostProgram) == {}
 
 
-# Bugs that are planted, each in one place, and what is seen of them.
+# Bugs that are planted, each in one place, and their effects.
 
 
 async def look_nowhere(contact: CoordinatorContact) -> bool:

@@ -44,7 +44,7 @@ from aiodaft.testing import AutojumpLoop
 
 
 class Desk(Actor):
-    """Notes what begins, and has a gate to wait at."""
+    """Notes the calls that begin, and has a gate to wait at."""
 
     def __init__(self) -> None:
         self.begun: list[Any] = []
@@ -204,7 +204,7 @@ async def test_a_call_that_finds_too_many_waiting_is_refused_and_the_others_are_
     assert (type(error), error.executed) == (Overloaded, False)
     home.desk.gate.set()
     assert await home.wire.result(calls[1]) == "waits"
-    # What was refused takes no room.
+    # A refused call takes no room.
     assert await home.wire.result(home.call("note", "later")) == "later"
     assert home.inbound.responders()[0].calls == {}
 
@@ -392,7 +392,7 @@ async def test_a_number_that_is_under_way_may_not_be_used_again(home: Home) -> N
     assert await home.wire.result(number) == "runs"
 
 
-# What waits for what.
+# Waits.
 
 
 def waits_of(home: Home) -> WaitGraph:

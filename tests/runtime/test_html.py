@@ -1,4 +1,4 @@
-"""HTML for notebooks: what is in texts cannot be markup, and nothing is longer than a page."""
+"""HTML for notebooks: texts cannot be markup, and nothing is longer than a page."""
 
 from __future__ import annotations
 

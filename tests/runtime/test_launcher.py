@@ -1,4 +1,4 @@
-"""What the fork server is told, also when the tasks that give the orders are cancelled."""
+"""The orders to the fork server, also when the tasks that give them are cancelled."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def launcher_with(preload: tuple[str, ...], timeouts: Timeouts) -> WorkerLaunche
 async def launcher_and_server(
     timeouts: Timeouts | None = None,
 ) -> AsyncGenerator[tuple[WorkerLauncher, socket.socket], None]:
-    """A launcher, and what would be its fork server's end of the socket."""
+    """A launcher, and the fork server's end of the socket."""
     servers: list[socket.socket] = []
 
     def start(command: list[str], *, pass_fds: tuple[int], **_: object) -> Any:

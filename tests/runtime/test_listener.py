@@ -1,4 +1,4 @@
-"""The port of a node lets in those that prove the key, tells the others nothing, and costs what it may."""
+"""The port of a node lets in those that prove the key, tells the others nothing, and costs no more than it may."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MIB = 1 << 20
 
 
 class Port:
-    """The listener of a node, and what it has let in."""
+    """The listener of a node, and the connections that it has let in."""
 
     def __init__(self, tasks: TaskOwner, *, deadline: float, places: int = MAX_STRANGERS) -> None:
         self.came = asyncio.Queue[tuple[str, Authenticated]]()
@@ -212,7 +212,7 @@ async def test_f84_greetings_that_prove_nothing_are_refused_without_a_reason(wha
 
 
 async def test_f84_a_side_without_tls_is_refused() -> None:
-    """What an attacker would have a member believe, who wants to read along."""
+    """An attacker who wants to read along would have a member believe that."""
     about = Hello(SENDER, TO, Purpose.CONTROL)
     async with opened() as port, stranger(port) as sock:
         challenge = await receive(sock, CHALLENGE_SIZE)
@@ -356,7 +356,7 @@ async def test_a_connection_that_cannot_be_used_is_closed_and_the_next_one_works
     assert f"the connection of {SENDER} to {TO} could not be used" in caplog.text
 
 
-# Where it listens.
+# The address.
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "0x0"])
@@ -404,7 +404,7 @@ async def test_a_forked_child_lets_go_of_the_port() -> None:
         await works(port)
 
 
-# Who connects.
+# The other side.
 
 
 @asynccontextmanager

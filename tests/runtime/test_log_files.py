@@ -23,7 +23,7 @@ def say(files: LogFiles, source: Source, text: str) -> None:
 
 
 def read(folder: Path, name: str) -> list[str]:
-    """What has been said, without the times."""
+    """The lines, without the times."""
     return [line.rpartition("stdout: ")[2] for line in (folder / f"{name}.log").read_text().splitlines()]
 
 

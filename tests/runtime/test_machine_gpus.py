@@ -1,4 +1,4 @@
-"""What is found out of a machine's GPUs, and of CUDA in a process, without CUDA."""
+"""Facts about a machine's GPUs, and about CUDA in a process, that are found without CUDA."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ async def test_a_name_of_a_process_that_ended_while_the_coordinator_was_silent_i
 
 
 class Fenced:
-    """A node with an actor that has the name "x", and what its workers are told."""
+    """A node with an actor that has the name "x", and the messages to its workers."""
 
     def __init__(self, membership: Membership, x: NamedActor) -> None:
         self.membership = membership

@@ -1,4 +1,4 @@
-"""Refs and values between processes, without processes: who is asked, who holds what, what happens at a loss."""
+"""Refs and values between processes, without processes: questions, holders, and losses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 
 
 class Link:
-    """One end of a connection: what is sent is handled at the other end in a later turn of the loop."""
+    """One end of a connection: a message is handled at the other end in a later turn of the loop."""
 
     def __init__(self, near: Node, far: Node) -> None:
         self.near, self.far = near, far
@@ -138,7 +138,7 @@ async def lend(ref: Ref[Any], owner: Node, borrower: Node) -> Ref[Any]:
 
 
 async def turn() -> None:
-    """What was sent is handled, and what follows from it."""
+    """Sent messages are handled, and those that follow from them."""
     for _ in range(3):
         await asyncio.sleep(0)
 

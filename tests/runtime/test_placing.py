@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 class Ledger:
-    """A node: what it has, and what it was asked."""
+    """A node: its resources, and the requests to it."""
 
     def __init__(self, name: str, gpus: int = 4, labels: dict[str, str] | None = None) -> None:
         self.name, self.labels = name, labels or {}
         self.resources: Resources[str] = Resources(cpus=8, gpus=gpus)
         self.views = 0
-        # What the next requests are answered by instead of an attempt.
+        # The errors that answer the next requests in place of an attempt.
         self.errors: list[BaseException] = []
         self.lost = False
         self._freed = asyncio.Event()
@@ -104,7 +104,7 @@ class Owner:
         self.cluster = cluster
         self.name = name
         self.placing = Placing(started)
-        # How many turns of the loop a request takes.
+        # The turns of the loop that a request takes.
         self.delay = 0
         self._count = 0
 

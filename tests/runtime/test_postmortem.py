@@ -1,4 +1,4 @@
-"""What is said of a worker that has ended."""
+"""The report on a worker that has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods that only read their arguments: writes are found, and what is no method is refused."""
+"""Methods that only read their arguments: writes are found, and objects that are no methods are refused."""
 
 from __future__ import annotations
 

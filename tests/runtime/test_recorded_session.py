@@ -1,7 +1,7 @@
 """A program that speaks an older wire version is served as it was when its session was recorded.
 
-If a test here fails, the wire has changed, or what the runtime's processes say over it: programs and nodes of another
-release of this series would fail in the same way. `tests/support/record_session.py` says how sessions are recorded.
+If a test here fails, the wire has changed, or the messages of the runtime's processes over it: programs and nodes of
+another release of this series would fail in the same way. `tests/support/record_session.py` records sessions.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from aiodaft._runtime.serialization.errors import decode_failure
 from aiodaft.exceptions import DaftError
 from aiodaft_transport import Key, default_name
 
-# How pickles begin.
+# The beginning of pickles.
 _PICKLED = pickle.PROTO + b"\5"
 
 
 class Recording(NamedTuple):
-    """A session: who it was between, and what was written, by the program if it is marked by `>`."""
+    """A session: its two processes, and their bytes, the program's if they are marked by `>`."""
 
     program: PeerId
     worker: PeerId
@@ -81,7 +81,9 @@ async def program(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> Asyn
 
 
 def comparable(message: Message) -> Any:
-    """A message without what differs from run to run, or between Pythons: pids, the lines of tracebacks, pickles."""
+    """A message without the parts that differ from run to run, or between Pythons: pids, the lines of tracebacks,
+    pickles.
+    """
     if message[0] == m.HELLO:
         return message[:4]
     if message[0] == m.RESULT and _PICKLED in message[2]:
@@ -105,7 +107,7 @@ async def test_a_worker_answers_a_recorded_program_as_it_did(recording: Recordin
         expected += then.feed(data)
         while len(answered) < len(expected):
             came = await loop.sock_recv(program, 1 << 16)
-            assert came, "the worker refuses what it was sent"
+            assert came, "the worker refuses the recorded bytes"
             answered += now.feed(came)
     # Answers to different calls may overtake each other.
     assert sorted(map(comparable, answered), key=repr) == sorted(map(comparable, expected), key=repr)

@@ -96,7 +96,7 @@ async def test_the_error_of_an_argument_is_reported_by_itself_if_its_call_went_w
 
 
 class Sent:
-    """A connection that notes what is sent, and what is written before the end of the turn."""
+    """A connection that notes sent messages, and those that are written before the end of the turn."""
 
     def __init__(self) -> None:
         self.unwritten: list[Message] = []

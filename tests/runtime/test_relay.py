@@ -23,7 +23,7 @@ SOURCE = Source(PeerId("worker-1"), "Model-1", "Model-1", 7, "n1")
 
 
 class Node:
-    """What a relay and a console use of their process."""
+    """The part of their process that a relay and a console use."""
 
     closed: str | None = None
 
@@ -37,7 +37,7 @@ class Node:
 
 
 class Program:
-    """Shows what comes, when `takes` is set; and has what a node shows in its place."""
+    """Shows its input, when `takes` is set; and has the lines that a node shows in its place."""
 
     def __init__(self) -> None:
         self.came: list[str] = []
@@ -88,7 +88,7 @@ async def test_lines_that_a_program_cannot_take_in_time_are_counted() -> None:
     program = Program()
     relay = relay_to(program)
     relay.write(SOURCE, lines(*range(30_000)))
-    # It has to know who lives, whatever else is left out.
+    # It has to know the living, even if all else is left out.
     relay.write(SOURCE, [Life(begins=False)])
     program.takes.set()
     with listening() as ear:

@@ -1,4 +1,4 @@
-"""A supervisor and its directory, without processes: who is restarted, where, and what those are told who ask."""
+"""A supervisor and its directory, without processes: the restarted actors, their places, and the answers to callers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FAR = PeerId("worker@other")
 
 
 class Node(NodeContact):
-    """What a supervisor asks of the node agent."""
+    """The part of the node agent that a supervisor asks."""
 
     @method
     async def place_again(self, owner: str, label: str, actor: int, beside: str | None) -> Place:
@@ -62,14 +62,15 @@ class House(Bench, CallSink):
         )
         self.caller.next_number = self.process.next_number
         self.caller.handle = lambda remote, actor, label, cls: Handle(self.target(remote, actor, label), cls)
-        # The calls that were made and not answered: the method, its arguments, what gets the answer. Without what a
-        # process is told before it makes an actor.
+        # The calls that were made and not answered: the method, its arguments, the receiver of the answer. Without the
+        # messages to a process before it makes an actor.
         self.calls: list[tuple[str, tuple[Any, ...], PendingCall]] = []
         self.failed: list[BaseException] = []
         self.sender = self
         # The process that serves each node.
         self.servers = {"": HERE, "other": PeerId("node@other")}
-        # What nodes that are gone are told if they come back: an incarnation, and whether its actor keeps its share.
+        # The messages for nodes that are gone, if they come back: an incarnation, and whether its actor keeps its
+        # share.
         self.owed: list[tuple[ActorId, bool]] = []
         nodes: Any = SimpleNamespace(
             of=lambda peer: self._handle(Node),
@@ -290,7 +291,7 @@ async def test_an_actor_of_a_lost_node_is_made_on_another_and_then_again_there()
     found.set_result(Place(FAR, actor, ()))
     assert (await house.answer("host", None))[:2] == (actor, "Echo-1")
     assert child.target.place == Location(FAR, actor)
-    # If the node comes back, first the old incarnation ends there, then what the actor had there is free.
+    # If the node comes back, first the old incarnation ends there, then the actor's share there is free.
     assert house.owed == [(ACTOR, True), (actor, False)]
     await house.directory.process_ended(FAR, died(), wanted=False)
     again = Place(FAR, incarnation(ACTOR, 2), ())

@@ -1,4 +1,4 @@
-"""The actors of a scope, in a simulation: what is owned, what is given back, who is stopped when."""
+"""The actors of a scope, in a simulation: the owned, the given back, the stopped and the times of that."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ async def pair() -> AsyncIterator[tuple[SecureSocket, SecureSocket]]:
 async def outcomes(
     *, other_identity: Identity | None = None, other_session: Key = SESSION, other_is_server: bool = True
 ) -> list[BaseException | SecureSocket]:
-    """What both ends get that do not agree on something."""
+    """The errors of two ends that do not agree on something."""
     one, other = tcp_pair()
     found = await asyncio.gather(
         secure(one, identity(), SESSION, server=False),
@@ -75,7 +75,7 @@ def is_refusal(outcome: BaseException | SecureSocket) -> bool:
     return isinstance(outcome, NotAuthenticated | PeerLost)
 
 
-# Who is at the other end.
+# The other end.
 
 
 async def test_both_ends_use_the_newest_tls_and_no_old_one() -> None:
@@ -92,7 +92,7 @@ async def test_a_process_of_another_cluster_is_refused_by_both_ends() -> None:
 
 @pytest.mark.parametrize("other", [Key(bytes(32)), Key(SESSION.secret()[::-1])])
 async def test_f95_an_end_that_did_not_prove_the_key_on_this_connection_is_refused(other: Key) -> None:
-    """What a relay between two members gets, each of which has proved the key to the relay's other connection."""
+    """The results of a relay between two members, each of which has proved the key to the relay's other connection."""
     found = await outcomes(other_session=other)
     assert [is_refusal(outcome) for outcome in found] == [True, True]
     assert any("not the process that has proved the cluster key" in str(outcome) for outcome in found)
@@ -204,7 +204,7 @@ async def test_a_cancelled_handshake_closes_the_socket() -> None:
     assert len(open_files()) == before
 
 
-# What Connection and SendQueue do with it.
+# The operations of Connection and SendQueue on it.
 
 
 async def test_what_is_sent_arrives_and_the_wire_shows_none_of_it() -> None:

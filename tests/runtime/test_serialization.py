@@ -94,7 +94,7 @@ class Pair:
 
 @dataclasses.dataclass
 class Masked(Pair):
-    """Says itself what is pickled of it."""
+    """Chooses itself the part that is pickled."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"left": self.left, "right": "masked"}

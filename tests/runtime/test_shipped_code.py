@@ -22,7 +22,7 @@ CODE = Code(PROGRAM, (digest_of(ARCHIVE),))
 
 
 def left_in(folder: Path) -> list[Path]:
-    """What lies in the folders of a node."""
+    """The files in the folders of a node."""
     return [path for root in folder.iterdir() for path in root.iterdir()]
 
 
@@ -47,7 +47,7 @@ class Node(Bench):
         return list(map(Path, await wanted))
 
     async def turn(self) -> None:
-        """Let tasks and the thread do what they have begun."""
+        """Let tasks and the thread finish their work."""
         for _ in range(5):
             await asyncio.sleep(0)
             while self.helper.jobs:

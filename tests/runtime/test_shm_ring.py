@@ -1,4 +1,4 @@
-"""Rings: what is written is read, whole and in order; a sleeping reader is woken; nothing is left."""
+"""Rings: written bytes are read, whole and in order; a sleeping reader is woken; nothing is left."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_memory_of_another_size_is_refused_and_nothing_stays_open() -> None:
 
 
 class Collector:
-    """Takes what comes, and passes it on to the task that waits."""
+    """Takes the data that come, and passes them on to the task that waits."""
 
     def __init__(self, ring: RingPair) -> None:
         self.ring = ring

@@ -1,4 +1,4 @@
-"""What a process sends over connections to nodes of other machines in order to notice that one is silent."""
+"""The messages of a process over connections to nodes of other machines in order to notice that one is silent."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_actors_on_three_hosts_call_each_other_and_exchange_values() -> None:
                 number = Onlooker.history.made(other)
                 assert await other.combine(number, 0, large) == number * 7
 
-        # Beyond what travels in a message.
+        # Larger than a value within a message.
         boxed = actors[0].make(300_000)
         assert [await actor.length(boxed) for actor in actors] == [300_000] * 3
 
@@ -127,7 +127,7 @@ def test_a_call_gets_its_argument_although_that_is_lost_on_its_way_before_the_ca
         await relay(third, second)
         await call(second)
         await call(third)
-        # What the program sends there is delayed.
+        # The program's messages there are delayed.
         simulation.routes.drop(DESK, "two")
         argument = third.at_once(Onlooker.history.made(third, 2), 2)
         number = Onlooker.history.made(second)

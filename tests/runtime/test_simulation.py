@@ -42,7 +42,7 @@ SUPPORT = Path(__file__).parent.parent / "support"
 
 @pytest.fixture(scope="module", autouse=True)
 def little_to_collect() -> None:
-    """Each schedule collects garbage several times; what earlier tests have left to look at would take seconds."""
+    """Each schedule collects garbage several times; the objects of earlier tests would take seconds."""
     gc.collect()
     gc.freeze()
 
@@ -84,7 +84,7 @@ def test_ten_thousand_schedules_keep_every_promise(part: int, program: type[Prog
 
 
 def trace_of(seed: int) -> list[tuple[Any, ...]]:
-    # What an earlier program left is not to end in the middle of this one.
+    # The objects of an earlier program are not to end in the middle of this one.
     collect()
     program = Program(seed)
     program.run()
@@ -97,7 +97,7 @@ def test_a_seed_can_be_run_again() -> None:
 
 
 def test_a_seed_is_the_same_in_another_process(tmp_path: Path) -> None:
-    # Hashes of strings differ there, and with them the order of sets; paths too, and what was compiled and what loaded.
+    # Hashes of strings differ there, and with them the order of sets; paths too, and the compiled and loaded modules.
     support = shutil.copytree(SUPPORT, tmp_path / "support", ignore=shutil.ignore_patterns("__pycache__"))
     code = "import sys; sys.path.insert(0, sys.argv[1]); from sim_program import Program; p = Program(7); p.run(); "
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
@@ -107,7 +107,7 @@ def test_a_seed_is_the_same_in_another_process(tmp_path: Path) -> None:
         assert both[0] == both[1], f"event {index}"
 
 
-# Bugs that are planted, each in one place, and what is seen of them.
+# Bugs that are planted, each in one place, and their effects.
 
 
 def start_again(mailbox: Mailbox[Any]) -> Iterator[Any]:

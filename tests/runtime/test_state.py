@@ -1,4 +1,4 @@
-"""What `--state` may be."""
+"""The valid values of `--state`."""
 
 from __future__ import annotations
 

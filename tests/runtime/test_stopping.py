@@ -1,4 +1,4 @@
-"""How long a scope waits for actors that do not answer, in simulated time."""
+"""The time that a scope waits for actors that do not answer, in simulated time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Idle(Actor):
 
 
 def seconds_to_stop(silent: int) -> float:
-    """How long the end of a scope takes in which so many actors are stopped (SIGSTOP)."""
+    """The time that the end of a scope takes in which so many actors are stopped (SIGSTOP)."""
     simulation = Simulation(1)
 
     async def main() -> float:

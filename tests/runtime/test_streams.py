@@ -1,4 +1,4 @@
-"""Streams without processes: what arrives is taken in order, credit goes back, and a consumer that leaves says so."""
+"""Streams without processes: items are taken in order, credit goes back, and a consumer that leaves says so."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Consumer(Bench):
 
     def __init__(self) -> None:
         super().__init__(grace=0.0)
-        # What the method in this process was told: to end, or to yield more items.
+        # The orders to the method in this process: to end, or to yield more items.
         self.told: list[int] = []
         owner = SimpleNamespace(
             cancel_local=lambda number: self.told.append(0),

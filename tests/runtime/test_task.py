@@ -1,4 +1,4 @@
-"""What the variables of engines mean."""
+"""The meaning of the variables of engines."""
 
 from __future__ import annotations
 

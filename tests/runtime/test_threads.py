@@ -1,4 +1,4 @@
-"""The helper thread, and what a cancellation means for a job that writes to memory of the user."""
+"""The helper thread, and the effect of a cancellation on a job that writes to memory of the user."""
 
 from __future__ import annotations
 

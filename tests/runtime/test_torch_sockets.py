@@ -1,4 +1,4 @@
-"""What ends the waiting of torch when a member is lost."""
+"""The end of torch's waits when a member is lost."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ async def wait(wakeup: Wakeup, log: list[str], name: str) -> None:
 
 
 def handle_messages(wakeups: Wakeups, *woken: Wakeup) -> None:
-    """What links do with messages that bring values."""
+    """The handling of messages that bring values, by links."""
     wakeups.collecting = True
     for wakeup in woken:
         wakeup.wake()

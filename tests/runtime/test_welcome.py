@@ -1,4 +1,4 @@
-"""What a node says of itself before TLS is what it said."""
+"""A node's message before TLS is that which it sent."""
 
 from __future__ import annotations
 

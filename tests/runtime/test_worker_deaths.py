@@ -1,4 +1,4 @@
-"""What a node makes of the end of a worker, without processes: who gets the error, and what becomes free."""
+"""The end of a worker, as its node handles it, without processes: the error's receivers, and the free resources."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Links:
 
 
 class Machine(Bench):
-    """A node with two CPUs that notes what it reports."""
+    """A node with two CPUs that notes its reports."""
 
     def __init__(self) -> None:
         super().__init__(grace=0, timeouts=Timeouts(blame=0))
@@ -298,7 +298,7 @@ async def test_a_reserved_share_is_that_of_its_actor_as_soon_as_there_is_one(mac
     await machine.agent.reserve([first, second], None)
     place = await machine.agent.place(first, None, None, CONDITIONS, False)
     assert machine.free == 0
-    # What failed elsewhere gives back the whole gang: not what a live process has.
+    # A failure elsewhere gives back the whole gang: not the share of a live process.
     await machine.agent.release([first.holder, second.holder])
     await machine.agent.release([first.holder, second.holder])
     assert machine.free == 1

@@ -16,7 +16,7 @@ HUGE = 1 << 33
 
 
 def described(*spec: Any) -> Any:
-    """What comes of a spec, for a blob of 16 bytes."""
+    """The result of a spec, for a blob of 16 bytes."""
     return decode(bytes((SOLE,)) + pack(list(spec)), [memoryview(bytearray(16))])
 
 

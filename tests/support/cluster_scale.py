@@ -154,7 +154,7 @@ def _open(peer: Peer) -> int:
 
 
 def main(sizes: list[int]) -> None:
-    """Print what was counted at each size."""
+    """Print the counts at each size."""
     for size in sizes:
         count = Count(size)
         count.run()

@@ -157,7 +157,7 @@ class GpuKeeper(TensorKeeper):
 
     @method
     def stop_trace(self) -> list[str]:
-        """Names of what the GPU did since."""
+        """Names of the GPU's operations since."""
         torch.cuda.synchronize()
         self.profiler.__exit__(None, None, None)
         return [event.name for event in self.profiler.events()]

@@ -29,7 +29,7 @@ class Box:
 
 
 class Node(WithGate):
-    """Computes, remembers what it did, and fails when told to."""
+    """Computes, remembers its steps, and fails when told to."""
 
     def __init__(self, name: str = "") -> None:
         super().__init__()

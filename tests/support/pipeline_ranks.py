@@ -14,7 +14,7 @@ def batch_of(schedule: Schedule) -> list[list[int]]:
 
 
 class Rank(aiodaft.Actor):
-    """Values are lists of what they went through, so that any wrong turn shows."""
+    """Values are lists of the steps that they went through, so that any wrong turn shows."""
 
     def __init__(self, last: int, failing: tuple[int, int, str] | None = None) -> None:
         self.last = last

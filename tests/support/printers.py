@@ -22,7 +22,7 @@ class _Unhappy:
 
 
 class Printer(Actor):
-    """Does on its thread what programs do in a terminal."""
+    """Prints on its thread as programs do in a terminal."""
 
     def _bar(self, last: int) -> None:
         for step in range(last + 1):

@@ -180,7 +180,7 @@ class Half(Actor, cpus=1, gpus=0.5, resources={"disk": 2}):
 
 
 class HalfChild(Half, gpus=2):
-    """Says only what differs."""
+    """Tells only the differences."""
 
 
 class Kind(Actor):

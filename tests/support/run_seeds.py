@@ -1,6 +1,6 @@
 """Runs random programs in the simulation: `python tests/support/run_seeds.py sim_hosts:HostProgram 0 200`.
 
-Prints what went wrong, by seed. With one seed, prints its trace too.
+Prints the faults, by seed. With one seed, prints its trace too.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class World:
 
 
 class SharedStore:
-    """The records of all coordinators, and who is in charge."""
+    """The records of all coordinators, and the coordinator in charge."""
 
     def __init__(self) -> None:
         self.term = 0

@@ -141,7 +141,7 @@ class HostProgram(Program):
                 await self.history.settle(number, actor.at_once(number, 0))
 
     async def _spawn_on(self, rt: aiodaft.Runtime, name: str) -> Subject:
-        """As soon as the host is there: it may still be known as what it was."""
+        """As soon as the host is there: it may still be known by its old state."""
         for _ in range(int(_QUIET)):
             try:
                 return await rt.on(node=name).spawn(Subject)

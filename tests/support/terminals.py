@@ -23,7 +23,7 @@ class Terminal:
             self.look()
 
     def look(self) -> None:
-        """See what there is now."""
+        """See the present output."""
         # `readouterr` would cut off text that is printed between its read and its truncate.
         capture: Any = self._capfd._capture  # noqa: SLF001 - there is no other way to its files
         self.out, self.err = (_content(one.tmpfile.fileno()) for one in (capture.out, capture.err))

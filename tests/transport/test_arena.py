@@ -17,7 +17,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def places(blocks: list[ArenaBlock]) -> set[tuple[int, int]]:
-    """Which memory blocks are in."""
+    """The memory that blocks are in."""
     return {(block.segment.id, block.offset) for block in blocks}
 
 
@@ -110,7 +110,7 @@ def test_a_free_large_segment_serves_what_leaves_no_more_than_a_fifth_of_it(want
     with opened_arena() as arena:
         first = arena.allocate(24 * MIB)
         first.release()
-        # Above 16 MiB a segment is never shared, whatever is left over.
+        # Above 16 MiB a segment is never shared, however much is left over.
         second = arena.allocate(wanted * MIB)
         assert (second.segment is first.segment) is reused
 

@@ -1,4 +1,4 @@
-"""What an arena promises when memory runs out, threads race, or garbage is collected in the middle."""
+"""The promises of an arena when memory runs out, threads race, or garbage is collected in the middle."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from ends import open_pair
 from transports import TRANSPORTS
 
 
-# What later Pythons say of any fork beside threads.
+# A warning of later Pythons about any fork beside threads.
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("check", CHECKS)

@@ -246,7 +246,7 @@ async def test_large_values_under_way_at_once_get_memory_once_and_it_is_given_ba
         assert transport.segments == 4
         assert not pool.forget_idle()
         await _until(lambda: len(consumer.mapped) == transport.segments == 2)
-        # What is left may be kept.
+        # The rest may be kept.
         assert not pool.forget_idle()
         await move()
         await pair.settle()
@@ -406,7 +406,7 @@ async def test_nothing_waits_for_memory_and_events_of_a_device_that_failed() -> 
             block.retire()
             block.release()
             await _until(lambda: block.segment.address not in pair.producer.driver.allocated)
-            # What is left, the end of the transports frees.
+            # The end of the transports frees the rest.
             for end in ends:
                 await end.host.aclose()
                 end.transport.close()

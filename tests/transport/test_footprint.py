@@ -1,4 +1,4 @@
-"""What a transfer takes in memory: the payload on each side, and nothing that grows."""
+"""The memory of a transfer: the payload on each side, and nothing that grows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transports import TRANSPORTS
 pytestmark = pytest.mark.parametrize("name", TRANSPORTS)
 
 MIB = 1 << 20
-# Beyond the payload, or beyond what it was.
+# Beyond the payload, or beyond the earlier size.
 ROOM = 64 * MIB
 soak = pytest.mark.soak
 

@@ -1,4 +1,4 @@
-"""What a grant says is believed only as far as it fits what the peer has announced."""
+"""The fields of a grant are believed only as far as they fit the peer's announcements."""
 
 from __future__ import annotations
 

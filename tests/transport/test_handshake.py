@@ -31,7 +31,7 @@ OTHER_KEY = Key(bytes(KEY_SIZE))
 SERVER_NONCE = b"s" * NONCE_SIZE
 CLIENT_NONCE = b"c" * NONCE_SIZE
 ABOUT = Hello("node-1@a", "worker-2@b", Purpose.CONTROL)
-# Where the fields of a CHALLENGE and a HELLO begin.
+# The beginnings of the fields of a CHALLENGE and a HELLO.
 VERSIONS, FLAGS, SENDER = 8, 10, 60
 
 
@@ -210,7 +210,7 @@ def test_versions_that_do_not_meet_are_told_by_the_client(oldest: int, newest: i
 
 
 def test_a_range_of_versions_that_was_changed_on_its_way_is_noticed() -> None:
-    """What an attacker would do to have both sides use an older version than they could."""
+    """An attacker would do so to have both sides use an older version than they could."""
     called = server()
     changed = called.challenge[:VERSIONS] + bytes([2, 3]) + called.challenge[FLAGS:]
     hello = client().receive_challenge(changed)

@@ -1,4 +1,4 @@
-"""Every transport between real processes: the same promises, and what a SIGKILL of either side leaves."""
+"""Every transport between real processes: the same promises, and the rest after a SIGKILL of either side."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.parametrize("name", TRANSPORTS)
 
 
 def started(script: Path, *args: str) -> subprocess.Popen[bytes]:
-    """A script that may import what tests import."""
+    """A script that may import the modules of tests."""
     path = os.pathsep.join([
         str(Path(__file__).parent.parent / "support"),
         *filter(None, [os.environ.get("PYTHONPATH")]),
@@ -38,7 +38,7 @@ async def fetch_into(far: FarEnd, grant: Grant, target: bytearray) -> None:
 
 
 def descriptors_of_a_child() -> str:
-    """What a child of this process has open, if it is told nothing special."""
+    """The open descriptors of a child of this process, if it is told nothing special."""
     return subprocess.run(["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, check=True).stdout
 
 
@@ -154,7 +154,7 @@ async def test_a_producer_killed_in_the_middle_writes_to_the_callers_memory_no_m
         assert not task.done()
         await far.kill()
         (result,) = await asyncio.gather(task, return_exceptions=True)
-        # What is mapped, or was sent, is whole; anything else is an error.
+        # Mapped, or sent, bytes are whole; anything else is an error.
         assert isinstance(result, TransportError) or digest(target) == digest(pattern(len(poison), 1))
         target[:] = poison
         for _ in range(20):
@@ -163,7 +163,7 @@ async def test_a_producer_killed_in_the_middle_writes_to_the_callers_memory_no_m
 
 
 async def test_a_kill_in_the_middle_of_a_transfer_leaves_nothing_on_either_side(name: str) -> None:
-    """First the consumer, then the producer; what is left is checked as for every test: files, memory, locks."""
+    """First the consumer, then the producer; the rest is checked as for every test: files, memory, locks."""
     async with open_far_end(name) as near_by:
         async with open_far_end(name, peer="consumer", beside=near_by) as consumer:
             block = near_by.transport.allocate(96 << 20)

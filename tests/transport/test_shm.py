@@ -25,7 +25,7 @@ from aiodaft_transport.memory.host_pool import ArenaBlock
 from aiodaft_transport.memory.page_map import PageMap
 
 MIB = 1 << 20
-# What later Pythons say of any fork beside threads.
+# A warning of later Pythons about any fork beside threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 NOTE = struct.Struct("<BQQ")
@@ -190,7 +190,7 @@ def test_a_reused_block_shows_its_new_content_on_every_page_that_was_written_to(
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_no_write_of_a_consumer_ever_shows_in_a_later_value(data: st.DataObject) -> None:
-    """Random blocks, random writes, random lifetimes: what is fetched is what was put in."""
+    """Random blocks, random writes, random lifetimes: fetched bytes are those that were put in."""
     sizes = st.sampled_from([1, PAGESIZE - 1, PAGESIZE + 1, 65_536, 65_537, 5 * PAGESIZE + 3, 300_000])
     with opened_office("one", "two") as office:
         held: list[tuple[memoryview, bytearray]] = []

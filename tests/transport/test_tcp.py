@@ -1,4 +1,4 @@
-"""A peer gets what it was granted and no more; one that ends, or misbehaves, fails its own transfers and no other."""
+"""A peer gets its granted bytes and no more; one that ends, or misbehaves, fails its own transfers and no other."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ async def test_a_stream_to_a_peer_that_was_lost_meanwhile_is_closed() -> None:
 async def test_a_killed_process_fails_its_transfer_while_others_live_on() -> None:
     async with open_far_end("tcp", peer="first") as first, open_far_end("tcp", peer="second", beside=first) as second:
         doomed, safe = await second.ask("produce", "a", 96 * MIB, 1), await first.ask("produce", "b", 30 * MIB, 2)
-        # Stopped, it sends no more than what the kernel took of it already.
+        # Stopped, it sends no more than the bytes that the kernel took of it already.
         second.process.send_signal(signal.SIGSTOP)
         lost = asyncio.get_running_loop().create_task(second.fetch(doomed))
         other = asyncio.get_running_loop().create_task(first.fetch(safe))

@@ -81,7 +81,7 @@ async def test_memory_is_registered_once_per_segment_however_often_it_is_used() 
             assert await fetched(pair, grant) == content
             block.release()
             await pair.settle()
-        # One for blocks, one for what arrives, one for the stamps of each.
+        # One for blocks, one for values that arrive, one for the stamps of each.
         assert [end.registrations for end in ends] == [2, 2]
 
 

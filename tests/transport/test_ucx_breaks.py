@@ -68,7 +68,7 @@ async def test_after_ucx_broke_a_connection_the_next_transfer_makes_another() ->
         assert (block.grants, opened(pair.consumer.transport).landing.live_blocks()) == (0, 0)
 
 
-# In the middle of a transfer UCX 1.22 may use what it has freed, and end the process: see README.
+# In the middle of a transfer UCX 1.22 may use freed memory, and end the process: see README.
 @pytest.mark.soak
 async def test_a_transfer_fails_when_its_connection_breaks_and_the_next_one_succeeds() -> None:
     async with over_tcp() as pair:

@@ -109,7 +109,7 @@ async def test_a_process_without_room_in_shared_memory_says_so_and_goes_on_when_
 
     async with open_pair("ucx", settings=UcxSettings(folder=bounded)) as pair:
         if side == "consumer":
-            # The producer has what it needs already.
+            # The producer has its files already.
             assert isinstance(pair.producer.transport, UcxTransport)
             assert pair.producer.transport.driver
         room = 1000

@@ -1,4 +1,4 @@
-"""UCX listens to peers only, uses what it was told to use, and says why it cannot."""
+"""UCX listens to peers only, uses its given devices, and gives the reason if it cannot."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ async def dataflows(rt: Runtime, channel: Channel[Tensor], a: Model) -> None:
         either(3)  # E69 an input of the wrong type, of a function that is also called eagerly
     number: int = rt.put(3)  # E36 forgot await
     count: int = await rt.put(Tensor()).into(Tensor())  # E38 `into` returns its target
-    lent: Ref[Tensor] = aiodaft.borrow(Tensor())  # E37 what is lent has the type of the value
+    lent: Ref[Tensor] = aiodaft.borrow(Tensor())  # E37 a lent value has the type of the value
 
 
 async def supervision(rt: Runtime) -> None:

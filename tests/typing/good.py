@@ -250,7 +250,7 @@ async def calls(rt: Runtime) -> None:
 
 
 async def refs(rt: Runtime) -> None:
-    """What refs can do, also in asyncio's hands."""
+    """The methods of refs, also in asyncio's hands."""
     a = await rt.on(gpus=1).spawn(Model, "a")
     ref = a.none()
     assert_type(ref.done(), bool)
@@ -280,7 +280,7 @@ async def refs(rt: Runtime) -> None:
 
 
 def registered(registration: aiodaft.typing.Registration) -> None:
-    """What `aiodaft.memory.register` returns."""
+    """The result of `aiodaft.memory.register`."""
     with registration as entered:
         assert_type(entered, aiodaft.typing.Registration)
     assert_type(registration.close(), None)

@@ -1,4 +1,4 @@
-"""Checkers see the API as users mean it: what is right passes, and what is wrong is reported on its line."""
+"""Checkers see the API as users mean it: right code passes, and wrong code is reported on its line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many requests are under way, and how many wait."""
+"""The requests under way and those that wait, within limits."""
 
 from __future__ import annotations
 

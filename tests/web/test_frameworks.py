@@ -1,4 +1,4 @@
-"""Apps of several frameworks behind an ingress, on a real server of this process: what happens when a client leaves."""
+"""Apps of several frameworks behind an ingress, on a real server of this process: a client leaves."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def with_ingress(work: Work) -> Any:
 
 
 def between_middlewares(work: Work) -> Any:
-    """Such middlewares run what is in them in a task of their own."""
+    """Such middlewares run the inner app in a task of their own."""
     app = fastapi(work)
     app.middleware("http")(pass_on)
     app.add_middleware(Ingress, limit=10)

@@ -1,4 +1,4 @@
-"""Requests between a server and an app: who is cancelled when a client leaves, and what is answered."""
+"""Requests between a server and an app: the cancelled requests when a client leaves, and the answers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Request:
 
 
 async def watched(request: Request) -> None:
-    """Wait until the ingress takes what the server has for the app."""
+    """Wait until the ingress takes the server's messages for the app."""
     request.server.put("http.request", **GET)
     while request.server.unread:
         await asyncio.sleep(0)

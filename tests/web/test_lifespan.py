@@ -17,7 +17,7 @@ STARTED, STOPPED = "lifespan.startup.complete", "lifespan.shutdown.complete"
 
 
 class Story:
-    """What happens, in order."""
+    """The events, in order."""
 
     def __init__(self) -> None:
         self.server = FakeServer()

@@ -1,4 +1,4 @@
-"""What the probes of an ingress say of actors."""
+"""The answers of an ingress's probes about actors."""
 
 from __future__ import annotations
 

@@ -576,9 +576,8 @@ def borrow(value: T, /) -> T:
     """Return a result from a method without a copy: `return aiodaft.borrow(self.weights)`.
 
     Do not write to the value until `await ref.released()` (at the caller) or `await lent.released()` (in the actor, on
-    the object that `borrow` returned) has returned. An earlier write by torch in any Python thread of the process is
-    detected: the reader gets BorrowError, never a mixture. docs/promises.md names the writes that are not (by numpy,
-    to memory that is read in place). To type checkers the result has the type of the value.
+    the object that `borrow` returned) has returned. An earlier write by torch is detected: the reader gets BorrowError,
+    never a mixture (docs/promises.md: which writes are not). To type checkers the result has the type of the value.
     """
     return cast(T, Borrowed(value))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
 import random
@@ -10,11 +11,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from transport_probes import no_more_threads
+
 from aiodaft.actor import Actor
 from aiodaft.channel import Channel
+from aiodaft.member import current_group
 from aiodaft.methods import method
+from aiodaft.queue import TransferQueue
 
-__all__ = ["Lump", "Victim", "made", "parcel"]
+__all__ = ["LOGGER", "Lump", "Victim", "made", "parcel"]
+
+# Its records go to the files on a disk that fills up.
+LOGGER = "chaos.victim"
 
 # Every so many items of a channel, one is too large for a message.
 _LARGE_EVERY = 4
@@ -50,6 +58,7 @@ class Victim(Actor):
         self._children: dict[int, tuple[int, int]] = {}
 
     def _note(self, number: int) -> None:
+        logging.getLogger(LOGGER).info("call %s", number)
         os.write(self._notes, f"{number}\n".encode())
 
     @method
@@ -124,6 +133,46 @@ class Victim(Actor):
         async with asyncio.TaskGroup() as group:
             group.create_task(send())
             return [item async for item in channel]
+
+    @method
+    async def share(self, number: int, size: int) -> tuple[bytes, int]:
+        """The bytes that all members of the group make, and the message of the member before this one."""
+        group = current_group()
+        self._note(number + group.rank)
+        shares = await group.all_gather(made(number + group.rank, size), key=number)
+        await group.send(number + group.rank, to=(group.rank + 1) % group.size, tag=number)
+        return b"".join(shares), await group.recv(source=(group.rank - 1) % group.size, tag=number)
+
+    @method
+    def turn(self, job: tuple[int, bytes]) -> bytes:
+        """The bytes of a job backwards."""
+        self._note(job[0])
+        return job[1][::-1]
+
+    @method
+    async def fill(self, number: int, queue: TransferQueue, items: int) -> None:
+        """Put items into a queue, which stays open."""
+        self._note(number)
+        for index in range(items):
+            await queue.put({"item": [parcel(number, index)]})
+
+    @method
+    async def drain(self, number: int, queue: TransferQueue) -> list[bytes]:
+        """Take the items of a queue until it is finished."""
+        self._note(number)
+        came: list[bytes] = []
+        async with queue.consumer("drain") as consumer:
+            while batch := await consumer.take(2):
+                came += batch.fields["item"]
+                await consumer.acknowledge(batch)
+                await queue.clear(batch.rows)
+        return came
+
+    @method(concurrency=1)
+    async def go_without_threads(self, seconds: float) -> None:
+        """Start no thread for some time."""
+        with no_more_threads():
+            await asyncio.sleep(seconds)
 
     @method
     def wait_on_thread(self, number: int, other: Victim, size: int) -> bytes:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from aiodaft.testing.simulated_loop import collect
 
 from .orphans import kill_a_controller
 from .run import Report, torment
+from .stage import Machine
 
 __all__ = ["main"]
 
@@ -64,7 +66,10 @@ async def _run(seed: int, seconds: float, folder: Path, *, kill: bool) -> list[R
     while True:
         part = folder / str(len(reports))
         part.mkdir()
-        reports.append(await torment(seed + len(reports), 0 if kill else seconds, part))
+        # The disk of a process that is killed would stay.
+        small_disk = Machine.with_small_disk(part / "logs") if kill else nullcontext(None)
+        with small_disk as stage:
+            reports.append(await torment(seed + len(reports), 0 if kill else seconds, part, stage))
         if kill and (violation := await kill_a_controller(rng, part)):
             reports[-1].violations.append(violation)
         if reports[-1].violations or time.monotonic() >= end:

@@ -10,12 +10,29 @@ from aiodaft.channel import Channel
 from aiodaft.deadlines import deadline
 from aiodaft.exceptions import DaftError
 from aiodaft.graph import compile as compile_graph
+from aiodaft.group import Group
+from aiodaft.queue import open_queue
 from aiodaft.ref import Ref
+from aiodaft.runtime import Runtime
 
 from .actors import Lump, Victim, made, parcel
 from .plan import ACTORS, Deed, Op
 
-__all__ = ["ALONE", "DEEDS", "MAY_FAIL", "WrongValue"]
+__all__ = ["ALONE", "DEEDS", "MAY_FAIL", "Cast", "WrongValue"]
+
+
+class Cast(list[Victim]):
+    """All actors.
+
+    Attributes:
+        runtime: Has made them.
+        crew: Those among them that are a group.
+    """
+
+    def __init__(self, runtime: Runtime, crew: Group[Victim]) -> None:
+        super().__init__()
+        self.runtime = runtime
+        self.crew = crew
 
 
 class WrongValue(AssertionError):
@@ -53,12 +70,7 @@ async def _fan_out(op: Op, actors: Sequence[Victim]) -> None:
     others = [index for index in range(ACTORS) if index != op.actors[0]]
     copies = [actors[index].flip(op.id + place, source) for place, index in enumerate(others, start=1)]
     came = await asyncio.gather(*copies, return_exceptions=True)
-    errors = [copy for copy in came if isinstance(copy, BaseException)]
-    for copy in came:
-        if not isinstance(copy, BaseException):
-            _check(op, copy, made(op.id, op.size)[::-1])
-    if errors:
-        raise errors[0]
+    _check_each(op, came, [made(op.id, op.size)[::-1]] * len(copies))
 
 
 async def _nested(op: Op, actors: Sequence[Victim]) -> None:
@@ -140,12 +152,38 @@ async def _graph(op: Op, actors: Sequence[Victim]) -> None:
         # Beside it, an ordinary call.
         beside = a.flip(op.id + 4, data)
         came = await asyncio.gather(*runs, beside, return_exceptions=True)
-    errors = [copy for copy in came if isinstance(copy, BaseException)]
-    for copy, expected in zip(came, (data, data, data[::-1]), strict=True):
-        if not isinstance(copy, BaseException):
-            _check(op, copy, expected)
-    if errors:
-        raise errors[0]
+    _check_each(op, came, (data, data, data[::-1]))
+
+
+async def _share(op: Op, actors: Cast) -> None:
+    ranks = range(len(actors.crew))
+    came = await asyncio.gather(*actors.crew.all(Victim.share, op.id, op.size), return_exceptions=True)
+    joined = b"".join(made(op.id + rank, op.size) for rank in ranks)
+    _check_each(op, came, [(joined, op.id + (rank - 1) % len(ranks)) for rank in ranks])
+
+
+async def _map(op: Op, actors: Cast) -> None:
+    jobs = [(op.id + place, made(op.id + place, op.size)) for place in range(ACTORS)]
+    came = [copy async for copy in actors.crew.map(Victim.turn, jobs, return_exceptions=True)]
+    _check_each(op, came, [data[::-1] for _, data in jobs])
+
+
+async def _queue(op: Op, actors: Cast) -> None:
+    a, b, _ = (actors[index] for index in op.actors)
+    parcels = [parcel(op.id, index) for index in range(op.size)]
+    async with open_queue(actors.runtime, {"drain": ["item"]}, capacity=6, storages=2) as queue:
+        filled, drained = a.fill(op.id, queue, op.size), b.drain(op.id + 1, queue)
+        # Typeshed wants its own futures; asyncio takes refs.
+        either: Any = (filled, drained)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not filled.done():
+            # A queue that nobody drains is full.
+            filled.cancel()
+        await queue.finish()
+        came = await drained
+    _check(op, came, parcels[: len(came)])
+    await filled
+    _check(op, len(came), op.size)
 
 
 async def _threads(op: Op, actors: Sequence[Victim]) -> None:
@@ -155,10 +193,7 @@ async def _threads(op: Op, actors: Sequence[Victim]) -> None:
     came = await asyncio.gather(
         a.flip(op.id, data), a.make(op.id + 1, op.size), b.wait_on_thread(op.id + 2, a, op.size), return_exceptions=True
     )
-    for copy, expected in zip(came, (data[::-1], made(op.id + 1, op.size), made(op.id + 3, op.size)), strict=True):
-        if isinstance(copy, BaseException):
-            raise copy
-        _check(op, copy, expected)
+    _check_each(op, came, (data[::-1], made(op.id + 1, op.size), made(op.id + 3, op.size)))
 
 
 async def _fork(op: Op, actors: Sequence[Victim]) -> None:
@@ -188,12 +223,21 @@ async def _deadline(op: Op, actors: Sequence[Victim]) -> None:
         _check(op, await actors[op.actors[0]].nap(op.id, op.size), op.size)
 
 
+def _check_each(op: Op, came: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Check the values, and raise the first error among them."""
+    for one, right in zip(came, expected, strict=True):
+        if not isinstance(one, BaseException):
+            _check(op, one, right)
+    if errors := [one for one in came if isinstance(one, BaseException)]:
+        raise errors[0]
+
+
 def _check(op: Op, came: Any, expected: Any) -> None:
     if came != expected:
         raise WrongValue(f"operation {op.id} ({op.deed.value}) gave {came!r:.60} instead of {expected!r:.60}")
 
 
-DEEDS: Final[dict[Deed, Callable[[Op, Sequence[Victim]], Awaitable[None]]]] = {
+DEEDS: Final[dict[Deed, Callable[[Op, Cast], Awaitable[None]]]] = {
     Deed.CALL: _call,
     Deed.WORK: _work,
     Deed.CHAIN: _chain,
@@ -204,6 +248,9 @@ DEEDS: Final[dict[Deed, Callable[[Op, Sequence[Victim]], Awaitable[None]]]] = {
     Deed.OWN_CHANNEL: _own_channel,
     Deed.CROWD: _crowd,
     Deed.GRAPH: _graph,
+    Deed.SHARE: _share,
+    Deed.MAP: _map,
+    Deed.QUEUE: _queue,
     Deed.THREADS: _threads,
     Deed.FORK: _fork,
     Deed.TIMEOUT: _timeout,

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-__all__ = ["ACTORS", "FOLLOWED", "Deed", "Fault", "Harm", "Op", "Round", "rounds", "transport_of"]
+__all__ = ["ACTORS", "CREW", "FOLLOWED", "Deed", "Fault", "Harm", "Op", "Round", "rounds", "transport_of"]
 
-ACTORS: Final = 5
+ACTORS: Final = 8
+# The members of a group, by rank.
+CREW: Final = (5, 6, 7)
 # Actors that are restarted when they are killed; their handles follow them.
-FOLLOWED: Final = (0, 1)
+FOLLOWED: Final = (0, 1, *CREW)
 # The seconds over which operations and faults of one round are spread.
 _SPREAD: Final = 0.6
 _SIZES: Final = (10, 5_000, 70_000, 1 << 20, 9 << 20)
@@ -33,6 +35,9 @@ class Deed(Enum):
     OWN_CHANNEL = "own channel"
     CROWD = "crowd"
     GRAPH = "graph"
+    SHARE = "share"
+    MAP = "map"
+    QUEUE = "queue"
     THREADS = "threads"
     FORK = "fork"
     TIMEOUT = "timeout"
@@ -48,6 +53,12 @@ class Harm(Enum):
     FREEZE = "freeze"
     # It gets no descriptors for a moment.
     EXHAUST = "exhaust"
+    # It gets no threads for a moment.
+    NO_THREADS = "no threads"
+    # Its connection to the controller breaks, by which it ends.
+    CUT = "cut"
+    # Around all actors: the disk with their log files is full for a moment; connections of hosts are reset.
+    TROUBLE = "trouble"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +82,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: its kind, its actor, its time, and (of a freeze, or of exhaustion) its length, in seconds."""
+    """One fault: its kind, its actor, its time, and (unless its actor ends by it) its length, in seconds."""
 
     harm: Harm
     at: float
@@ -93,13 +104,16 @@ class Round:
 
     def unharmed(self) -> tuple[int, ...]:
         """Indices of the actors that have no reason to end."""
-        ended = {fault.actor for fault in self.faults if fault.harm in {Harm.KILL, Harm.STOP}}
+        ended = {fault.actor for fault in self.faults if fault.harm in _ENDS}
         return tuple(index for index in range(ACTORS) if index not in ended)
 
 
+# By these, an actor ends.
+_ENDS: Final = frozenset({Harm.KILL, Harm.STOP, Harm.CUT})
 # Their size is a number of items, or of hundredths of a second.
 _COUNTED: Final = frozenset({
-    Deed.STREAM, Deed.CHANNEL, Deed.OWN_CHANNEL, Deed.CROWD, Deed.TIMEOUT, Deed.CANCEL, Deed.DEADLINE,
+    Deed.STREAM, Deed.CHANNEL, Deed.OWN_CHANNEL, Deed.CROWD, Deed.QUEUE, Deed.TIMEOUT, Deed.CANCEL,
+    Deed.DEADLINE,
 })  # fmt: skip
 
 
@@ -129,5 +143,7 @@ def _op(rng: random.Random, number: int) -> Op:
 
 
 def _fault(rng: random.Random) -> Fault:
-    harm = rng.choices(list(Harm), weights=(6, 2, 3, 2))[0]
-    return Fault(harm, rng.uniform(0, _SPREAD), rng.randrange(ACTORS), rng.uniform(0.01, 0.4))
+    harm = rng.choices(list(Harm), weights=(6, 2, 3, 2, 2, 2, 1))[0]
+    # A member that is stopped is no member any more.
+    actor = rng.randrange(ACTORS - len(CREW) if harm is Harm.STOP else ACTORS)
+    return Fault(harm, rng.uniform(0, _SPREAD), actor, rng.uniform(0.01, 0.4))

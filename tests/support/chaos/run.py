@@ -22,12 +22,14 @@ from leaks import descendants
 from aiodaft._protocol.supervision.supervision import Backoff, Restart
 from aiodaft.exceptions import ActorDied, DaftError
 from aiodaft.runtime import Runtime
+from aiodaft.testing.faults import Faults
 from aiodaft_transport import Unreachable, check_name, default_name
 
-from .actors import Victim
-from .deeds import ALONE, DEEDS, WrongValue
+from .actors import LOGGER, Victim
+from .deeds import ALONE, DEEDS, Cast, WrongValue
 from .judge import Hang, judge
-from .plan import ACTORS, FOLLOWED, Fault, Harm, Op, Round, rounds, transport_of
+from .plan import ACTORS, CREW, FOLLOWED, Fault, Harm, Op, Round, rounds, transport_of
+from .stage import Machine, Stage
 
 __all__ = ["Report", "torment"]
 
@@ -66,22 +68,33 @@ class Report:
         return "\n".join(lines)
 
 
-async def torment(seed: int, seconds: float, folder: Path, *, rounds_per_runtime: int = _ROUNDS_PER_RUNTIME) -> Report:
+async def torment(
+    seed: int,
+    seconds: float,
+    folder: Path,
+    stage: Stage | None = None,
+    *,
+    rounds_per_runtime: int = _ROUNDS_PER_RUNTIME,
+) -> Report:
     """Run rounds for some time, at least as many as one runtime gets, until a promise is broken.
 
     Args:
         seed: Decides the events. (Their exact times are up to the machine.)
         seconds: The time of the run; a runtime that is open by then is used to its end.
         folder: For notes; empty.
+        stage: The place of the run. Default: this machine.
         rounds_per_runtime: Rounds after which the runtime is closed, and checked for objects that are left.
     """
     report = Report(seed, _transport(seed))
-    plan = rounds(seed)
+    plan, before = rounds(seed), descendants()
+    stage = stage or Machine(folder)
     end = time.monotonic() + seconds
     with _quiet():
         while True:
             notes = folder / f"notes-{report.rounds}"
-            await _one_runtime(islice(plan, rounds_per_runtime), report, notes)
+            await _one_runtime(islice(plan, rounds_per_runtime), report, notes, stage)
+            if left := descendants() - before:
+                report.violations.append(f"processes are left after the runtime was closed: {left}")
             if report.violations or time.monotonic() >= end:
                 return report
 
@@ -97,40 +110,42 @@ def _transport(seed: int) -> str:
 @contextmanager
 def _quiet() -> Generator[None, None, None]:
     """Leave out the errors of actors that are killed between calls."""
-    logger = logging.getLogger("aiodaft")
+    logger, victims = logging.getLogger("aiodaft"), logging.getLogger(LOGGER)
     before = logger.level
     logger.setLevel(logging.CRITICAL)
+    # For the files alone.
+    victims.setLevel(logging.INFO)
+    victims.propagate = False
+    victims.handlers = [logging.NullHandler()]
     try:
         yield
     finally:
         logger.setLevel(before)
 
 
-async def _one_runtime(plan: Iterable[Round], report: Report, notes: Path) -> None:
-    runtime = Runtime(preload=(), stop_grace=2, unhandled="log", transport=report.transport)
-    await runtime.__aenter__()
-    actors: list[Victim] = []
-    try:
+async def _one_runtime(plan: Iterable[Round], report: Report, notes: Path, stage: Stage) -> None:
+    async with stage.runtime(report.transport) as runtime:
+        crew = await stage.spawner(runtime, None, restart=_ALWAYS).group(len(CREW), Victim, notes)
+        actors = Cast(runtime, crew)
         for round_ in plan:
-            actors = await _repopulate(runtime, actors, notes)
-            await _one_round(runtime, actors, round_, notes, report)
+            actors[:] = await _repopulate(runtime, actors, notes, stage)
+            await _one_round(runtime, actors, round_, notes, stage, report)
             if report.violations:
                 break
-    finally:
-        await runtime.aclose()
-    left = descendants()
-    if left:
-        report.violations.append(f"processes are left after the runtime was closed: {left}")
 
 
-async def _repopulate(runtime: Runtime, actors: list[Victim], notes: Path) -> list[Victim]:
+async def _repopulate(runtime: Runtime, actors: Cast, notes: Path, stage: Stage) -> list[Victim]:
     """The same actors, with new ones in the places of the dead ones."""
     there = [await _is_there(runtime, actor, followed=index in FOLLOWED) for index, actor in enumerate(actors)]
-    spawners = [runtime.on(restart=_ALWAYS) if index in FOLLOWED else runtime for index in range(ACTORS)]
-    return [
+    spawners = [
+        stage.spawner(runtime, index, restart=_ALWAYS if index in FOLLOWED else None)
+        for index in range(ACTORS - len(CREW))
+    ]
+    alone = [
         actors[index] if actors and there[index] else await spawner.spawn(Victim, notes)
         for index, spawner in enumerate(spawners)
     ]
+    return [*alone, *actors.crew]
 
 
 async def _is_there(runtime: Runtime, actor: Victim, *, followed: bool) -> bool:
@@ -143,14 +158,14 @@ async def _is_there(runtime: Runtime, actor: Victim, *, followed: bool) -> bool:
     return False
 
 
-async def _one_round(runtime: Runtime, actors: list[Victim], round_: Round, notes: Path, report: Report) -> None:
+async def _one_round(runtime: Runtime, actors: Cast, round_: Round, notes: Path, stage: Stage, report: Report) -> None:
     report.rounds += 1
     pids = [(await runtime.info(actor)).pid for actor in actors]
     async with asyncio.TaskGroup() as group:
         ops = [group.create_task(_one_op(op, actors)) for op in round_.ops]
         for fault in round_.faults:
             report.faults[fault.harm.value] += 1
-            group.create_task(_harm(runtime, fault, actors[fault.actor], pids[fault.actor]))
+            group.create_task(_harm(runtime, fault, actors[fault.actor], pids[fault.actor], stage))
     report.apart.update(pids[fault.actor] for fault in round_.faults if fault.harm is Harm.EXHAUST)
     hurt = any(fault.harm is not Harm.FREEZE for fault in round_.faults)
     apart = not report.apart.isdisjoint(pids)
@@ -173,7 +188,7 @@ def _what_ran(notes: Path) -> Counter[int]:
     return Counter(map(int, notes.read_text(encoding="ascii").split())) if notes.exists() else Counter()
 
 
-async def _one_op(op: Op, actors: list[Victim]) -> BaseException | None:
+async def _one_op(op: Op, actors: Cast) -> BaseException | None:
     await asyncio.sleep(op.at)
     limit = asyncio.timeout(_HANG)
     try:
@@ -184,19 +199,32 @@ async def _one_op(op: Op, actors: list[Victim]) -> BaseException | None:
     return None
 
 
-async def _harm(runtime: Runtime, fault: Fault, actor: Victim, pid: int) -> None:
+async def _harm(runtime: Runtime, fault: Fault, actor: Victim, pid: int, stage: Stage) -> None:
     await asyncio.sleep(fault.at)
-    if fault.harm is Harm.STOP:
-        await runtime.stop(actor)
-        return
-    with suppress(ProcessLookupError):
-        if fault.harm is Harm.KILL:
-            os.kill(pid, signal.SIGKILL)
-            return
-        if fault.harm is Harm.EXHAUST:
-            with _no_more_descriptors(pid):
-                await asyncio.sleep(fault.lasting)
-            return
+    match fault.harm:
+        case Harm.STOP:
+            await runtime.stop(actor)
+        case Harm.CUT:
+            # It may have ended.
+            with suppress(DaftError, ValueError):
+                await Faults().cut(actor)
+        case Harm.NO_THREADS:
+            with suppress(DaftError):
+                await actor.go_without_threads(fault.lasting)
+        case Harm.TROUBLE:
+            await stage.trouble(fault.lasting)
+        case _:
+            with suppress(ProcessLookupError):
+                await _harm_process(fault, pid)
+
+
+async def _harm_process(fault: Fault, pid: int) -> None:
+    if fault.harm is Harm.KILL:
+        os.kill(pid, signal.SIGKILL)
+    elif fault.harm is Harm.EXHAUST:
+        with _no_more_descriptors(pid):
+            await asyncio.sleep(fault.lasting)
+    else:
         os.kill(pid, signal.SIGSTOP)
         await asyncio.sleep(fault.lasting)
         os.kill(pid, signal.SIGCONT)

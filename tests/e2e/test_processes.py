@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,11 @@ class Writer(aiodaft.Actor):
         for file in (self.log, self.packed):
             file.write("data")
         atexit.register((folder / "report").write_text, "data")
+        weakref.finalize(type(self), (folder / "finalized").touch)
+        # So torch would withdraw each operator from itself.
+        withdraw: Any = partial((folder / "withdrawn").touch)
+        withdraw.__module__ = "torch.library"
+        weakref.finalize(type(self), withdraw)
 
     @aiodaft.method
     async def blocked(self) -> set[int]:
@@ -73,6 +80,7 @@ async def test_a_stop_in_order_runs_atexit_and_writes_out_files(rt: aiodaft.Runt
     assert (tmp_path / "log").read_text() == (tmp_path / "report").read_text() == "data"
     with gzip.open(tmp_path / "packed", "rt") as packed:
         assert packed.read() == "data"
+    assert set(os.listdir(tmp_path)) == {"log", "packed", "report", "finalized"}
 
 
 async def test_signals_of_a_batch_system_to_all_processes_end_no_actor(rt: aiodaft.Runtime) -> None:

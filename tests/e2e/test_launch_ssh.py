@@ -145,7 +145,7 @@ async def test_a_command_that_has_ended_before_it_gets_the_key_is_named(
         return process
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_end)
-    with pytest.raises(aiodaft.LaunchFailed, match="the node n1 did not come up: .* status 3$"):
+    with pytest.raises(aiodaft.exceptions.LaunchFailed, match="the node n1 did not come up: .* status 3$"):
         async with launch.ssh(["n1"], key_file=key_file, command=["sh", "-c", "exit 3"]):
             pass
 

@@ -40,6 +40,7 @@ _MODULES = (
     "memory",
     "pipeline",
     "policies",
+    "pool",
     "prometheus",
     "queue",
     "resharding",

@@ -25,6 +25,9 @@ from aiodaft import (
     policies as policies,
 )
 from aiodaft import (
+    pool as pool,
+)
+from aiodaft import (
     prometheus as prometheus,
 )
 from aiodaft import (

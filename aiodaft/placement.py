@@ -30,7 +30,7 @@ from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.numbers import is_count, is_number
-from aiodaft._protocol.supervision.supervision import Kind, Restart, check_alone
+from aiodaft._protocol.supervision.supervision import Backoff, Kind, Restart, check_alone
 from aiodaft._runtime.blueprint import Blueprint, Constraints
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.placing import FixedSites, Site
@@ -38,6 +38,7 @@ from aiodaft._runtime.serialization.errors import add_note
 from aiodaft.actor import Actor, Handle, handle_of, target_of
 from aiodaft.group import Group
 from aiodaft.methods import signature_of
+from aiodaft.pool import Pool, PoolWorker
 from aiodaft.service import Service, ServiceGroup
 
 __all__ = ["Mesh", "Placement", "Slice", "Spawned"]
@@ -45,6 +46,9 @@ __all__ = ["Mesh", "Placement", "Slice", "Spawned"]
 P = ParamSpec("P")
 T = TypeVar("T")
 ActorT = TypeVar("ActorT", bound=Actor)
+
+# Workers of pools hold no state, so none is lost.
+_AGAIN: Final = Restart(intensity=None, backoff=Backoff(base=0.01, max=1.0))
 
 
 class Spawned(Generic[T]):
@@ -296,6 +300,34 @@ class Spawner(ABC):
             Exception: As `group`.
         """
         return self._group("host_group", n, cls, args, kwargs, axes)
+
+    def pool(self, n: int, *, concurrency: int = 1, retries: int = 0) -> Spawned[Pool]:
+        """Make n actors that run plain functions: `pool.submit(fn, x)`.
+
+        Args:
+            n: The number of workers. Without a policy of `on`, one that dies is restarted, however often.
+            concurrency: Tasks that a worker may have under way; more than 1 is of use for `async def` functions.
+            retries: The most times that a task is made again whose worker died. Only for functions that may run twice.
+
+        Raises:
+            ValueError: A number is not valid. Raised at once; the following errors are raised when it is awaited.
+            Exception: As `group`.
+        """
+        for name, value, least in (("n", n, 1), ("concurrency", concurrency, 1), ("retries", retries, 0)):
+            if not is_count(value, least):
+                raise ValueError(f"{name}={value!r:.80}: a pool needs a whole number that is at least {least}")
+        scope, constraints = self._spawning()
+        if constraints.restart is None:
+            constraints = constraints._replace(restart=_AGAIN)
+        placement = Placement(scope, constraints)
+
+        async def start() -> Pool:
+            return Pool(await placement.group(n, PoolWorker), concurrency, retries)
+
+        def end(pool: Pool, graceful: bool) -> Awaitable[None]:
+            return scope.end_block(list(pool.group), graceful)
+
+        return Spawned(f"pool({n})", start, end)
 
     def mesh(self, hosts: int, gpus: int = 0) -> Spawned[Mesh]:
         """Reserve a slice of each of several nodes, on which actors are placed later: all slices or none.

@@ -67,9 +67,9 @@ _INSTEAD: Final = {
     "actors": "`(await rt.overview()).actors`",
     "close": "`await rt.aclose()`, or `async with`",
     "get": "`await ref`",
-    "map": "`async for result in group.map(Worker.method, items)`",
+    "map": "`pool = await rt.pool(n)` and `async for result in pool.map(fn, items)`",
     "shutdown": "`await rt.aclose()`, or `async with`",
-    "submit": "`actor.method(x)`, or of a group `group.any(Worker.method, x)`",
+    "submit": "`pool = await rt.pool(n)` and `pool.submit(fn, x)`, or `actor.method(x)`",
     "wait": "`await asyncio.wait(refs)`",
 }
 

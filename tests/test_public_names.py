@@ -11,7 +11,7 @@ import pytest
 import aiodaft
 from aiodaft.service import Service
 
-OF_SPAWNERS = {"get_or_create", "group", "host", "host_group", "mesh", "on", "spawn"}
+OF_SPAWNERS = {"get_or_create", "group", "host", "host_group", "mesh", "on", "pool", "spawn"}
 OF_SCOPES = OF_SPAWNERS | {"info", "kill", "scope", "stop"}
 OF_FUTURES = {"add_done_callback", "cancel", "cancelled", "done", "exception", "remove_done_callback", "result"}
 
@@ -28,6 +28,7 @@ NAMES: dict[type, set[str]] = {
     aiodaft.Refs: {"cancel", "gather"},
     aiodaft.Stream: {"aclose"},
     aiodaft.Channel: {"aclose", "recv", "send"},
+    aiodaft.pool.Pool: {"executor", "group", "map", "resize", "submit"},
     aiodaft.Graph: {"aclose", "describe", "draw", "replace", "times"},
     aiodaft.Group: {"all", "along", "any", "axes", "each", "epoch", "heal", "id", "map", "remove", "renew", "resize",
                     "split", "with_policy"},

@@ -396,7 +396,7 @@ async def test_a_name_of_another_framework_says_what_it_is_called_here(name: str
 @pytest.mark.parametrize(
     ("guess", "error", "reason"),
     [
-        (lambda rt: rt.submit, AttributeError, r"no attribute 'submit': use `actor.method\(x\)`, or of a group"),
+        (lambda rt: rt.submit, AttributeError, r"no attribute 'submit': use `pool = await rt.pool\(n\)`"),
         (lambda rt: rt.map, AttributeError, r"no attribute 'map': use `async for result in group.map\("),
         (lambda rt: rt.actors, AttributeError, r"no attribute 'actors': use `\(await rt.overview\(\)\).actors`"),
         (lambda rt: rt.close, AttributeError, r"no attribute 'close': use `await rt.aclose\(\)`"),

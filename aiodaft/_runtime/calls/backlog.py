@@ -50,6 +50,14 @@ class Backlog:
         self.forget(request.number)
         return self._connection.withdraw(request.number)
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def take_first(self) -> Request | None:
+        """Take out the call that has waited for the longest; None if it was cancelled meanwhile."""
+        request, _ = next(iter(self._waiting.values()))
+        return request if self.take(request) else None
+
     def take_all(self) -> Iterator[Request]:
         """Take out all calls, in the order in which they were made: some of them may have been turned away before."""
         waiting = (request for request, _ in self._waiting.values())

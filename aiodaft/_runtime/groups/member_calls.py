@@ -49,6 +49,20 @@ class MemberCalls:
         """A member leaves the group; returns the calls of it that are under way."""
         return self._under_way.pop(member, set())
 
+    def begin(self, member: CallTarget, call: Any) -> None:
+        """A call, or a stream, is under way from now until it is over."""
+        under_way = self._under_way.setdefault(member, set())
+        under_way.add(call)
+        call.watch(under_way.discard)
+
+    def of(self, member: CallTarget) -> Collection[Any]:
+        """The calls of a member that are under way."""
+        return self._under_way.get(member, ())
+
+    def under_way(self, member: CallTarget) -> int:
+        """Their number."""
+        return len(self.of(member))
+
     def choose(self, units: list[Unit], policy: Policy, full: Collection[CallTarget]) -> Unit:
         """What to call next: of the healthiest, one that is not `full`, by the policy."""
         turn = next(self._turns) % len(units)
@@ -88,9 +102,7 @@ class MemberCalls:
         if unit.others:
             raise TypeError(f"{spec.label} is a stream, which only one member can give: call it on that one")
         stream = unit.target.stream(spec, args, kwargs)
-        under_way = self._under_way.setdefault(unit.target, set())
-        under_way.add(stream._backend)
-        stream._backend.watch(under_way.discard)
+        self.begin(unit.target, stream._backend)
         return stream
 
     def _make(
@@ -105,9 +117,7 @@ class MemberCalls:
         try:
             for target, args in calls:
                 refs.append(target.call(spec, args, kwargs, next(numbers)))
-                under_way = self._under_way.setdefault(target, set())
-                under_way.add(refs[-1]._state)
-                refs[-1]._state.watch(under_way.discard)
+                self.begin(target, refs[-1]._state)
         except BaseException:
             _take_back(refs)
             raise

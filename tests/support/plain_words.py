@@ -25,7 +25,7 @@ ASKS = re.compile(
     r"|said|sees?|seen|shows?|shown|tells?|told|tests?"
 )
 HEADLESS = re.compile(
-    r"(?P<before>\w*) ?\b(?:what|whatever|whoever)\b(?! if\b)"
+    r"(?P<before>\w*) ?\b(?:what|whatever|whoever)\b(?! if\b|:)"
     r"|(?:[,;:] |\b(?:and|or|but|to|of|for|by|is|in|from|on|with|as|than) )who\b"
 )
 

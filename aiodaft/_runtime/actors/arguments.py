@@ -52,7 +52,6 @@ class Arguments:
             call.stage = FETCHING
 
     def refuse(self, awaited: tuple[Awaited, ...]) -> None:
-        """Drop the values of the refs of a call that is refused."""
         for _, owner, number, producer, _ in awaited:
             if producer != self._process.id:
                 self._transfer.expect(producer, (owner, number), _drop)
@@ -68,7 +67,7 @@ class Arguments:
             if received is not None:
                 value = self._open(call, one, received)
         except Exception as error:  # noqa: BLE001 - the call fails with it, after it was delivered
-            # The frames lead to this one: a circle would keep what came.
+            # The frames lead to this one: a circle would keep the received values.
             received, place = None, BaseException.with_traceback(error, None)
         if received is not None:
             self._put(call, one, value)
@@ -152,12 +151,10 @@ class Arguments:
             call.fetching = (task,)
 
     def resolve(self, call: InboundCall) -> None:
-        """Replace the refs among the arguments of a delivered call of this process."""
         task = self._process.tasks.create_task(self._resolve(call), name=f"resolve the arguments of {call.label}")
         call.fetching = (task,)
 
     async def _fetch(self, call: InboundCall, args: Delivery, slots: tuple[Any, ...]) -> None:
-        """Fetch the buffers and the awaited refs of a call, all at once."""
         values = [
             self._process.tasks.start(self._slot(args.connection, call, slot), name="pull an argument")
             for slot in slots
@@ -181,7 +178,7 @@ class Arguments:
             self._ready(call)
 
     async def _decode_heavy(self, call: InboundCall) -> None:
-        """What takes long to decode is decoded by the helper thread; light arguments are when the call starts."""
+        """Decode an argument that takes long in the helper thread; light arguments are decoded when the call starts."""
         received, slots = call.received, call.slots
         assert isinstance(received, ReceivedValue)
         if any(is_heavy(part.payload) for part in (received, *slots)):
@@ -221,7 +218,6 @@ class Arguments:
 
     @staticmethod
     def _fail(call: InboundCall, error: BaseException) -> None:
-        """Fail a call, because its arguments could not be fetched."""
         call.fetching = ()
         if call.handle(WITHDRAW):
             call.responder.fail(call, passed_on(error, executed=False), executed=False)

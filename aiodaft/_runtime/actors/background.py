@@ -14,7 +14,6 @@ T = TypeVar("T")
 
 
 def start(hosted: HostedActor, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-    """Start a task of an actor."""
     task = hosted._process.tasks.start(coro, name=name)
     hosted.background.add(task)
     task.add_done_callback(partial(_over, hosted, name))
@@ -27,7 +26,7 @@ def _over(hosted: HostedActor, name: str, task: asyncio.Task[Any]) -> None:
     if not task.cancelled():
         error = task.exception()
     else:
-        # Cancelled by itself: what it awaited was.
+        # Cancelled by itself: the task that it awaited was.
         error = None if task.cancelling() else asyncio.CancelledError("what it awaited was cancelled")
     # asyncio lets those end the process.
     if error is None or isinstance(error, SystemExit | KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""How actors of this process came to be: what handles of them are made of, besides where they are."""
+"""The parts of a handle that do not depend on where its actor is: class, owner, restart mode."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from aiodaft._protocol.ids import PeerId
 
 
 class Birth(NamedTuple):
-    """How an actor of a program came to be.
+    """The class, owner and restart mode of an actor of a program.
 
     Attributes:
         cls: Its class.

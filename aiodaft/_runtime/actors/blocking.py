@@ -22,15 +22,15 @@ def block_on(process: Process, awaited: Awaitable[T], what: str, timeout: float 
 
     Args:
         process: This process.
-        awaited: What its loop waits for.
-        what: What errors call it.
+        awaited: An awaitable of the process's loop.
+        what: Its name in errors.
         timeout: Seconds to wait for a ref. The call of the ref goes on after it.
 
     Raises:
         RuntimeError: The thread runs an event loop.
         TimeoutError: The time is over.
         asyncio.CancelledError: The call that the thread runs was cancelled, or its actor is stopped.
-        BaseException: What awaiting it raises.
+        BaseException: The error of `awaited`.
     """
     try:
         if process.is_here or asyncio._get_running_loop() is not None:
@@ -44,7 +44,7 @@ def block_on(process: Process, awaited: Awaitable[T], what: str, timeout: float 
         # A thread that an async method has started, or the cleanup of a generator: neither is cancelled with the call.
         call = None
     wait = _Wait(awaited, call)
-    # How a search for deadlocks knows what the thread waits for.
+    # A search for deadlocks reads here for which ref the thread waits.
     waiting = asyncio.run_coroutine_threadsafe(wait.run(), process.loop)
     try:
         return waiting.result(timeout)
@@ -56,14 +56,14 @@ def block_on(process: Process, awaited: Awaitable[T], what: str, timeout: float 
         if timeout is None:
             raise
     if waiting.done():
-        # What it waits for has raised this itself, or came at the last moment.
+        # The awaited call has raised this itself, or its result came at the last moment.
         return waiting.result()
     process.call_soon(wait.leave)
     raise TimeoutError(f"{what} gave nothing within {timeout:g} s; the call goes on, and `ref.cancel()` ends it")
 
 
 class _Wait(Generic[T]):
-    """What the loop does while a thread waits."""
+    """The loop's part of a thread's wait."""
 
     def __init__(self, awaited: Awaitable[T], call: InboundCall | None) -> None:
         self._awaited = awaited
@@ -73,7 +73,6 @@ class _Wait(Generic[T]):
         self._left = False
 
     async def run(self) -> T:
-        """Await it, in the context of the thread."""
         call = self._call
         if self._left or (call is not None and call.given_up):
             _leave(self._awaited)

@@ -23,7 +23,6 @@ class Standing:
 
     @property
     def is_current(self) -> bool:
-        """Whether the group has not changed since."""
         return not self.over.is_set()
 
 
@@ -42,11 +41,10 @@ class Enlisted:
         return self._standings.get(actor)
 
     def has(self, actor: ActorId) -> bool:
-        """Whether an incarnation of an actor is a member, or is being made."""
         return any(number_of(other) == number_of(actor) for other in self._standings)
 
     def enlist(self, actor: ActorId, roster: Roster[Any], rank: int) -> None:
-        """Note what the owner of a group has told a member, also before that is made."""
+        """Note the roster and rank that the owner of a group has sent to a member, also before the member is made."""
         known = self._standings.get(actor)
         if known is not None and known.roster.epoch == roster.epoch:
             known.roster = roster
@@ -72,7 +70,6 @@ class Enlisted:
             known.over.set()
 
     def forget(self, actor: ActorId) -> None:
-        """An actor is gone."""
         known = self._standings.pop(actor, None)
         if known is not None:
             known.over.set()
@@ -81,7 +78,7 @@ class Enlisted:
 
 
 def changed(group: str, epoch: int, newest: int | None = None, what: str = "this") -> GroupChanged:
-    """The error of what is of an earlier epoch of a group, or of a part of one."""
+    """The error of an object (`what`) that belongs to an earlier epoch of a group."""
     now = "" if newest is None else f", it has epoch {newest} now"
     error = GroupChanged(f"{group} has changed: {what} is of epoch {epoch}{now}; use what current_group() gives now")
     error.group = group

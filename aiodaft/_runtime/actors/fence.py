@@ -21,7 +21,8 @@ class Fence:
 
     Args:
         process: Has the clock.
-        catch_up: Reads what the node has sent so far: a process that was busy may have news that it has not read.
+        catch_up: Reads the messages that the node has sent so far: a process that was busy may have news that it has
+            not read.
     """
 
     def __init__(self, process: Process, catch_up: Callable[[], object]) -> None:
@@ -31,7 +32,6 @@ class Fence:
         self._guarded: set[ActorId] = set()
 
     def prolong(self, until: float) -> None:
-        """The node has the lease at least until then."""
         self._until = max(self._until, until)
 
     def guard(self, hosted: HostedActor) -> None:

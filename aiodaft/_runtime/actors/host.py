@@ -16,7 +16,7 @@ _REMEMBERED: Final = 1024
 
 
 class Host(Shared):
-    """The hosted actors of one process, and what they share."""
+    """The hosted actors of one process, and the objects that they share."""
 
     def __init__(self, process: Process, store: Store, ring_poller: RingPoller) -> None:
         super().__init__(process, store, ring_poller)
@@ -25,7 +25,6 @@ class Host(Shared):
         self.stopped = Latest[ActorId, tuple[str, bool]](_REMEMBERED)
 
     def calls(self) -> list[InboundCall]:
-        """Every call that waits or runs here."""
         actors = list(self.actors.values())
         return [call for hosted in actors for call in (*hosted.under_way(), *hosted.mailbox.waiting())]
 

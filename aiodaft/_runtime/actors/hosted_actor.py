@@ -43,7 +43,6 @@ current_call: ContextVar[InboundCall | None] = ContextVar("aiodaft_current_call"
 
 
 def serving() -> InboundCall:
-    """The call that the running task serves."""
     call = current_call.get()
     assert call is not None
     return call
@@ -74,7 +73,7 @@ class Responder(Protocol):
 class InboundCall(Life, Paced):
     """A call from its arrival to its answer."""
 
-    # Defaults live in the class: most calls set only what they need.
+    # Defaults live in the class: most calls set only the fields that they need.
     kwargs: Mapping[str, Any] = _NO_KWARGS
     # They have its deadline, too.
     terms: Terms | None = None
@@ -140,7 +139,7 @@ class InboundCall(Life, Paced):
 
     @property
     def label(self) -> str:
-        """What was called, such as "Model.execute"."""
+        """The name of the called method, such as "Model.execute"."""
         return self.spec.label
 
     @property
@@ -158,7 +157,6 @@ class InboundCall(Life, Paced):
 
     @property
     def pulled(self) -> bool:
-        """Whether another process than the caller's waits for the result."""
         return self._pullers is not None
 
     def tell_pullers(self, place: Place) -> None:
@@ -169,7 +167,7 @@ class InboundCall(Life, Paced):
 
 
 class Shared:
-    """What the actors of one process share."""
+    """The objects that the actors of one process share."""
 
     def __init__(self, process: Process, store: Store, ring_poller: RingPoller) -> None:
         self.process = process
@@ -299,7 +297,7 @@ class HostedActor:
     # Running.
 
     async def run(self, call: InboundCall) -> None:
-        """Run the method of a call and answer: the only place that calls methods and handles what they raise.
+        """Run the method of a call and answer: the only place that calls methods and handles their errors.
 
         SystemExit and KeyboardInterrupt end the process; every other error is the caller's. An `async def` method or a
         generator runs in the call's task. A `def` method runs on the actor's thread, where nothing in here waits and
@@ -366,7 +364,6 @@ class HostedActor:
             self._end_later(call)
 
     def _enter(self, call: InboundCall) -> None:
-        """Note that a call has begun. Runs in its context, which nested calls inherit."""
         call.since = self._process.env.monotonic()
         call.begun = True
         if self.mailbox.watching:
@@ -401,7 +398,6 @@ class HostedActor:
     # Ending.
 
     def cancel(self, call: InboundCall) -> None:
-        """Cancel a call for its caller. If it runs on the thread, it fails at once."""
         what = f"{call.label} of {self.name} was cancelled"
         self.give_up(call, CallCancelled(f"{what} before it started", executed=False))
         if call.stage is CANCELLED and call.rules.on_thread:
@@ -427,7 +423,7 @@ class HostedActor:
     def _fail_late(
         self, call: InboundCall, error: BaseException | None = None, *, executed: bool | None = None
     ) -> None:
-        """Fail a call that outlived its deadline; `error` is what it raised when it was cancelled."""
+        """Fail a call that outlived its deadline; `error` is the one that it raised when it was cancelled."""
         late = DeadlineExceeded(f"the deadline of {call.label} of {self.name} passed")
         if error is not None and not isinstance(error, asyncio.CancelledError | DeadlineExceeded):
             # Not the error itself, which may not be picklable.
@@ -537,7 +533,6 @@ class HostedActor:
                 self._idle.set()
 
     def under_way(self) -> list[InboundCall]:
-        """The calls that have started and not ended, without withdrawn ones."""
         return [call for call in list(self.running) if call.stage not in GONE]
 
     async def stop(self, reason: str, grace: float, *, moves: bool = False) -> None:

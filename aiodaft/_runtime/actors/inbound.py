@@ -41,16 +41,14 @@ class Inbound:
         self._responders: dict[PeerId, RemoteResponder] = {}
 
     def responders(self) -> list[RemoteResponder]:
-        """What answers each process that calls this one."""
+        """The responder of each process that calls this one."""
         return list(self._responders.values())
 
     def find(self, owner: PeerId, number: CallId) -> InboundCall | None:
-        """A call that waits or runs here."""
         responder = self.local if owner == self._process.id else self._responders.get(owner)
         return None if responder is None else responder.calls.get(number)
 
     def call_came(self, connection: Connection, message: Message) -> None:
-        """CALL or TELL came."""
         kind, number, actor, name, args = message
         call = self._accept(connection, number, actor, name, WANT_REPLY if kind == CALL else WANT_NOTHING, args)
         if call is not None:
@@ -61,7 +59,6 @@ class Inbound:
             call.hosted.deliver(call)
 
     def apply_came(self, connection: Connection, message: Message) -> None:
-        """APPLY came."""
         number, actor, name, args, awaited = m.read_apply(message)
         call = self._accept(connection, number, actor, name, WANT_REPLY, args)
         if call is None:
@@ -84,7 +81,6 @@ class Inbound:
             self._transfer.locate((connection.remote, number), give)
 
     def send_came(self, connection: Connection, message: Message) -> None:
-        """SEND came."""
         number, actor, name, mode, terms, (payload, blobs, refs, slots), attempt = m.read_send(message)
         if mode not in (WANT_REPLY, WANT_STREAM, WANT_NOTHING):
             raise RemoteProtocolError(f"{connection.remote} makes a call of unknown mode {mode}")
@@ -125,7 +121,6 @@ class Inbound:
             call.add_credit(count)
 
     def adopted_came(self, connection: Connection, message: Message) -> None:
-        """ADOPTED came."""
         responder = self._responders.get(connection.remote)
         if responder is not None:
             responder.adopted(m.read_adopted(message))
@@ -140,7 +135,6 @@ class Inbound:
             responder.forget()
 
     def deliver_local(self, hosted: HostedActor, call: InboundCall) -> None:
-        """A call from this process to one of its own actors."""
         if hosted.bounds is not None and not hosted.admits(call):
             return
         if call.mode == WANT_STREAM:

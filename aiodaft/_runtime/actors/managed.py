@@ -11,7 +11,7 @@ async def enter(instance: Any, thread: HelperThread) -> tuple[Any, Any]:
     """Enter an instance if it is a context manager; `__aenter__` takes precedence over `__enter__`.
 
     Returns:
-        What serves the calls, and the manager to `leave`, or None.
+        The instance that serves the calls, and the manager to `leave`, or None.
     """
     if hasattr(type(instance), "__aenter__"):
         entered = await instance.__aenter__()
@@ -23,7 +23,7 @@ async def enter(instance: Any, thread: HelperThread) -> tuple[Any, Any]:
 
 
 async def leave(manager: Any, thread: HelperThread) -> None:
-    """Leave what `enter` has entered."""
+    """Leave a manager from `enter`."""
     if hasattr(type(manager), "__aenter__"):
         await manager.__aexit__(None, None, None)
     elif manager is not None:

@@ -14,7 +14,7 @@ class Paced:
     credit = 0
     # The step of its generator that is on the actor's thread, or waits for it.
     step: asyncio.Future[Any] | None = None
-    # Its generator was told to end: what the cleanup waits for is not cancelled with the call.
+    # Its generator was told to end: the awaits of its cleanup are not cancelled with the call.
     closes = False
     _credit_wanted: asyncio.Event | None = None
 
@@ -25,7 +25,6 @@ class Paced:
             self._credit_wanted.set()
 
     async def wait_credit(self) -> None:
-        """Wait until the consumer takes another item, and use up one credit."""
         while self.credit <= 0:
             if self._credit_wanted is None:
                 self._credit_wanted = asyncio.Event()

@@ -45,7 +45,7 @@ class RemoteResponder:
         self._before: dict[CallId, Any] = {}
 
     def forget(self) -> None:
-        """The caller is gone. What began in a context of its calls may keep this object for long."""
+        """The caller is gone. A task that began in the context of one of its calls may keep this object for long."""
         self.calls, self.pins, self._last, self._before = {}, {}, {}, {}
 
     def answer(self, call: InboundCall, result: Any) -> None:
@@ -198,7 +198,7 @@ class LocalResponder:
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
         state = self._finish(call)
         if state is not None:
-            # What the method itself raised is what it says: a name that is not found is no call that ran.
+            # An error of the method stays as it is; any other one says whether the call ran.
             state.on_error(error if executed else passed_on(error, executed=executed))
 
     def turn_away(self, call: InboundCall) -> None:

@@ -16,7 +16,6 @@ class Backlog:
     """Calls that wait, in order."""
 
     def __init__(self, caller: Caller, towards: str) -> None:
-        """Make a backlog; errors name `towards` as the place that its calls wait for."""
         self._caller = caller
         self._loop = caller.process.loop
         self._waiting: dict[CallId, tuple[Request, asyncio.TimerHandle | None]] = {}
@@ -59,12 +58,10 @@ class Backlog:
         return request if self.take(request) else None
 
     def take_all(self) -> Iterator[Request]:
-        """Take out all calls, in the order in which they were made: some of them may have been turned away before."""
         waiting = (request for request, _ in self._waiting.values())
         return filter(self.take, sorted(waiting, key=lambda request: serial_of(request.number)))
 
     def forget(self, number: CallId) -> None:
-        """A call does not wait any more."""
         _, timer = self._waiting.pop(number, (None, None))
         if timer is not None:
             timer.cancel()

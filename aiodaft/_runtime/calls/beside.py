@@ -50,7 +50,6 @@ class TargetBeside(Beside):
     def call(
         self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], number: CallId | None = None
     ) -> Ref[Any]:
-        """See `Target.call`."""
         if self.remote != NOWHERE:
             return super().call(spec, args, kwargs, number)
         if number is None:

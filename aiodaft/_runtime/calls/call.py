@@ -149,7 +149,7 @@ class CallState(RefState):
 
     @property
     def giver(self) -> PeerId | None:
-        """The process that stores the value, or makes it, if what is sent there from now on comes after the call."""
+        """The process that stores the value, or makes it, if messages to it from now on arrive after the call."""
         connection = self.connection
         if connection is None or not connection.is_up:
             return None
@@ -167,7 +167,6 @@ class CallState(RefState):
         return self.process.options.transport != "shm" or not can_share_memory(self.producer, consumer)
 
     def forward_to(self, consumer: PeerId) -> None:
-        """Tell the giver to send the value to another process."""
         if self.connection is not None:
             self.connection.follow()
             self.connection.send(m.forward(self.number, consumer))
@@ -199,7 +198,6 @@ class CallState(RefState):
             self._wake_waiters()
 
     def on_result(self, received: ReceivedValue) -> None:
-        """The answer is an encoded value."""
         if self.status is not PENDING:
             return
         self.received = received
@@ -230,7 +228,6 @@ class CallState(RefState):
             self._timer = None
 
     def on_error(self, error: BaseException) -> None:
-        """The call failed."""
         if isinstance(error, ActorDied):
             self.target.note_death(error)
         super().on_error(error)
@@ -249,7 +246,6 @@ class CallState(RefState):
             self.connection.send_soon(m.release(self.number))
 
     def _cancel(self, why: str) -> bool:
-        """Cancel the call. It settles when the callee answers, or after the grace time."""
         if self._cancelling:
             return True
         self.expect_cancellation()
@@ -314,7 +310,6 @@ class Target:
 
     @property
     def identity(self) -> tuple[PeerId, ActorId]:
-        """The key of the actor."""
         return self.remote, self.actor
 
     @property
@@ -342,7 +337,6 @@ class Target:
         return Ref(state)
 
     def stream(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]:
-        """Call a stream method."""
         spec.check(args, kwargs)
         number = self.caller.next_number()
         state = StreamState(self.caller.objects, number, spec.label)
@@ -350,7 +344,6 @@ class Target:
         return Stream(state)
 
     def tell(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call a method without a reply."""
         if kwargs or not spec.low <= len(args) <= spec.high:
             spec.check(args, kwargs)
         caller, own = self.caller, self.actor < FIRST_USER_ACTOR
@@ -361,12 +354,13 @@ class Target:
         if not own:
             caller.outgoing.submit(request)
             return
-        # What the runtime tells, such as that a ref was dropped, has not the deadline of the code in which it happens.
+        # Messages of the runtime itself, such as that a ref was dropped, do not have the deadline of the code in
+        # which it happens.
         with under(None):
             caller.outgoing.submit(request)
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
-        """How a handle is pickled."""
+        """Pickle a handle as a call of `_rebuild_handle`."""
         return _rebuild_handle, (self.caller.process.options.cluster, self.remote, self.actor, self.label, cls)
 
     def health(self) -> Health:
@@ -390,7 +384,7 @@ class Target:
         return Health.LEAVING if self.caller.is_draining(remote) else Health.ALIVE
 
     def facts(self) -> ActorFacts:
-        """What this process knows of the actor. Safe in any thread."""
+        """The facts that this process knows of the actor. Safe in any thread."""
         return ActorFacts(self.label, _STATES[self.health()], self.remote)
 
     def distance(self) -> int:
@@ -480,7 +474,6 @@ class Request:
 
     @property
     def lanes(self) -> tuple[Target]:
-        """The actor that it calls."""
         return (self.target.lane,)
 
     def may_go(self) -> bool:
@@ -488,7 +481,6 @@ class Request:
         return True
 
     def go(self) -> None:
-        """Send the call: its turn has come."""
         self.target.caller.sender.turn_came(self)
 
 
@@ -496,7 +488,7 @@ class TellState:
     """The state of a call without a result: the answer only says that it is over.
 
     Args:
-        label: What was called.
+        label: The name of the called method.
         own: The runtime made it. Its loss is not reported: a process that is gone needs no message,
             and one that ends sends none.
     """

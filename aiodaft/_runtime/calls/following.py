@@ -93,7 +93,6 @@ class FollowingTarget(Target):
     def call(
         self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], number: CallId | None = None
     ) -> Ref[Any]:
-        """See `Target.call`."""
         if kwargs or not spec.low <= len(args) <= spec.high:
             spec.check(args, kwargs)
         state = FollowingCall(self, spec, self.caller.next_number() if number is None else number)
@@ -101,14 +100,12 @@ class FollowingTarget(Target):
         return Ref(state)
 
     def stream(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]:
-        """Call a stream method."""
         spec.check(args, kwargs)
         state = FollowingStream(self.caller.objects, self.caller.next_number(), spec.label)
         self._submit(state, spec, args, kwargs, WANT_STREAM)
         return Stream(state)
 
     def tell(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call a method without a reply."""
         spec.check(args, kwargs)
         state = FollowingTell(self.caller.next_number(), spec.label)
         self._submit(state, spec, args, kwargs, WANT_NOTHING)
@@ -134,14 +131,13 @@ class FollowingTarget(Target):
         return self._known.health(seen)
 
     def facts(self) -> ActorFacts:
-        """See `Target.facts`."""
         return ActorFacts(self.label, "restarting", NOWHERE) if self.is_down else super().facts()
 
     def note_death(self, error: ActorDied) -> None:
         """Do nothing: the next incarnation may be up."""
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
-        """How a handle is pickled."""
+        """Pickle a handle as a call that finds or makes the target there."""
         cluster = self.caller.process.options.cluster
         return _rebuild, (cluster, self.owner, self.place.peer, self.actor, self.label, cls, True)
 
@@ -197,7 +193,6 @@ class FollowingTarget(Target):
                 self.missed_late(request, None)
 
     def forget(self, number: CallId) -> None:
-        """Remove a call from the backlog."""
         self._backlog.forget(number)
 
     async def arrive(self) -> None:
@@ -255,7 +250,6 @@ class FollowingTarget(Target):
                     self.caller.sender.submit_later(request)
 
     def leave(self) -> None:
-        """Note that the actor is down."""
         self._known.leave()
         self._aim()
 
@@ -265,12 +259,10 @@ class FollowingTarget(Target):
         self._aim()
 
     def heard(self, place: Location) -> None:
-        """Note the location in a handle that came from another process."""
         self._known.heard(place)
         self._aim()
 
     def end(self, error: DaftError) -> None:
-        """Note that the actor is gone for good, and fail the backlog."""
         self.move(Location(NOWHERE, self.actor, error))
 
     def _aim(self) -> None:
@@ -281,7 +273,7 @@ class _Followed:
     """The state of a call of a supervised actor, which may wait for an incarnation, and be made again."""
 
     number: CallId
-    # What to make again. Dropped when the call is over: it refers to this state.
+    # The request to send again. Dropped when the call is over: it refers to this state.
     request: Request | None = None
 
     def on_away(self, remote: PeerId) -> None:
@@ -431,7 +423,7 @@ class PinnedTarget(Target):
         return self.followed
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
-        """How a handle is pickled."""
+        """Pickle a handle with its incarnation."""
         cluster = self.caller.process.options.cluster
         return _rebuild, (cluster, self.followed.owner, self.remote, self.actor, self.label, cls, False)
 

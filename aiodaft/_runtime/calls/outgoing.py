@@ -35,9 +35,7 @@ _SHORT: Final = {WANT_REPLY: CALL, WANT_NOTHING: TELL}
 class Submitted(Entry, Protocol):
     """A call, or a run of a graph, that waits for its turn."""
 
-    def go(self) -> None:
-        """The turn has come. Raises nothing."""
-        ...
+    def go(self) -> None: ...
 
 
 class Outgoing:
@@ -55,11 +53,11 @@ class Outgoing:
         self.order: Order[Submitted] = Order()
         # Those calls.
         self._backlog = Backlog(caller, "actors of graphs with runs that wait")
-        # The states of tells of small arguments, by what they call: they are all the same.
+        # The states of tells of small arguments, by label: they are all the same.
         self._tells: dict[str, TellState] = {}
 
     def submit(self, request: Request) -> None:
-        """Send a call; its answer goes to `request.state`. Never blocks, and raises only what is wrong with the call.
+        """Send a call; its answer goes to `request.state`. Never blocks, and raises only errors of the call itself.
 
         Raises:
             SerializationError: An argument cannot travel.
@@ -173,7 +171,7 @@ class Outgoing:
             self.submit_later(request)
 
     def look_again(self, lanes: Iterable[Hashable]) -> None:
-        """Something has changed in these lanes: send what may go now."""
+        """Something has changed in these lanes: send the calls that may go now."""
         for entry in self.order.ready(lanes):
             entry.go()
 
@@ -182,7 +180,7 @@ class Outgoing:
         self._backlog.fail(RuntimeClosed(reason))
 
     def prepare(self, request: Request) -> bool:
-        """Encode the arguments of a call that has to wait, so that it is made with what they are now.
+        """Encode the arguments of a call that has to wait, so that it is made with their present values.
 
         False if the call failed, because an argument has.
 
@@ -212,7 +210,7 @@ class Outgoing:
         return told
 
     def _submit_encoded(self, connection: Connection, request: Request, short: bool) -> None:
-        """`short`: CALL or TELL has fields for all that is to be said of the call, besides its arguments."""
+        """`short`: CALL or TELL has fields for everything about the call, besides its arguments."""
         args, number, state, admitted = request.args, request.number, request.state, request.had_turn
         if (
             short
@@ -378,7 +376,7 @@ def _encode_small(connection: Connection, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _value_of(request: Request) -> tuple[Any, Names]:
-    """The arguments as one value, and what to call its parts."""
+    """The arguments as one value, and the names of its parts in errors."""
     spec, target = request.spec, request.target
     parts = [(spec.argument(index), arg) for index, arg in enumerate(request.args)]
     # Users know nothing of the runtime's own actors.

@@ -23,7 +23,6 @@ class Replies:
         self._tasks = objects.process.tasks
 
     def replied(self, connection: Connection, message: Message) -> None:
-        """REPLY came."""
         _, number, value = message
         state: PendingCall | None = connection.session.settle(number)
         if state is None:
@@ -32,12 +31,10 @@ class Replies:
 
     @staticmethod
     def over_came(connection: Connection, message: Message) -> None:
-        """OVER came."""
         for number in m.read_over(message):
             _settled(connection, number).on_plain(None)
 
     def result_came(self, connection: Connection, message: Message) -> None:
-        """RESULT came."""
         number, value = m.read_result(message)
         state = _settled(connection, number)
         payload, blobs, refs = value
@@ -48,7 +45,6 @@ class Replies:
 
     @staticmethod
     def stored_came(connection: Connection, message: Message) -> None:
-        """STORED came."""
         number, size, kind = m.read_stored(message)
         state = _settled(connection, number)
         if isinstance(state, CallState):
@@ -57,7 +53,6 @@ class Replies:
 
     @staticmethod
     def error_came(connection: Connection, message: Message) -> None:
-        """ERROR came."""
         number, encoded, executed = m.read_error(message)
         state = _settled(connection, number)
         if encoded:
@@ -69,7 +64,6 @@ class Replies:
             state.on_away(connection.remote)
 
     def item_came(self, connection: Connection, message: Message) -> None:
-        """ITEM came."""
         number, (payload, blobs, refs) = m.read_item(message)
         state = connection.session.calls.get(number)
         if not isinstance(state, StreamState):

@@ -35,7 +35,7 @@ class RosterCell:
         self._changed = asyncio.Event()
 
     def change(self, roster: Roster[Any]) -> None:
-        """Note a change, and wake what waits for it."""
+        """Note a change, and wake its waiters."""
         self.roster = roster
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -61,7 +61,7 @@ def submit_with_refs(
     for one in used:
         refs.use(one.number, one)
     state.inputs = [*used]
-    # It waits for its arguments anyway: it goes together with what follows.
+    # It waits for its arguments anyway: it goes together with the next messages.
     connection.flush_soon()
     connection.follow()
     message = m.apply(number, actor, name, tuple(plain_args), tuple(awaited))

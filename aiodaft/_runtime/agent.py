@@ -52,7 +52,7 @@ attended: ContextVar[HostedActor | None] = ContextVar("aiodaft_attended", defaul
 
 
 class Ways(Protocol):
-    """How this process reaches others of a cluster, also those that cannot connect to it."""
+    """The ways from this process to others of a cluster, also those that cannot connect to it."""
 
     def connect(self, remote: PeerId) -> None: ...
 
@@ -186,7 +186,7 @@ class Agent(Actor):
                     await asyncio.gather(*told, *self._hand_over_trace(), return_exceptions=True)
 
     def _hand_over_trace(self) -> list[Ref[None]]:
-        """Give away what was recorded here: the process ends when its last actor has left."""
+        """Give away the trace that was recorded here: the process ends when its last actor has left."""
         session = self._tracing.session
         if session is None or self._has_actors():
             return []
@@ -209,7 +209,7 @@ class Agent(Actor):
 
     @method
     async def report(self, actor: int) -> tuple[ActorView, int]:
-        """How an actor is doing, and the bytes that its process stores for others."""
+        """The state of an actor, and the bytes that its process stores for others."""
         hosted = self._host.actors.get(ActorId(actor))
         if hosted is None:
             raise ActorDied("the actor was stopped", executed=False)
@@ -217,7 +217,7 @@ class Agent(Actor):
 
     @method(ordered=False)
     async def look(self) -> ProcessView:
-        """How this process is doing."""
+        """The state of this process."""
         return self._host.process.part(Viewer).look()
 
     @method(ordered=False)
@@ -303,7 +303,7 @@ class Agent(Actor):
 
     @method(ordered=False)
     async def take_trace(self, number: int, recorded: ProcessTrace) -> None:
-        """Take what a process has recorded that is about to end."""
+        """Take the trace of a process that is about to end."""
         if self._tracing.session == (self._host.process.id, number):
             self._tracing.handed_over.append(recorded)
 
@@ -381,7 +381,6 @@ class Agent(Actor):
 
 
 def agent_of(caller: Caller, remote: PeerId) -> Agent:
-    """The agent of a process."""
     return cast("Agent", caller.handle(remote, AGENT, f"agent of {remote}", Agent))
 
 
@@ -410,6 +409,5 @@ async def _end_background(hosted: HostedActor) -> None:
 
 
 def acting() -> HostedActor | None:
-    """The actor that the running code belongs to, also while it is made or left; None if it is no actor's."""
     call = current_call.get()
     return attended.get() if call is None or call.hosted.id < FIRST_USER_ACTOR else call.hosted

@@ -1,4 +1,4 @@
-"""What a scope is to make: a class and its arguments, where an actor may go, and what is reserved for it."""
+"""The blueprint of an actor: its class and arguments, the conditions for its place, and its reserved share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiodaft._runtime.supervision.child_spec import Enrolment
 
 
 class Constraints(NamedTuple):
-    """What `on(...)` was given; None where nothing was."""
+    """The arguments of `on(...)`; None where none was given."""
 
     cpus: float | None = None
     gpus: float | None = None
@@ -59,7 +59,7 @@ class Constraints(NamedTuple):
 
 
 class Blueprint(NamedTuple):
-    """What to make: a class, the arguments of its constructor, and what `on(...)` was given."""
+    """An actor to be made: its class, the arguments of its constructor, and those of `on(...)`."""
 
     cls: type
     args: tuple[Any, ...]
@@ -68,12 +68,11 @@ class Blueprint(NamedTuple):
 
     @property
     def demand(self) -> Demand:
-        """The resources that it needs."""
         return self.constraints.demand(self.cls)
 
     @property
     def max_queue(self) -> int | None:
-        """How many calls may wait at it; None if that is not bounded."""
+        """The number of calls that may wait at it; None if that is not bounded."""
         return self.constraints.max_queue or getattr(self.cls, "__aiodaft_max_queue__", None)
 
 
@@ -85,7 +84,7 @@ class Reserved(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """What a group has for one of its members.
+    """The place of one member in a group.
 
     Attributes:
         label: The name of the member in errors.

@@ -151,7 +151,7 @@ class MessageState(TellState):
 
 
 def leaving_of(connection: Connection) -> Leaving:
-    """How the process at the other end of a lost connection left the channels that it held."""
+    """The way in which the process at the other end of a lost connection left its channels."""
     return Leaving.ENDED if connection.dismissed else Leaving.DIED
 
 
@@ -303,7 +303,6 @@ class Port:
         return end.keeper
 
     async def send(self, value: Any) -> None:
-        """Send an item; waits while the channel is full."""
         self.endpoint.check()
         self._has_sent = True
         self._is_a_sender(True)
@@ -352,7 +351,6 @@ class Endpoint:
         self._channels.users_changed(self.id, more)
 
     async def send(self, value: Any) -> None:
-        """Send an item; waits while the channel is full."""
         async with self._sending:
             async with self._packing:
                 item = value if is_plain(value) else await self._pack(value)

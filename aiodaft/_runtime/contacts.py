@@ -1,4 +1,4 @@
-"""What processes ask and tell two system actors, the node agent and the owner of actors; and where nodes listen."""
+"""The interfaces of two system actors, the node agent and the owner of actors; and the addresses of nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiodaft.methods import method
 
 
 class NodeContact(Actor):
-    """What every process asks of a node agent, which implements it."""
+    """The methods of a node agent, for every process."""
 
     @method
     async def introduce(self, other: str) -> str:
@@ -51,11 +51,11 @@ class NodeContact(Actor):
 
 
 class OwnerContact(Actor):
-    """What other processes ask and tell the owner of actors; `Directory` implements it."""
+    """The methods of an owner of actors, for other processes; `Directory` implements it."""
 
     @method
     async def locate(self, number: int, wait: bool) -> Location:
-        """Where a supervised actor is; if it is down, and `wait`, as soon as it is up."""
+        """The location of a supervised actor; if it is down, and `wait`, as soon as it is up."""
         raise NotImplementedError
 
     @method(ordered=False)
@@ -88,15 +88,15 @@ class OwnerContact(Actor):
 
     @method
     async def show(self, written: Sequence[Written]) -> None:
-        """Show what workers of another machine have printed and logged."""
+        """Show the output and logs of workers of another machine."""
         raise NotImplementedError
 
 
 class Addresses(Protocol):
-    """What a process knows of the nodes of its cluster."""
+    """The addresses of a cluster's nodes, as a process knows them."""
 
     def address_of(self, peer: PeerId) -> str:
-        """Where the node of a process listens.
+        """The address at which the node of a process listens.
 
         Raises:
             PeerLost: The node is not in the cluster any more.

@@ -1,4 +1,4 @@
-"""What a runtime owns in the controller's process: opens it, closes it, and abandons it when its loop is gone.
+"""The parts of a runtime in the controller's process: opens and closes them, and abandons them without a loop.
 
 Stage      | open()  | aclose(), abandon() | fork, in the child
 NEW        | OPEN    | ENDED               |
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class Stage(Enum):
-    """How far a controller is; see the table above."""
+    """The stages of a controller; see the table above."""
 
     NEW = auto()
     OPEN = auto()
@@ -56,7 +56,7 @@ class Stage(Enum):
 
 
 class ControllerOptions(NamedTuple):
-    """What `Runtime(...)` was given, with the defaults filled in."""
+    """The arguments of `Runtime(...)`, with the defaults filled in."""
 
     process: ProcessOptions
     node: NodeOptions
@@ -77,7 +77,7 @@ class Controller(Owner):
         super().__init__()
         self.options = options
         self._machine = machine
-        # What commands in other terminals may ask.
+        # The questions of commands in other terminals, with their answers.
         self.answers: Answers = {}
         self._cluster: Cluster | None = None
         self._stage = Stage.NEW
@@ -125,7 +125,7 @@ class Controller(Owner):
 
         Raises:
             OSError: The folder for files with logs cannot be made.
-            Exception: What the setup of telemetry raises.
+            Exception: An error of the setup of telemetry.
             RuntimeClosed: It was opened before.
             ValueError: A runtime with another codec is open.
             ResourceExhausted: The system refuses a thread; then this has to be closed.
@@ -211,7 +211,6 @@ class Controller(Owner):
 
     @property
     def name(self) -> str:
-        """The id of its process; empty if it was never opened."""
         return "" if self._loop is None else self.process.id
 
     @property

@@ -1,4 +1,4 @@
-"""What a process needs to own actors: it places them on nodes, restarts them, and hears how they end.
+"""The ownership of actors by a process: it places them on nodes, restarts them, and hears how they end.
 
 A controller has this from the beginning, a worker from the first time that one of its actors uses its runtime.
 """
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class Owner(ABC):
-    """What scopes use of their process."""
+    """The view that scopes have of their process."""
 
     peer: Peer
     process: Process
@@ -84,7 +84,7 @@ class Owner(ABC):
             self.process.tasks.start_ahead(self._node_back(node.peer), name=f"look after {node.name}")
 
     async def _node_back(self, node: PeerId) -> None:
-        """Restart what has ended on a node while it could not tell this process."""
+        """Restart the actors that have ended on a node while it could not tell this process."""
         agent, had = self.nodes.of(node), self.directory.processes_on(node_of(node))
         living = {process.id for process in await agent.processes()}
         for peer in sorted(had - living):
@@ -145,11 +145,10 @@ class Owner(ABC):
     async def ready(self) -> None:
         """Know the nodes. Raises DaftError if that is not possible."""
 
-    # What scopes use.
+    # For scopes.
 
     @property
     def coordinator(self) -> Coordinator:
-        """The coordinator, as it is called now."""
         return self.contact.now
 
     def target(self, remote: PeerId, actor: ActorId, label: str, sink: UnhandledErrors | None = None) -> Target:
@@ -249,7 +248,7 @@ class WorkerOwner(Owner):
             await self.nodes.learn_from(process.options.agent)
             if node_of(process.id):
                 context = copy_context()
-                # The call that came first keeps what it has no longer than it runs.
+                # The first call keeps its context no longer than it runs.
                 context.run(current_call.set, None)
                 watching = watch_members(self.contact, self.nodes)
                 context.run(process.tasks.create_task, watching, name="watch members")

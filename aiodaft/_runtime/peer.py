@@ -1,4 +1,4 @@
-"""The composition root of a process: builds its parts, and hands each what it needs. Controller and workers alike."""
+"""The composition root of a process: builds its parts, each with its dependencies. Controller and workers alike."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Peer:
         waits = WaitGraph(self.host, self.connections, self.graphs, self.inbound.find)
         self.deadlocks = Deadlocks(waits, self.agent_of)
         self.host.suspect = self.deadlocks.suspect
-        # What a process of a cluster that no node has started knows of the nodes; others ask their node agent.
+        # The nodes, as a process that no node has started knows them; others ask their node agent.
         self.nodes: Addresses | None = None
         # Told, in a forked child, that it stayed behind.
         self.on_forked: Callable[[], object] = lambda: None
@@ -115,7 +115,7 @@ class Peer:
         self._serve_groups()
 
     def _serve_groups(self) -> None:
-        """Add what serves the members of groups."""
+        """Add the parts that serve the members of groups."""
         process, enlisted = self.process, self.process.part(Enlisted)
         self.add_actor(RESHARDING, "resharding", Resharding(self.caller, self.store))
         collectives = Collectives(self.store)
@@ -139,7 +139,7 @@ class Peer:
         return hosted
 
     def owner(self, controller: PeerId) -> OwnerContact:
-        """What a controller answers as the owner of actors."""
+        """The methods of a controller as the owner of actors."""
         return cast("OwnerContact", self.caller.handle(controller, SUPERVISOR, "supervisor", OwnerContact))
 
     def _roster_after(self, known: Roster[Any]) -> Ref[Roster[Any] | None]:
@@ -154,7 +154,7 @@ class Peer:
             return self.node.locate(owner, number, wait)
         return self.owner(owner).locate(number, wait)
 
-    # What connections need.
+    # For the connections.
 
     def introduce(self, remote: PeerId) -> Awaitable[str]:
         return self.node.introduce(remote) if self.nodes is None else self._address_of(remote)
@@ -197,7 +197,6 @@ class Peer:
         return self.nodes.address_of(remote)
 
     def connect(self, remote: PeerId) -> None:
-        """Connect to another process, if this one is not connected."""
         self.connections.to(remote)
 
     def ask(self, remote: PeerId) -> Awaitable[object]:
@@ -267,7 +266,7 @@ class Peer:
         }
         return [table.get(kind, _unexpected) for kind in range(m.KINDS)]
 
-    # What the parts need of each other.
+    # For the parts.
 
     def running_call(self, owner: PeerId, number: CallId) -> InboundCall | None:
         return self.inbound.find(owner, number)
@@ -280,7 +279,7 @@ class Peer:
         if call is not None:
             call.add_credit(count)
 
-    # What the objects need.
+    # For the objects.
 
     def borrow(self, owner: PeerId, number: CallId) -> Awaitable[object]:
         return self.agent_of(owner).borrow(number)
@@ -310,7 +309,7 @@ class Peer:
         self.connections.abandon()
 
     def stay_behind(self) -> None:
-        """In a forked child: the parent goes on with connections and actors, and with what they send."""
+        """In a forked child: the parent goes on with connections and actors, and with their messages."""
         self.leave("the runtime stayed behind in the process that this one was forked from")
         self.on_forked()
 

@@ -1,6 +1,7 @@
 """The owner's side of placement: plans with views of the nodes, which may be old, and has the nodes chosen reserve.
 
-A node that refuses, or is out of reach, is looked at again, and the plan is made anew: what a node says is the truth.
+A node that refuses, or is out of reach, is looked at again, and the plan is made anew: the answer of a node is the
+truth.
 A node that does not answer at once is waited for only if there is no room elsewhere.
 """
 
@@ -24,15 +25,15 @@ _NOTHING: Final = Stock({}, {}, ())
 # Seconds within which a node answers; after which one that does not say what it has is out of reach.
 _PROMPT: Final = 0.5
 _PATIENCE: Final = 10.0
-# Members that a node is asked for without a look at what it has, if it is the only one.
+# Members that the only node is asked for without a look at its free resources.
 _FEW: Final = 64
 
 
 class Agent(Protocol):
-    """What placing asks of the agent of a node."""
+    """The view that placing has of the agent of a node."""
 
     def state(self, within: Any) -> Awaitable[NodeState]:
-        """What there is now, on the node or in a slice of it."""
+        """The resources now, of the node or of a slice of it."""
         ...
 
     def changed(self, revision: int) -> Awaitable[None]:
@@ -52,7 +53,7 @@ class Site(NamedTuple, Generic[AgentT]):
     within: Any = None
 
     def unseen(self) -> NodeView:
-        """What is known of it without asking."""
+        """The view that is known without asking."""
         return NodeView(self.name, self.labels, _NOTHING)
 
 
@@ -81,7 +82,7 @@ class FixedSites(NamedTuple, Generic[AgentT]):
 
 
 class Waiting(NamedTuple):
-    """How long to wait for resources that are in use, and what ends that early."""
+    """The time to wait for resources that are in use, and the event that ends the wait early."""
 
     seconds: float
     over: asyncio.Event
@@ -89,7 +90,7 @@ class Waiting(NamedTuple):
 
 # Reserves the members with these ranks on a site, all of them or none; gives a result for each.
 Attempt: TypeAlias = Callable[[Site[AgentT], Sequence[int]], Awaitable[Sequence[T]]]
-# Has a site take that back, before whatever it is asked next; also if it is not known whether it has reserved anything.
+# Has a site take that back, before its next request; also if it is not known whether it has reserved anything.
 Undo: TypeAlias = Callable[[Site[AgentT], Sequence[int]], object]
 
 
@@ -103,7 +104,7 @@ class Order(NamedTuple, Generic[AgentT, T]):
 
 
 class Refusal(NamedTuple, Generic[AgentT]):
-    """Why a site did not reserve what was planned for it."""
+    """The reason why a site did not reserve the ranks planned for it."""
 
     site: Site[AgentT]
     members: int
@@ -111,7 +112,7 @@ class Refusal(NamedTuple, Generic[AgentT]):
 
 
 class _Search(Generic[AgentT]):
-    """What came of one order so far."""
+    """The state of one order."""
 
     def __init__(self, request: Request, known: Sequence[Site[AgentT]], allowed: Sequence[Site[AgentT]]) -> None:
         self.request = request
@@ -119,7 +120,7 @@ class _Search(Generic[AgentT]):
         self.allowed = allowed
         # Sites that refuse although their view has room, as if another runtime has their GPUs; and why.
         self.refused: dict[str, str] = {}
-        # What sites said when they were looked at for this order.
+        # The answers of sites for this order.
         self.views: dict[str, NodeView] = {}
 
     @property
@@ -128,7 +129,7 @@ class _Search(Generic[AgentT]):
         return any(site.within is not None for site in self.known)
 
     def take(self, answers: Mapping[str, NodeView | None]) -> None:
-        """Note what sites have answered; None: they are out of reach."""
+        """Note the answers of sites; None: they are out of reach."""
         self.views |= _there(answers)
         self.refused |= {name: "it is out of reach" for name, view in answers.items() if view is None}
 
@@ -136,20 +137,19 @@ class _Search(Generic[AgentT]):
         return [site for site in self.allowed if site.name not in self.refused]
 
     def reason(self, views: Mapping[str, NodeView]) -> str:
-        """Why no site is left."""
         seen = [views.get(site.name, site.unseen()) for site in self.known if site.name not in self.refused]
         parts = [explain(seen, self.request)] if seen else []
         return "; ".join(parts + [f"{name}: {text}" for name, text in self.refused.items()])
 
 
 class Placing:
-    """Places what one owner asks for."""
+    """Places the orders of one owner."""
 
     def __init__(self, start: Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]) -> None:
         self._start = start
-        # The last view of each node, with what was planned since.
+        # The last view of each node, with the plans made since.
         self._seen: dict[str, NodeView] = {}
-        # What nodes, or slices of them, were asked and have not answered at once.
+        # The questions that nodes, or slices of them, have not answered at once.
         self._late: dict[tuple[str, Any], asyncio.Task[NodeView | None]] = {}
         # Plans are made in turn, so that each takes account of those before it.
         self._planning = asyncio.Lock()
@@ -163,16 +163,16 @@ class Placing:
         self._seen.pop(node, None)
 
     async def place(self, order: Order[AgentT, T], waiting: Waiting | None = None) -> list[tuple[Site[AgentT], T]]:
-        """Reserve what was ordered, all or nothing; returns the site and the result for each rank.
+        """Reserve an order, all or nothing; returns the site and the result for each rank.
 
         Args:
-            order: What to reserve, and how.
-            waiting: How long to wait until there is room. Without it, there is an error at once; and so there is if
+            order: The shares to reserve.
+            waiting: The time to wait until there is room. Without it, there is an error at once; and so there is if
                 the sites could not even have room if nothing were in use.
 
         Raises:
             InsufficientResources: The constraints cannot be met; nothing is reserved.
-            Exception: What an attempt raised; nothing is reserved.
+            Exception: An error of an attempt; nothing is reserved.
 
         Cancellation: nothing is reserved.
         """

@@ -1,4 +1,4 @@
-"""What every part of a process may know of it: its id, its loop, its tasks, its clock, whether it is closed.
+"""The facts of a process for all of its parts: its id, its loop, its tasks, its clock, whether it is closed.
 
 Functions that users call without a runtime (`Channel()`, `empty()`, unpickling) find their process, and its parts by
 class, through `current_process()`.
@@ -39,7 +39,7 @@ _TICK: Final = 1e-3
 
 
 class ProcessOptions(NamedTuple):
-    """How a process takes part in a runtime.
+    """The options of a process of a runtime.
 
     Attributes:
         id: Its id among its peers.
@@ -48,7 +48,7 @@ class ProcessOptions(NamedTuple):
         owner: The controller whose end ends this process.
         agent: The process with the node agent of the machine.
         coordinator: The process with the coordinator.
-        transport: How payloads leave the process.
+        transport: The transport of the payloads that leave the process.
         direct: Whether the user has chosen none: tensors in GPU memory go from GPU to GPU, and values to other machines
             over the best transport that leads there.
         grace: Seconds that cancelled calls get for their cleanup.
@@ -56,9 +56,9 @@ class ProcessOptions(NamedTuple):
         codec: "pickle", or "msgpack": no process of the runtime pickles or unpickles.
         stop_grace: Seconds that calls under way get when their actor is stopped.
         patience: The limits of the `Patience` with its actors.
-        program: The controller on another machine that shows what this process prints and logs; "": its node does.
-        telemetry: What sets up OpenTelemetry in a process; b"" for none. See `begin_telemetry`.
-        seed: From what the random numbers of actors follow; None for random ones.
+        program: The controller on another machine that shows the output and logs of this process; "": its node does.
+        telemetry: The function that sets up OpenTelemetry in a process, packed; b"" for none. See `begin_telemetry`.
+        seed: The seed of the random numbers of actors; None for random ones.
     """
 
     id: PeerId
@@ -94,7 +94,7 @@ class Process:
         self.connect: Callable[[str], Awaitable[socket.socket]]
         # Another process, after the coordinator was started again.
         self.coordinator = options.coordinator
-        # What the actors that this process spawns import before anything else.
+        # The code that the actors of this process import before any other.
         self.code = Code(options.id)
         self.grace = options.grace
         self.failures = FailureLog()
@@ -103,7 +103,7 @@ class Process:
         self.loop = asyncio.get_running_loop()
         self.tasks = TaskOwner(f"aiodaft {options.id}")
         self.helper_thread = env.thread(f"aiodaft {options.id} copies", self.loop)
-        # What transports run there.
+        # Runs functions of transports there.
         self.in_thread = self.helper_thread.run
         self.key = key
         self.numbers = cast("Iterator[CallId]", itertools.count(1))
@@ -113,12 +113,11 @@ class Process:
 
     @property
     def runtime_name(self) -> str:
-        """What errors call the runtime that this process is part of."""
+        """The name, in errors, of the runtime that this process is part of."""
         return self.options.owner if self.closed is None else f"{self.options.owner}, which is closed"
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the loop's own thread."""
         return threading.get_ident() == self._thread
 
     def is_past(self, deadline: float | None) -> bool:
@@ -135,7 +134,7 @@ class Process:
 
     def call_soon(self, callback: Callable[[], object], /) -> None:
         """Run something on the loop; from any thread, also while garbage is collected."""
-        # A closed loop runs nothing; what it would have freed went with it.
+        # A closed loop runs nothing; the objects that it would have freed went with it.
         with suppress(RuntimeError):
             if self.is_here:
                 self.loop.call_soon(callback)
@@ -143,11 +142,11 @@ class Process:
                 self.loop.call_soon_threadsafe(callback)
 
     def on_loop(self, job: Callable[[], ResultT]) -> ResultT:
-        """Run a job on the loop, and block this thread until it is done: what the job reads does not change.
+        """Run a job on the loop, and block this thread until it is done, so its data does not change meanwhile.
 
         Raises:
             RuntimeClosed: The loop is closed.
-            BaseException: What the job raises.
+            BaseException: The error of the job.
         """
         if self.is_here:
             return job()
@@ -164,7 +163,7 @@ class Process:
 
     @property
     def closing(self) -> RuntimeClosed:
-        """The error of what ends with the process."""
+        """The error of calls and values that end with the process."""
         return RuntimeClosed(self.closed or "the runtime is closed")
 
     def check_open(self, what: str) -> None:
@@ -193,7 +192,8 @@ def _settle(done: Future[ResultT], job: Callable[[], ResultT]) -> None:
 
 
 _context_process: ContextVar[Process | None] = ContextVar("aiodaft_process", default=None)
-# The open runtimes' processes, oldest first, and what each does in a forked child. A worker has exactly one.
+# The open runtimes' processes, oldest first, and the function that each calls in a forked child. A worker has exactly
+# one.
 _open: dict[Process, Callable[[], object]] = {}
 
 
@@ -215,7 +215,7 @@ def check_codec(codec: str) -> None:
         raise ValueError(f"a codec is {PICKLE!r} or {MSGPACK!r}, not {codec!r}")
     if any(process.options.codec != codec for process in _open):
         raise ValueError(
-            f"a runtime with another codec than {codec!r} is open: a process either unpickles what it receives or not"
+            f"a runtime with another codec than {codec!r} is open: a process either unpickles its messages or not"
         )
 
 

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Start(NamedTuple):
-    """How a node is to start an actor.
+    """The order to a node to start an actor.
 
     Attributes:
         host: The process to share; None for a new one.
@@ -59,7 +59,7 @@ class Start(NamedTuple):
 
 
 class OwningScope(Protocol):
-    """What actors need of their scope."""
+    """The view that actors have of their scope."""
 
     @property
     def errors(self) -> UnhandledErrors: ...
@@ -76,9 +76,9 @@ class ScopeActors:
         # Supervises actors by the scope's own policy; made for the first of them.
         self._supervisor: Supervisor | None = None
         self._owned: dict[tuple[PeerId, ActorId], Target] = {}
-        # For each actor that is being spawned: what ends that, and when it has ended.
+        # For each actor that is being spawned: the timeout that ends that, and the future of its end.
         self._spawning: dict[asyncio.Timeout, asyncio.Future[None]] = {}
-        # What takes back actors whose spawn has failed or was cancelled.
+        # The tasks that take back actors whose spawn has failed or was cancelled.
         self._undoing: set[asyncio.Task[None]] = set()
         # The slices of a mesh, if this is the scope of one.
         self._slices: list[Reserved] = []
@@ -149,11 +149,11 @@ class ScopeActors:
         """Make an actor; if that fails, free its place.
 
         Args:
-            spec: How to make it.
-            constraints: What `on` was given.
+            spec: Its class and arguments.
+            constraints: The arguments of `on`.
             beside: The actor of which it shares the process.
             reserved: Its share, if that is reserved.
-            request: Says what it needs; also later, when its node is lost.
+            request: Gives its demand; also later, when its node is lost.
 
         Cancellation: the actor is taken back.
         """
@@ -268,9 +268,9 @@ class ScopeActors:
         """Reserve the shares of a gang: all of them or none.
 
         Args:
-            request: What the gang needs.
+            request: The demand of the gang.
             ranks: The ranks of its members.
-            constraints: What `on` was given.
+            constraints: The arguments of `on`.
             beside: The actor of which they share the process.
 
         Cancellation: nothing is reserved.
@@ -323,7 +323,7 @@ class ScopeActors:
             if isinstance(error, SerializationError) and _lacks_code(error.__cause__):
                 where = self._controller.nodes.name_of(target.remote)
                 raise SpawnFailed(
-                    f"{spec.label} cannot be made on {where}, which cannot load what it needs: {error.__cause__}. "
+                    f"{spec.label} cannot be made on {where}, which cannot load its class: {error.__cause__}. "
                     "Send the code with `await rt.ship(...)`, or install it there"
                 ) from error
             raise
@@ -382,7 +382,7 @@ class ScopeActors:
         await asyncio.gather(*(nodes.kill(target.remote, why) for target in self))
 
     def stop_waiting(self) -> None:
-        """End what waits for resources."""
+        """End the wait for resources."""
         self._over.set()
 
     async def stop_all(self, *, graceful: bool) -> None:
@@ -427,6 +427,6 @@ def _lacks_code(error: BaseException | None) -> bool:
 
 
 def _release(wish: Callable[[int], Wish[Tenant]], site: Site[NodeAgent], ranks: Sequence[int]) -> None:
-    # What a lost node had reserved is gone with it.
+    # The reservations of a lost node are gone with it.
     with suppress(DaftError):
         site.agent.release.tell([wish(rank).holder for rank in ranks])

@@ -15,7 +15,7 @@ from aiodaft.exceptions import CallCancelled, OutcomeUnknown, RuntimeClosed
 
 
 class ScopeErrors:
-    """What the refs and the supervisors of the actors of a scope report to it."""
+    """The errors that refs and supervisors of actors report to their scope."""
 
     def __init__(self, controller: Owner) -> None:
         self._controller = controller
@@ -42,7 +42,6 @@ class ScopeErrors:
             self._task.cancel()
 
     def hold(self, state: RefState) -> None:
-        """Keep a ref with an error that no code has seen."""
         if not self.comes_of_closing(state.error):
             self.held[state] = None
 
@@ -85,7 +84,7 @@ class ScopeErrors:
         return self.kept.group(None if isinstance(error, asyncio.CancelledError) else error)
 
     def unseen(self) -> list[tuple[str, BaseException]]:
-        """The errors of refs that no code has seen, each with what failed; called once, at the end."""
+        """The errors of refs that no code has seen, each with the name of the failed part; called once, at the end."""
         if self.held and not self._controller.is_closed:
             # A raised error refers to frames, and these to refs: only the garbage collector frees such a cycle.
             gc.collect()

@@ -215,7 +215,7 @@ async def test_a_module_that_a_node_does_not_have_is_named_with_the_node_and_wha
 ) -> None:
     with only_here(source) as module:
         async with runtime(cluster) as rt:
-            said = "Shipped-1 cannot be made on n2, which cannot load what it needs: No module named 'shipped_module'"
+            said = "Shipped-1 cannot be made on n2, which cannot load its class: No module named 'shipped_module'"
             with pytest.raises(aiodaft.SpawnFailed, match=f"{said}. Send the code with `await rt.ship"):
                 await rt.on(node="n2").spawn(module.Shipped)
             # A module that it imports.
@@ -241,7 +241,7 @@ async def test_a_module_that_differs_is_refused_with_both_files(cluster: Cluster
             # It does not have the class at all.
             (other / "shipped_module.py").write_text("")
             await rt.ship(other)
-            with pytest.raises(aiodaft.SpawnFailed, match="cannot load what it needs: .*no attribute 'Shipped'"):
+            with pytest.raises(aiodaft.SpawnFailed, match="cannot load its class: .*no attribute 'Shipped'"):
                 await rt.on(node="n1").spawn(module.Shipped)
             await rt.ship(source)
             actor = await rt.on(node="n1").spawn(module.Shipped)

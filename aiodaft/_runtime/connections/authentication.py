@@ -1,4 +1,4 @@
-"""What both ends of a connection between hosts do before they trust each other."""
+"""The handshake by which both ends of a connection between hosts come to trust each other."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def configure(sock: socket.socket) -> None:
 
 
 async def resolve(address: Address) -> list[tuple[int, int, int, str, Any]]:
-    """What `socket.getaddrinfo` finds, at least one entry; waits only for the name of a host.
+    """The entries that `socket.getaddrinfo` finds, at least one; waits only for the name of a host.
 
     Raises:
         OSError: There is no such host.
@@ -74,7 +74,7 @@ async def receive_message(sock: socket.socket, size: int, start: bytes = MAGIC) 
     """Read a message of the handshake, and not a byte more.
 
     Raises:
-        HandshakeError: What comes does not begin with `start`; does not wait for the rest.
+        HandshakeError: The message does not begin with `start`; does not wait for the rest.
         ConnectionError: The connection ended.
     """
     loop = asyncio.get_running_loop()

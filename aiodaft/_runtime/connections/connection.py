@@ -150,7 +150,7 @@ class Connection:
         return self.connected and self.lost is None
 
     def traffic_so_far(self) -> Traffic:
-        """The traffic, with what went through rings."""
+        """The traffic, with that through rings."""
         ring = self._send_queue.ring or self._ring
         return self.traffic if ring is None else _with_rings(self.traffic, ring)
 
@@ -176,7 +176,7 @@ class Connection:
             self._sent_one()
 
     def send_soon(self, message: Message) -> None:
-        """Send a message that nobody waits for at the end of this turn, together with what is sent until then."""
+        """Send a message that nobody waits for at the end of this turn, together with the messages until then."""
         self.flush_soon()
         self.send(message)
 
@@ -192,18 +192,17 @@ class Connection:
         self._followers += 1
 
     def flush(self) -> None:
-        """Write the messages of this turn so far."""
         self._write()
 
     def tell(self, defined: Sequence[Named]) -> None:
-        """Tell the peer what has these names, unless it was told before."""
+        """Tell the peer which classes and functions have these names, unless it was told before."""
         for thing, name, source in defined:
             if self.lost is None and self.definitions.tell(name):
                 self.send(m.define(name, source))
                 finalize(thing, _take_back_soon, ref(self), name).atexit = False
 
     def take_back(self, name: bytes) -> None:
-        """What has this name is gone. Also in a garbage collection."""
+        """The object with this name is gone. Also in a garbage collection."""
         self._call_soon(partial(self._take_back, name))
 
     def _take_back(self, name: bytes) -> None:
@@ -212,12 +211,10 @@ class Connection:
             self.send_in_turn(m.forget(name))
 
     def define_came(self, message: Message) -> None:
-        """DEFINE came."""
         name, source = m.read_define(message)
         self.definitions.hear(name, Definition(source))
 
     def forget_came(self, message: Message) -> None:
-        """FORGET came."""
         self.definitions.forget(m.read_forget(message))
 
     def send_in_turn(self, message: Message) -> None:
@@ -245,7 +242,6 @@ class Connection:
             self.flush_soon()
 
     def flush_soon(self) -> None:
-        """Collect messages during the rest of this turn, then write them."""
         if not self._corked:
             self._corked = True
             self._corked_at = self._clock()

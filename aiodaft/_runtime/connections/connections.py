@@ -32,7 +32,7 @@ _LAST_WORD: Final = 2.0
 
 
 class ConnectionsOwner(Protocol):
-    """What the connections need of their process. `Peer` implements and explains it."""
+    """The connections' view of their process. `Peer` implements and explains it."""
 
     def introduce(self, remote: PeerId) -> Awaitable[str]: ...
     def ask(self, remote: PeerId) -> Awaitable[object]: ...
@@ -82,7 +82,7 @@ class Connections(dict[PeerId, Connection]):
             self._lost.remove(before)
             # If `before` never had a socket, the other process may not have lost a connection.
             connection.send(m.renewed(str(before.lost)))
-            # The process lives. Later, this would end what goes over the new connection.
+            # The process lives. Later, this would fail the calls over the new connection.
             self._explained(before, PeerLost(f"the connection to {remote} ended: {before.lost}"))
             self._owner.connection_renewed(remote)
         return connection
@@ -121,7 +121,7 @@ class Connections(dict[PeerId, Connection]):
             connection.close(error)
 
     def traffic(self) -> Traffic:
-        """What this process sent and received over all connections."""
+        """The traffic of this process over all connections."""
         return total([self._past_traffic, *(connection.traffic_so_far() for connection in self.values())])
 
     def _connection_lost(self, connection: Connection, reason: Exception) -> None:
@@ -195,7 +195,7 @@ class Connections(dict[PeerId, Connection]):
         self._explained(connection, error)
 
     def _explained(self, connection: Connection, error: DaftError) -> None:
-        """Fail what went over a lost connection, unless that was done."""
+        """Fail the calls and values of a lost connection, unless that was done."""
         assert connection.explanation is not None
         if not connection.explanation.done():
             connection.explanation.set_result(error)
@@ -260,7 +260,7 @@ class Connections(dict[PeerId, Connection]):
         try:
             number, stream = await self.far.accept_stream(stream, session)
         except (DaftError, OSError) as error:
-            # What asked for it asks again, or learns that the other process is gone.
+            # The transport that asked for it asks again, or learns that the other process is gone.
             logger.debug("a stream of %s ended: %s", remote, error)
         else:
             self.data_streams.came(remote, number, stream)
@@ -330,7 +330,6 @@ class Connections(dict[PeerId, Connection]):
     # The end.
 
     def close(self, reason: str) -> None:
-        """End every connection."""
         for connection in list(self.values()):
             connection.send(m.bye(reason))
             connection.close(RuntimeClosed(reason))
@@ -338,7 +337,7 @@ class Connections(dict[PeerId, Connection]):
             self._explained(connection, RuntimeClosed(reason))
 
     def forget(self) -> None:
-        """Leave nothing of the connections, which have ended, but what went over them."""
+        """Forget the connections, which have ended, except for their traffic."""
         self._past_traffic = self.traffic()
         self._lost.clear()
         self.clear()

@@ -28,7 +28,7 @@ class DataStreams:
         ask: Callable[[PeerId, int], Awaitable[object]],
         take: Callable[[PeerId, socket.socket], object],
     ) -> None:
-        """Take what asks the node agent for a stream with a number, and what takes the streams of others."""
+        """`ask` asks the node agent for a stream with a number; `take` takes the streams that others asked for."""
         self._process = process
         self._ask = ask
         self._take = take
@@ -75,13 +75,12 @@ class DataStreams:
             return
         _, waiting = self._asked.pop(number, (peer, None))
         if waiting is None or waiting.done():
-            # What wanted it was cancelled.
+            # The task that wanted it was cancelled.
             stream.close()
         else:
             waiting.set_result(stream)
 
     def failed(self, number: int, error: Exception) -> None:
-        """A stream that was asked for does not come."""
         _, waiting = self._asked.pop(number, (None, None))
         if waiting is not None and not waiting.done():
             waiting.set_exception(error)

@@ -23,7 +23,7 @@ from aiodaft_transport.handshake import ACCEPT_SIZE, CHALLENGE_SIZE, NONCE_SIZE,
 
 # Seconds for all of it.
 DEADLINE: Final = 10.0
-# How often it connects again if it is dropped during the handshake: the node had too many strangers.
+# Attempts in a row if the node, which has too many strangers, drops it during the handshake.
 _ATTEMPTS: Final = 16
 
 
@@ -33,14 +33,14 @@ async def dial(address: Address, identity: Identity, local: str, to: str, purpos
     Cancellation: closes the connection.
 
     Args:
-        address: Where the node listens.
-        identity: What both sides prove.
+        address: The address at which the node listens.
+        identity: The identity that both sides prove.
         local: The name of this process.
         to: The name of the process to reach. The node closes the connection if it has no such process.
-        purpose: What the connection is for.
+        purpose: The purpose of the connection.
 
     Raises:
-        NotAuthenticated: What listens there belongs to another cluster, or to none.
+        NotAuthenticated: The listener there belongs to another cluster, or to none.
         VersionMismatch: It speaks no version of the handshake that this process speaks.
         PeerLost: The node cannot be reached, drops every connection, or did not answer within `DEADLINE`; `.executed`
             is False.
@@ -61,7 +61,7 @@ async def dial(address: Address, identity: Identity, local: str, to: str, purpos
     except TimeoutError as error:
         raise _unreachable(address, to, f"there was no answer in {DEADLINE:g} s") from error
     except OSError as error:
-        # asyncio has its own words for what the system says; name servers have numbers below zero.
+        # asyncio has its own words for errors of the system; name servers have numbers below zero.
         known = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise _unreachable(address, to, known or str(error)) from error
 

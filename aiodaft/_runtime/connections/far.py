@@ -2,7 +2,7 @@
 
 Only nodes listen. A process that needs a connection to one on another machine connects to the port of that one's node,
 which hands the socket on. Both processes may do so at the same time: then the one with the smaller id refuses, and the
-other takes what comes. A controller has no node of its own that could take a connection for it; the node that it is
+other takes the connection. A controller has no node of its own that could take a connection for it; the node that it is
 attached to tells it to connect itself.
 
 The process that was connected to answers with one message of a fixed size (`Welcome`).
@@ -33,13 +33,13 @@ from aiodaft.exceptions import DaftError, NotAuthenticated, PeerLost
 from aiodaft_transport import Key
 from aiodaft_transport.handshake import MAC_SIZE, Purpose
 
-# Who connects without knowing the id of the process that listens asks for it by this name.
+# A process that does not know the id of the listening one asks for it by this name.
 ANY_NODE: Final = PeerId("node")
 
 # It stays the same in later releases, which thereby know of each other that they are others.
 _WELCOME: Final = struct.Struct("<B96s96s32s32s")
 _LABEL: Final = b"welcome"
-# What a stream for payload begins with.
+# The first bytes of a stream for payload.
 STREAM_NUMBER: Final = struct.Struct("<Q")
 # Seconds that a process has to become reachable.
 _PATIENCE: Final = 15.0
@@ -47,7 +47,7 @@ _FIRST_PAUSE: Final = 0.02
 
 
 class Answer(IntEnum):
-    """What becomes of a connection that a process was asked for."""
+    """The outcome of a connection, as the process that was connected to says it."""
 
     # There is no such process.
     GONE = 0
@@ -58,7 +58,7 @@ class Answer(IntEnum):
 
 
 class Welcome(NamedTuple):
-    """The answer, the id of the node that listens, that of the process with the coordinator, and what the node runs."""
+    """The answer, the ids of the listening node and of the coordinator's process, and the node's versions."""
 
     answer: Answer
     node: PeerId
@@ -72,14 +72,14 @@ class Welcome(NamedTuple):
 
     @classmethod
     def opened(cls, data: bytes, session: Key) -> Welcome:
-        """What `sealed` gave at the other end of the connection with this key.
+        """Read the bytes that `sealed` made at the other end of the connection with this key.
 
         Raises:
-            NotAuthenticated: It is something else.
+            NotAuthenticated: They are something else.
         """
         packed, proof = data[: _WELCOME.size], data[_WELCOME.size :]
         if not session.made(proof, _LABEL, packed):
-            raise NotAuthenticated("what a node said of itself was changed on its way")
+            raise NotAuthenticated("the welcome of a node was changed on its way")
         answer, *texts = _WELCOME.unpack(packed)
         node, coordinator, *software = (text.rstrip(b"\0").decode("ascii") for text in texts)
         return cls(Answer(answer), PeerId(node), PeerId(coordinator), Software(*software))
@@ -95,12 +95,12 @@ class Welcome(NamedTuple):
 
 
 WELCOME_SIZE: Final = _WELCOME.size + MAC_SIZE
-# What this process runs.
+# The versions that this process runs.
 SOFTWARE: Final = Software(__version__, f"{sys.implementation.name} {sys.version.split()[0]}")
 
 
 class Door(Protocol):
-    """Where a node accepts the connections of other machines."""
+    """The listener of a node for connections of other machines."""
 
     async def open(self, address: Address) -> Address:
         """Listen. Returns the address with the IP address and the port that were taken. May wait for a name server.
@@ -117,7 +117,7 @@ class Door(Protocol):
 
 
 class Network(Protocol):
-    """How a process of a cluster connects to other machines, and what makes it a member; a simulation has its own."""
+    """Connects a process of a cluster to other machines, and proves its membership; a simulation has its own."""
 
     @property
     def key(self) -> Key:
@@ -126,7 +126,7 @@ class Network(Protocol):
 
     @property
     def cluster(self) -> str:
-        """What errors call the cluster."""
+        """The name of the cluster in errors."""
         ...
 
     @property
@@ -135,7 +135,7 @@ class Network(Protocol):
         ...
 
     def packed(self) -> bytes:
-        """What makes a process a member that this one starts; it goes over a socket or pipe that it inherits."""
+        """The credentials of a process that this one starts; they go over a socket or pipe that it inherits."""
         ...
 
     def door(
@@ -144,7 +144,7 @@ class Network(Protocol):
         on_control: Callable[[Authenticated], object],
         on_data: Callable[[Authenticated], object],
     ) -> Door:
-        """Where connections come in. The callbacks get those of processes and of transports, and own their sockets."""
+        """Listen for connections. The callbacks get those of processes and of transports, and own their sockets."""
         ...
 
     async def dial(self, address: str, local: PeerId, to: PeerId, purpose: Purpose) -> tuple[socket.socket, Key]:
@@ -160,7 +160,7 @@ class Network(Protocol):
         ...
 
     async def secure(self, sock: socket.socket, session: Key, *, server: bool) -> socket.socket:
-        """Encrypt what goes over a socket from now on. Takes it over. Raises as `dial` does."""
+        """Encrypt all further bytes of a socket. Takes it over. Raises as `dial` does."""
         ...
 
     async def protect(self, stream: socket.socket, session: Key, *, server: bool) -> socket.socket:
@@ -177,7 +177,7 @@ class Network(Protocol):
 
 
 class Table(Protocol):
-    """What this needs of the connections of the process."""
+    """The view that this has of the process's connections."""
 
     def get(self, remote: PeerId, /) -> Connection | None: ...
     def renew(self, remote: PeerId) -> Connection: ...
@@ -189,7 +189,7 @@ async def who_listens(network: Network, local: PeerId, address: str) -> Welcome:
 
     Raises:
         PeerLost: Nothing listens there.
-        NotAuthenticated: What listens there is no node of this cluster.
+        NotAuthenticated: The listener there is no node of this cluster.
         VersionMismatch: It cannot work with this process.
     """
     try:
@@ -211,7 +211,7 @@ class FarConnections:
         self.network = network
         self._table = table
         self.reached_by = network.reached_by
-        # What makes the processes that this one starts members of the cluster.
+        # The credentials of the processes that this one starts.
         self.secret = network.packed
         # Called with a node that has been silent for so long that the connection to it was given up.
         self.on_silent: Callable[[PeerId], object] = lambda node: None
@@ -221,7 +221,7 @@ class FarConnections:
 
         Raises:
             PeerLost: The process is gone, or cannot be reached.
-            NotAuthenticated: What listens there is no node of this cluster.
+            NotAuthenticated: The listener there is no node of this cluster.
         """
         remote, pause = connection.remote, _FIRST_PAUSE
         try:
@@ -267,7 +267,7 @@ class FarConnections:
         return sock
 
     async def accept_stream(self, stream: socket.socket, session: Key) -> tuple[int, socket.socket]:
-        """The number of a stream that another process has opened, and what to use for it. Takes over the stream.
+        """The number of a stream that another process has opened, and the socket to use for it. Takes over the stream.
 
         Raises:
             DaftError, OSError: It ended. It is closed.

@@ -1,4 +1,4 @@
-"""What makes a process a member of a cluster: the cluster key, and the certificate that all members have.
+"""The credentials of a member of a cluster: the cluster key, and the certificate that all members have.
 
 Both lie in one file, which `aiodaft key new` makes and only its owner can read. Workers get its content over the socket
 they inherit.
@@ -44,7 +44,7 @@ class Identity:
     """The cluster key and the certificate of a cluster; never shown, never pickled.
 
     Args:
-        content: What is in the key file, or `packed()` of another process of the cluster.
+        content: The content of the key file, or `packed()` of another process of the cluster.
 
     Raises:
         KeyFileError: It is something else.
@@ -71,7 +71,7 @@ class Identity:
             # Both are sound, and belong together.
             _ = self.server_context
         except (ValueError, ssl.SSLError):
-            # Without the cause, which may quote what it could not read.
+            # Without the cause, which may quote the damaged part.
             raise KeyFileError("its certificate or private key is damaged") from None
 
     def __repr__(self) -> str:
@@ -82,7 +82,7 @@ class Identity:
 
     @property
     def name(self) -> str:
-        """What errors call the cluster."""
+        """The name of the cluster in errors."""
         return f"cluster-{self.key.cluster.hex()[:12]}"
 
     def packed(self) -> bytes:
@@ -127,7 +127,7 @@ def load_identity(key_file: str | os.PathLike[str] | None = None) -> Identity:
     """Read the key file that `find_key_file` finds.
 
     Raises:
-        KeyFileError: There is none, others can read it, or it is damaged. Says what to do.
+        KeyFileError: There is none, others can read it, or it is damaged. Says how to mend it.
     """
     path = find_key_file(key_file)
     try:
@@ -142,7 +142,7 @@ def load_identity(key_file: str | os.PathLike[str] | None = None) -> Identity:
 
 
 def receive_identity(stream: BinaryIO) -> Identity:
-    """Read what `packed()` gave from a pipe that stays open; blocks until all of it has come.
+    """Read the result of `packed()` from a pipe that stays open; blocks until all of it has come.
 
     Raises:
         KeyFileError: Something else came, or the pipe ended.
@@ -205,7 +205,7 @@ def write_key_file(
 
 
 def key_content(secret: bytes, certificate: bytes, private_key: bytes, *, encrypt_payloads: bool = False) -> bytes:
-    """What is in the key file; see `write_key_file`."""
+    """The content of a key file; see `write_key_file`."""
     lines = [b"-----BEGIN AIODAFT KEY-----", base64.b64encode(secret), b"-----END AIODAFT KEY-----", b""]
     return encrypt_payloads * _ENCRYPTED + b"\n".join(lines) + certificate + private_key
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Seconds until both ends have proved what they are.
+# Seconds until both ends have proved their identity.
 DEADLINE: Final = 5.0
 # The most that one record of TLS carries.
 RECORD: Final = 16 << 10
@@ -73,7 +73,7 @@ async def secure(sock: socket.socket, identity: Identity, session: Key, *, serve
 
     Args:
         sock: A connected socket, which this takes over: it is closed on failure.
-        identity: What both ends prove.
+        identity: The identity that both ends prove.
         session: The key of this connection, from `Authenticated`.
         server: Whether this is the end that was connected to.
 

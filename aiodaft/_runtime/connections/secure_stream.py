@@ -27,7 +27,7 @@ async def protect(stream: socket.socket, identity: Identity, session: Key, *, se
 
     Args:
         stream: The connection, which this takes over.
-        identity: What both ends prove.
+        identity: The identity that both ends prove.
         session: The key of this connection.
         server: Whether this is the end that was connected to.
 
@@ -86,7 +86,7 @@ class _Direction:
         self.over = False
 
     def go_on(self) -> None:
-        """Copy what can be copied now."""
+        """Copy the bytes that can be copied now."""
         with suppress(BlockingIOError):
             if not self.left:
                 count = self._source.recvmsg_into([self._buffer])[0]

@@ -1,4 +1,4 @@
-"""The sending half of a connection: writes to a socket or a ring at once, and queues in order what does not fit."""
+"""The sending half of a connection: writes to a socket or a ring at once, and queues the bytes that do not fit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ class SendQueue:
         self._waiting.append((memoryview(data), fds, self.ring))
 
     def write(self, data: bytes) -> None:
-        """Send bytes behind the queued ones."""
         connection, ring = self._socket, self.ring
         assert connection is not None
         if self._waiting:
@@ -71,7 +70,6 @@ class SendQueue:
             self.flush()
 
     def flush(self) -> None:
-        """Send as much of the queue as is possible now."""
         connection = self._socket
         if connection is None:
             return

@@ -1,4 +1,4 @@
-"""Counts what a process sends and receives."""
+"""Counts the messages and bytes that a process sends and receives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class Traffic:
-    """What a process sent to other processes and received from them.
+    """The traffic between a process and other processes.
 
     Attributes:
         messages_sent: Control messages: calls, answers, and messages that keep values alive.

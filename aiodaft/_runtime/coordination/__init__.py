@@ -1,4 +1,4 @@
-"""The coordinator of a runtime or cluster, and where it stores what a restart must find.
+"""The coordinator of a runtime or cluster, and the stores from which a restart reads its names and members.
 
 May import process and the rooms below it.
 """

@@ -36,7 +36,7 @@ LEASE: Final = 10.0
 _CONFIRMED: Final = 0.125
 # Workers that ended and are remembered.
 _REMEMBERED: Final = 1024
-# Seconds that the store gets for what is being stored when this is closed.
+# Seconds that the store gets to finish when this is closed.
 _LAST_GRACE: Final = 1.0
 # Seconds by which a timer may be early.
 _RESOLUTION: Final = 1e-3
@@ -44,7 +44,7 @@ _RESOLUTION: Final = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What a node is told that joins.
+    """The answer to a node that joins.
 
     Attributes:
         epoch: Its incarnation, and its lease.
@@ -64,8 +64,9 @@ class Coordinator(Actor):
     """Names and members.
 
     Args:
-        store: Where they are stored; None: they end with this object. With a store, `open` it before anything else.
-        stored: What to begin with, without a store. `forgot=True` where a coordinator without a store was before.
+        store: The store that keeps them; None: they end with this object. With a store, `open` it before anything else.
+        stored: The records to begin with, without a store. `forgot=True` where a coordinator without a store was
+            before.
         lease: Seconds of a lease.
         clock: Seconds of a clock that never jumps.
     """
@@ -81,10 +82,10 @@ class Coordinator(Actor):
         self._store = store
         self._lease = lease
         self._clock = clock
-        # None while what is stored is not known.
+        # None while the stored records are not known.
         self._registry = Registry(stored, lease, clock()) if store is None else None
         self._why_unknown = "it has not opened its store yet"
-        # How often the store has failed.
+        # The number of failures of the store.
         self._failures = 0
         self._deposed = False
         # When it last began to ask whether it is in charge, and was.
@@ -120,8 +121,8 @@ class Coordinator(Actor):
                 await asyncio.sleep(self._lease / 4)
 
     async def aclose(self) -> None:
-        """Finish what is being stored, if the store answers soon, and close it. Idempotent."""
-        # What waits for the store fails now.
+        """Finish storing, if the store answers soon, and close it. Idempotent."""
+        # Requests that wait for the store fail now.
         self._deposed = True
         self._forget("it is closed")
         with suppress(TimeoutError):
@@ -166,7 +167,6 @@ class Coordinator(Actor):
 
     @method
     async def lookup(self, name: str) -> NamedActor:
-        """The actor with a name."""
         check_name(name)
         await self._recovered(name)
         return self._here().names.lookup(name)
@@ -180,7 +180,6 @@ class Coordinator(Actor):
 
     @method
     async def names_of(self, peer: str, actor: int) -> tuple[str, ...]:
-        """The names of an actor."""
         await self._recovered()
         return tuple(sorted(one.name for one in self._here().names.held_by(PeerId(peer), ActorId(actor))))
 
@@ -241,7 +240,6 @@ class Coordinator(Actor):
 
     @method
     async def members(self) -> tuple[Member, ...]:
-        """The nodes, by name."""
         return tuple(self._here().members.all())
 
     @method
@@ -326,7 +324,7 @@ class Coordinator(Actor):
         except NotStored as error:
             raise CoordinatorUnavailable(f"the coordinator cannot store this: {error}") from error
         except StoreFailed as error:
-            # What is stored is read again before the next decision.
+            # The records are read again before the next decision.
             self._forget(f"its store has failed: {error}")
             failed = CoordinatorUnavailable(f"the coordinator cannot store this: {error}")
             raise failed.with_executed(None if changes else False) from error
@@ -360,7 +358,7 @@ class Coordinator(Actor):
         return CoordinatorUnavailable(f"the coordinator does not answer: {self._why_unknown}")
 
     def _forget(self, why: str) -> None:
-        """Answer nothing any more, because what is stored is not known."""
+        """Answer nothing any more, because the stored records are not known."""
         self._registry = None
         self._why_unknown = why
         self._failures += 1

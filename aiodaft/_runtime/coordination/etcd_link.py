@@ -27,14 +27,14 @@ _OPTIONS: Final = {
 
 
 class Address(NamedTuple):
-    """Where a member of the etcd cluster answers."""
+    """The host and port of a member of the etcd cluster."""
 
     host: str
     port: int
 
 
 class EtcdEvent(NamedTuple):
-    """What happened to a key; `value` is None if it was deleted."""
+    """A change of a key; `value` is None if it was deleted."""
 
     revision: int
     key: bytes
@@ -82,7 +82,6 @@ class EtcdLink:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connection; the next question opens it again."""
         client, self._client = self._client, None
         if client is not None:
             await client.close()
@@ -92,7 +91,7 @@ class EtcdLink:
 
 
 async def events(link: EtcdLink, prefix: bytes, since: int) -> AsyncGenerator[EtcdEvent, None]:
-    """What happens to the keys with a prefix after a revision, each event once, also where members come and go.
+    """The changes of keys with a prefix after a revision, each once, also where members come and go.
 
     Raises:
         aetcd.RevisionCompactedError: etcd does not remember that far back.

@@ -39,7 +39,7 @@ class EtcdStore:
         self._wall_clock = wall_clock
         self._id = secrets.token_hex(8)
         self._owner_key = f"{prefix}coordinator".encode()
-        # What that key has while this coordinator is in charge.
+        # The value of that key while this coordinator is in charge.
         self._mine = b""
         self._has_opened = asyncio.Event()
 
@@ -96,7 +96,6 @@ class EtcdStore:
         return CorruptState(f"{key!r} in etcd at {self._link} is no part of the state of a cluster: {why}")
 
     async def commit(self, changes: Sequence[Change]) -> None:
-        """Store changes; see `Store.commit`."""
         # A transaction may have a key once.
         last = {self._key_of(change): change for change in changes}
         keys = list(last)
@@ -116,12 +115,13 @@ class EtcdStore:
                 else make.put(key, json.dumps(plain_of(change.record)).encode())
                 for key, change in changes.items()
             ]
-            # A member alone answers what neither writes nor reads, also one that the others do not reach any more.
+            # A member answers a transaction that neither writes nor reads alone, also one that the others do not
+            # reach any more.
             operations.append(make.get(self._owner_key))
             succeeded, _ = await client.transaction([make.value(self._owner_key) == self._mine], operations, [])
             return bool(succeeded)
 
-        # Only this coordinator writes as long as it is in charge: what is written twice is the same.
+        # Only this coordinator writes as long as it is in charge: a second write is equal.
         if not await self._link.ask(write):
             if is_first and attempts == 1:
                 raise Deposed
@@ -131,7 +131,6 @@ class EtcdStore:
         return f"{self._prefix}{_FOLDERS[change.kind]}{change.key}".encode()
 
     async def lost(self) -> None:
-        """Return when another coordinator has taken over; see `Store.lost`."""
         await self._has_opened.wait()
         while not await self._is_lost():
             pass
@@ -154,6 +153,5 @@ class EtcdStore:
         return f"etcd at {self._link}, {self._prefix}"
 
     async def aclose(self) -> None:
-        """Close the connections. Idempotent."""
         await self._link.aclose()
         await self._watch_link.aclose()

@@ -25,7 +25,7 @@ from aiodaft.exceptions import CorruptState, ResourceExhausted
 
 T = TypeVar("T")
 
-# Marks the file as ours ("adft"), and what is in it.
+# Marks the file as ours ("adft"), and the version of its content.
 _APPLICATION: Final = 0x61646674
 _VERSION: Final = 1
 _SCHEMA: Final = """
@@ -105,7 +105,6 @@ class RegistryFile:
             raise (NotStored if is_full else StoreFailed)(f"{self._path}: {error}") from error
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
         database, self._database = self._database, None
         if database is not None:
             database.close()

@@ -1,4 +1,4 @@
-"""Where a coordinator stores its state, as users say it."""
+"""The stores of a coordinator, by the names that users give them."""
 
 from __future__ import annotations
 

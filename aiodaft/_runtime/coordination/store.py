@@ -1,4 +1,4 @@
-"""What a coordinator needs of a store."""
+"""The interface of a coordinator's store."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.diagnostics.await_chains import is_ours
 from aiodaft._runtime.diagnostics.debugger_line import Line
 
-# Modules in which no step ends: what calls methods, and what runs while one waits.
+# Modules in which no step ends: those that call methods, and those that run while one waits.
 _SKIPPED: Final = ("aiodaft", "aiodaft.*", "aiodaft_transport.*", "asyncio.*", "uvloop", "uvloop.*")
 
 
@@ -87,7 +87,7 @@ def _yields(frame: FrameType) -> bool:
 
 
 def _raised_at(error: Any) -> tuple[CodeType | None, int]:
-    """Where an error was raised, or what is raised with a traceback."""
+    """The code and line in which an error was raised; the error may have no traceback yet."""
     traceback: TracebackType | None = error.__traceback__ if isinstance(error, BaseException) else error
     at: tuple[CodeType | None, int] = None, 0
     while traceback is not None:
@@ -96,7 +96,7 @@ def _raised_at(error: Any) -> tuple[CodeType | None, int]:
 
 
 def _where(what: str, code: CodeType | None, line: int) -> str:
-    """What a user is told of a place."""
+    """The text that describes a place to the user."""
     call = current_call.get()
     who = f"of {call.label} of {call.hosted.name}" if call is not None else "of an actor"
     at = f" at {code.co_filename}:{line}" if code is not None else ""

@@ -1,9 +1,9 @@
-"""How commands in other terminals ask a running program, in which nothing listens.
+"""The link from commands in other terminals to a running program, in which nothing listens.
 
 A command listens on an abstract socket, writes its address where only the user of a fork server and root can, and sends
 the fork server a signal. The fork server tells its node, and that the programs that are attached to it. Each of them
-connects to the command, says who it is, and answers questions until the command ends. Both ends check the other's user
-(SO_PEERCRED). There is no file with a name in a folder, so none is left if a process is killed.
+connects to the command, sends a greeting, and answers questions until the command ends. Both ends check the other's
+user (SO_PEERCRED). There is no file with a name in a folder, so none is left if a process is killed.
 
 Messages are lines of JSON: a `Greeting`; then, for each question `[name, arguments]`, any number of `["item", value]`,
 and `["end", null]` or `["failed", "why"]`.
@@ -36,13 +36,13 @@ Answers: TypeAlias = Mapping[str, Callable[..., AsyncGenerator[Any, None]]]
 
 
 class Greeting(NamedTuple):
-    """What a process says first to a command.
+    """The first message of a process to a command.
 
     Attributes:
         id: Its id among its peers.
         node: The process that the fork server has told; another one if this is a program that is attached to it.
         release: Its release of aiodaft.
-        listens: Where it listens, if it is a node of a cluster; "" for a program.
+        listens: The address where it listens, if it is a node of a cluster; "" for a program.
         attached: The number of programs that a node has told to greet the command, too.
     """
 
@@ -129,7 +129,7 @@ class Visits:
                 async for item in items:
                     await send(ITEM, item)
         except Exception as error:  # noqa: BLE001 - the command shows it
-            # Not what comes of the end of this program, of which the command is to hear.
+            # The command is to hear of the end of this program, not of an error that follows from it.
             if self._process.closed is None:
                 await send(FAILED, str(error) or type(error).__name__)
         else:

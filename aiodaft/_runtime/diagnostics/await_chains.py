@@ -1,6 +1,6 @@
 """The suspended frames of tasks and threads, and the calls that they wait for.
 
-Nothing is recorded while the program runs: a request reads the coroutines. What cannot be read counts as unknown.
+Nothing is recorded while the program runs: a request reads the coroutines. Frames that cannot be read count as unknown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aiodaft._runtime.objects.transfer import Transfer
 from aiodaft._runtime.platform.eager_start import Deferred
 from aiodaft.ref import Awaiting, Ref
 
-# Where awaitables have their frame, and what they await.
+# For each type of awaitable, the attributes with its frame and with the object that it awaits.
 _INSIDE: Final[dict[type, tuple[str, str]]] = {
     types.CoroutineType: ("cr_frame", "cr_await"),
     types.GeneratorType: ("gi_frame", "gi_yieldfrom"),
@@ -39,7 +39,7 @@ Frames: TypeAlias = list[types.FrameType]
 
 @dataclass(slots=True)
 class Wait:
-    """What a task waits for.
+    """The calls and futures that a task waits for.
 
     Attributes:
         known: Whether it waits, and only for calls.
@@ -84,7 +84,6 @@ def stack_of(frame: types.FrameType | None) -> Frames:
 
 
 def thread_stack(ident: int | None) -> Frames:
-    """The frames of another thread, outermost first; none if it does not run."""
     return stack_of(sys._current_frames().get(ident or 0))
 
 
@@ -107,7 +106,7 @@ def users_line(frames: Frames) -> str:
 
 
 def wait_of_task(task: asyncio.Task[Any]) -> Wait:
-    """What a task waits for."""
+    """The wait of a task."""
     wait = Wait(line=users_line(frames_of(task.get_coro())))
     visited: set[object] = set()
     ahead: list[object] = [task]
@@ -119,7 +118,7 @@ def wait_of_task(task: asyncio.Task[Any]) -> Wait:
             visited.add(one)
             try:
                 waker, behind = _look_behind(one)
-            except Exception:  # noqa: BLE001 - what this version of Python does not show, or not now, is unknown
+            except Exception:  # noqa: BLE001 - a wait that this version of Python does not show is unknown
                 wait.known = False
             else:
                 wait.futures += [] if waker is None else [waker]
@@ -128,7 +127,7 @@ def wait_of_task(task: asyncio.Task[Any]) -> Wait:
 
 
 def wait_of_thread(frames: Frames) -> Wait:
-    """What a thread waits for by `asyncio.run_coroutine_threadsafe(...).result()`."""
+    """The wait of a thread in `asyncio.run_coroutine_threadsafe(...).result()`."""
     try:
         wait = wait_of_task(_blocked_on(frames))
     except Exception:  # noqa: BLE001 - the same
@@ -137,13 +136,13 @@ def wait_of_thread(frames: Frames) -> Wait:
     return wait
 
 
-# A rule may raise anything: then it is unknown what the task waits for.
+# A rule may raise anything: then the wait is unknown.
 
 Behind: TypeAlias = Sequence[object]
 
 
 def _look_behind(one: Any) -> tuple[asyncio.Future[Any] | None, Behind]:
-    """What has to end before a task, future or ref does, and the future that then wakes the task."""
+    """The calls that end before a task, future or ref does, and the future that then wakes the task."""
     if isinstance(one, Ref):
         return None, _calls_behind(one._state)
     if isinstance(one, asyncio.Task):
@@ -155,7 +154,7 @@ def _look_behind(one: Any) -> tuple[asyncio.Future[Any] | None, Behind]:
         return (None, [waker]) if rule is None else (waker, rule(frames))
     if type(one).__name__ == "_GatheringFuture":
         return one, _undone(one._children)
-    # What `asyncio.shield` gave.
+    # A future of `asyncio.shield`.
     callbacks = [callback for callback, _ in one._callbacks]
     (around,) = _around(callbacks, "asyncio.tasks.shield.<locals>._outer_done_callback")
     return one, [around["inner"]]
@@ -199,11 +198,11 @@ def _at_wait(frames: Frames) -> Behind:
 
 
 def _at_queue(frames: Frames) -> Behind:
-    """The tasks that `as_completed` waits for; who puts into any other queue is unknown."""
+    """The tasks that `as_completed` waits for; the producers of any other queue are unknown."""
     inside = frames[-2].f_locals
     if _name(frames[-2]) == "asyncio.tasks._AsCompletedIterator._wait_for_one":
         return _untimed(inside["self"]._timeout_handle, inside["self"]._todo)
-    # Before Python 3.13 there was no such object: look for what a task does when it ends.
+    # Before Python 3.13 there was no such object: read the callbacks of all tasks.
     callbacks = [callback for task in asyncio.all_tasks() for callback, _ in task._callbacks or ()]
     found = _around(callbacks, "asyncio.tasks.as_completed.<locals>._on_completion")
     around = next(one for one in found if one["done"] is inside["done"])
@@ -238,7 +237,7 @@ def _name_of(function: Any) -> str:
 
 
 def add_rule(function: Callable[..., Any], rule: Callable[[Frames], Behind]) -> None:
-    """Say what a task waits for whose innermost frame is of a function; LookupError from the rule: it is not known."""
+    """Give the rule for tasks whose innermost frame is of a function; LookupError from it: their wait is not known."""
     _RULES[_name_of(function)] = rule
 
 
@@ -247,8 +246,8 @@ def check_untimed(timeout: float | None) -> None:
     _untimed(timeout, ())
 
 
-# By the name of the innermost frame of a task: what the task waits for. A name that a version of Python does not have
-# does no harm.
+# By the name of the innermost frame of a task: the calls that the task waits for. A name that a version of Python
+# does not have does no harm.
 _RULES: Final[dict[str, Callable[[Frames], Behind]]] = {
     _name_of(RefState.wait): lambda frames: _calls_behind(frames[-1].f_locals["self"]),
     _name_of(RefState.wait_settled): lambda frames: _calls_behind(frames[-1].f_locals["self"]),

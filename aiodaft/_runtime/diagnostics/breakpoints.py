@@ -1,4 +1,4 @@
-"""Has `breakpoint()`, and what else the module pdb offers, open a debugger of an actor; see `debugger_line.py`."""
+"""Has `breakpoint()`, and other functions of the module pdb, open a debugger of an actor; see `debugger_line.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def debug_at(terminal: str) -> None:
-    """Have `breakpoint()`, and what else pdb offers, use the terminal with this path, or that of `aiodaft debug`."""
+    """Have `breakpoint()`, and other functions of pdb, use the terminal with this path, or that of `aiodaft debug`."""
     loaded = sys.modules.get("pdb")
     if loaded is None:
         # It takes 10 ms to load, and few programs need it.

@@ -27,12 +27,10 @@ class SearchAgent(Protocol):
     """The agent of a process, as far as a search calls it."""
 
     @property
-    def investigate(self) -> Investigate:
-        """Search from these calls on; called in the home process."""
-        ...
+    def investigate(self) -> Investigate: ...
 
     def waits_of(self, calls: list[CallAt]) -> Awaitable[list[Waiting | None]]:
-        """What each of these calls waits for."""
+        """The wait of each of these calls."""
         ...
 
     def give_up(self, at: CallAt, waiting: Waiting, story: str, cycle: tuple[WaitingCall, ...]) -> Awaitable[object]:
@@ -43,9 +41,7 @@ class SearchAgent(Protocol):
 class Investigate(Protocol):
     """`SearchAgent.investigate`."""
 
-    def tell(self, roots: list[CallAt]) -> None:
-        """Call it without a reply."""
-        ...
+    def tell(self, roots: list[CallAt]) -> None: ...
 
 
 class Deadlocks:

@@ -1,4 +1,4 @@
-"""Where a debugger of an actor has its user: at the terminal of the program, or at that of `aiodaft debug`.
+"""The line from a debugger of an actor to its user: at the terminal of the program, or at that of `aiodaft debug`.
 
 An actor has no terminal of its own. At a breakpoint it connects to an `aiodaft debug` that waits for one, else it opens
 the terminal of the program, and locks it, so that others at breakpoints wait. Without either, the call goes on.
@@ -25,12 +25,11 @@ _open: set[Line] = set()
 
 
 def is_debugged() -> bool:
-    """Whether a debugger waits in this process for its user."""
     return bool(_open)
 
 
 class Line:
-    """What a debugger reads and writes, once it is open."""
+    """The input and output of a debugger, once it is open."""
 
     def __init__(self, terminal: str) -> None:
         self._terminal = terminal
@@ -61,20 +60,18 @@ class Line:
         self._reading = self._writing = None
 
     def readline(self) -> str:
-        """A line of the user; empty if there is none any more."""
         with suppress(OSError):
             return self._reading.readline() if self._reading is not None else ""
         return ""
 
     def write(self, text: str) -> int:
-        """Show a text."""
         with suppress(OSError):
             if self._writing is not None:
                 self._writing.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Have what was written appear."""
+        """Have the written text appear."""
         with suppress(OSError):
             if self._writing is not None:
                 self._writing.flush()

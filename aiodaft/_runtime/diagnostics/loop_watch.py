@@ -1,4 +1,4 @@
-"""Looks once a second whether the loop of the program turns, and reports what keeps it from that."""
+"""Looks once a second whether the loop of the program turns, and reports the code that keeps it from that."""
 
 from __future__ import annotations
 

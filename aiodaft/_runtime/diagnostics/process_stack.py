@@ -23,7 +23,6 @@ T = TypeVar("T")
 
 
 def stack_here(waits: WaitGraph) -> ProcessStack:
-    """The stack of this process; called on its loop."""
     calls = [call for call in waits.host.calls() if call.hosted.id >= FIRST_USER_ACTOR]
     calls.sort(key=lambda call: not call.begun)
     of_calls = {task for call in calls for task in (call.task, call.wait)}

@@ -1,4 +1,4 @@
-"""What one process tells for `rt.overview()`, from counters that exist: only failures are noted for it."""
+"""The part of one process in `rt.overview()`, from counters that exist: only failures are noted for it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StoredInfo:
         owner: The process that has its ref.
         nbytes: Its size.
         on_device: Whether part of it is in memory of an accelerator.
-        readers: How often it is being read now.
+        readers: The number of readers now.
     """
 
     label: str
@@ -75,7 +75,7 @@ class StoredInfo:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a process has sent to another one, and received from it; `calls` have ended."""
+    """The traffic of a process with another one; `calls` have ended."""
 
     remote: PeerId
     calls: int
@@ -166,7 +166,6 @@ class Viewer:
 
 
 def look_at_actor(hosted: HostedActor) -> ActorView:
-    """An actor of this process, now."""
     calls = hosted.under_way()
     begun = [call.label for call in calls if call.begun]
     return ActorView(
@@ -183,7 +182,6 @@ def look_at_actor(hosted: HostedActor) -> ActorView:
 
 
 def class_in(label: str) -> str:
-    """The class in the name of an actor, also of a member of a group."""
     return label.partition("-")[0]
 
 

@@ -45,12 +45,11 @@ _NANOSECONDS: Final = 1e9
 
 
 def has_provider() -> bool:
-    """Whether this process has a tracer provider."""
     return not isinstance(otel.get_tracer_provider(), ProxyTracerProvider)
 
 
 def shut_down() -> None:
-    """End the tracer provider of this process, which sends what it has. Blocks."""
+    """End the tracer provider of this process, which sends its spans. Blocks."""
     with suppress(AttributeError):
         # Only that of the SDK can be ended.
         otel.get_tracer_provider().shutdown()  # type: ignore[attr-defined]  # as above
@@ -68,7 +67,6 @@ class Spans:
         self._tracer = otel.get_tracer("aiodaft", __version__)
 
     def begin(self) -> None:
-        """Make spans from now on."""
         caller = self._caller
         caller.outgoing = caller.direct = _CallSpans(caller.outgoing, self)
         _shadow(self._host, "add", self._add)
@@ -232,7 +230,7 @@ class _CallSpans(CallSink):
 
 
 class _TransferSpans(Recorder):
-    """Takes what transfers tell of themselves."""
+    """Makes spans of the records of transfers."""
 
     def __init__(self, now: Callable[[], float], transferred: Callable[[Event], object]) -> None:
         super().__init__(now, 0)

@@ -49,7 +49,7 @@ def set_up_telemetry(packed: bytes) -> None:
 
     Raises:
         ImportError: OpenTelemetry is not installed here.
-        Exception: What the setup raises.
+        Exception: An error of the setup.
     """
     try:
         from aiodaft._runtime.diagnostics.spans import has_provider  # noqa: PLC0415 - optional

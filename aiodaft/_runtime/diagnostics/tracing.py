@@ -1,4 +1,4 @@
-"""Records what happens in one process, for `rt.trace()`.
+"""Records the events of one process, for `rt.trace()`.
 
 While a trace is recorded, the objects that make and run calls are of the classes here. So programs without a trace run
 the same code as if there were none.
@@ -55,7 +55,7 @@ class Tracing:
         self.session: tuple[PeerId, int] | None = None
         # The processes that this one has told to record, and their first actors.
         self.told: dict[PeerId, str] = {}
-        # What processes have recorded that have ended in order.
+        # The traces of processes that have ended in order.
         self.handed_over: list[ProcessTrace] = []
 
     def begin(self, collector: PeerId, number: int, limit: int) -> bool:
@@ -75,7 +75,7 @@ class Tracing:
         return True
 
     def end(self) -> ProcessTrace | None:
-        """End the trace; returns what was recorded. Idempotent."""
+        """End the trace; returns the recorded events. Idempotent."""
         recorder = self._recorder
         if recorder is None:
             return None
@@ -91,7 +91,7 @@ class Tracing:
         )
 
     def _parts(self) -> list[Any]:
-        """What is of another class while a trace is recorded."""
+        """The objects whose class changes while a trace is recorded."""
         graphs, actors = self._graphs.own.values(), self._host.actors.values()
         return [self._host, self._outgoing, self._graphs, *graphs, *actors]
 
@@ -107,7 +107,6 @@ class Tracing:
             self._tell(remote, *self.session, self._limit)
 
     def add(self, event: Event) -> None:
-        """Keep an event. A call may end after the trace."""
         if self._recorder is not None:
             self._recorder.add(event)
 
@@ -291,5 +290,5 @@ _PLAIN: Final = {traced: plain for plain, traced in _TRACED.items()}
 
 
 def watch(part: Any) -> None:
-    """Record what a part of the process does, until the trace ends. Idempotent."""
+    """Record the work of a part of the process, until the trace ends. Idempotent."""
     part.__class__ = _TRACED.get(type(part), type(part))

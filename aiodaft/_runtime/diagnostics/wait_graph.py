@@ -28,7 +28,7 @@ from aiodaft._runtime.graphs.strand_call import StrandCall
 
 _RUNNER: Final = asyncio.Runner.run.__code__
 _RUN: Final = HostedActor.run.__code__
-# What runs the code of a call on its actor's thread.
+# The code objects that run the code of a call on its actor's thread.
 _ON_THREAD: Final = frozenset({_RUN, take_step.__code__})
 _NOT_KNOWN: Final = Wait(known=False)
 
@@ -57,13 +57,13 @@ def on_loop(ident: int) -> tuple[InboundCall | None, str]:
 
 
 def frames_on_thread(call: InboundCall) -> Frames:
-    """Where the actor's thread is in a call; nothing if it is not busy with this one."""
+    """The frames of the actor's thread in a call; none if it is not busy with this one."""
     busy_with, frames = on_thread(call.hosted)
     return frames if busy_with is call else []
 
 
 class WaitGraph:
-    """What the calls of one process wait for."""
+    """The calls of one process, each with the calls that it waits for."""
 
     def __init__(
         self,
@@ -95,11 +95,10 @@ class WaitGraph:
         return CallAt(self.process.id, call.caller, call.number)
 
     def find(self, at: CallAt) -> InboundCall | None:
-        """A call of this process that is queued or runs."""
         return self._find_call(at.owner, at.number) or self._graphs.find(at)
 
     def look(self, at: CallAt) -> Waiting | None:
-        """What a call waits for; None if it does not wait, is not here, or waits for something not known."""
+        """The wait of a call; None if it does not wait, is not here, or waits for something not known."""
         if at.member:
             return self._look_at_member(at)
         call = self.find(at)
@@ -127,7 +126,7 @@ class WaitGraph:
         return Waiting(hosted.name, "", "", True, Reason.MEETS, (), on, own=True) if on else None
 
     def wait_of(self, call: InboundCall) -> Wait:
-        """What a call waits for, as far as that is known."""
+        """The wait of a call, as far as it is known."""
         place = _place_of(call)
         return _NOT_KNOWN if place is None else self._finders[place](call)
 

@@ -1,4 +1,4 @@
-"""What graphs use of their process, and what a graph's owner asks of the other processes."""
+"""The view that graphs have of their process, and the requests of a graph's owner to the other processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiodaft.exceptions import DaftError
 
 
 class Tell(Protocol):
-    """A method, as what needs no answer."""
+    """A method that needs no answer."""
 
     def tell(self, number: int, run: int, why: DaftError, /) -> None: ...
 

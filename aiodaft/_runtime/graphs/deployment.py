@@ -31,7 +31,7 @@ class Deployment:
         results: For each output: the actor and the method that make it, and the connection it comes over (None if it
             is made in this process).
         routes: The routes to the processes.
-        run_routes: For each process the route to it, and what a RUN carries: the inputs that it needs, and the
+        run_routes: For each process the route to it, and the parts of a RUN: the inputs that it needs, and the
             positions of its outputs among all.
         is_cut: Whether a connection between its processes broke, so that the next run needs another deployment.
         followed: Its supervised actors, which may move, also those that only have steps of collectives beside them.

@@ -16,7 +16,7 @@ from aiodaft._runtime.serialization.errors import add_note, decode_failure, enco
 from aiodaft.exceptions import DaftError
 from aiodaft_transport import TransportError
 
-# What travels in a frame as it is (see `is_plain`).
+# The types of values that travel in a frame as they are (see `is_plain`).
 Plain: TypeAlias = str | bytes | float | bool | None
 
 
@@ -35,12 +35,12 @@ class GraphValue:
     def __init__(self, received: ReceivedValue | None = None, stored: StoredValue | None = None) -> None:
         self._received = received
         self._slots: list[ReceivedValue] = []
-        # How often the steps of this process use a value of another process.
+        # The number of uses, by steps of this process, of a value of another process.
         self.uses = 0
         # Encoded: each step that needs the value gets an exception of its own.
         self.failure: bytes | None = None
         self.executed: bool | None = None
-        # What failed, if it was not a step of the graph.
+        # The name of the failed part, if it was not a step of the graph.
         self.source: str | None = None
         # Set in the process that made the value.
         self.stored = stored
@@ -78,7 +78,6 @@ class GraphValue:
         return store.decode_now(received, values, received.refs, patient=patient)
 
     def used(self) -> None:
-        """Drop the value after its only use."""
         if self.uses == 1:
             self._received, self._slots = None, []
 
@@ -120,7 +119,6 @@ def value_of(item: GraphItem) -> GraphValue | None:
 
 
 async def fetch(objects: Objects, route: Route, item: GraphItem) -> GraphValue:
-    """Fetch an ENCODED_VALUE, and the values of the refs among it. Gives a failure if that fails."""
     _, payload, blobs, refs, slots = item
     store, transfer = objects.store, objects.transfer
     value = GraphValue()

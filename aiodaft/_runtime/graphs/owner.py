@@ -3,7 +3,8 @@
     start --> [waits in `Order`, if it cannot begin at once] --> _send: RUN to each participant
     REPORT of a participant --> reported --> OwnerRun.settle; after the last report --> _over, and the next run begins
 
-Which run may begin, what a report or a lost process ends, and when nothing is left: `_protocol.graphs.run.GraphRuns`.
+Which run may begin, which values a report or a lost process ends, and when nothing is left:
+    `_protocol.graphs.run.GraphRuns`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from aiodaft._runtime.serialization.tensors import kind_of
 from aiodaft.exceptions import ActorDied, DaftError, PeerLost, RuntimeClosed
 from aiodaft.ref import Ref
 
-# How often the plans are sent: a supervised actor may die again meanwhile.
+# The number of times that the plans are sent: a supervised actor may die again meanwhile.
 _ATTEMPTS: Final = 10
 
 
@@ -191,7 +192,7 @@ class GraphOwner:
             self._input_notes[number] = ValueNote(kind_of(arg), None if stored is None else size_of(stored))
 
     async def notes(self) -> dict[int, ValueNote]:
-        """Wait for the runs that are under way, and ask the processes what is known of the values.
+        """Wait for the runs that are under way, and ask the processes their notes on the values.
 
         Raises:
             DaftError: A process is gone, or the graph is closed.
@@ -231,7 +232,6 @@ class GraphOwner:
             self._end()
 
     def may_begin(self) -> bool:
-        """Whether one more run can begin now. Starts a new preparation if the deployment is stale."""
         if not self._runs.may_begin():
             return False
         if self._runs.state is GraphState.READY and self._deployment.is_stale:

@@ -23,15 +23,13 @@ from aiodaft.ref import Ref
 
 
 class GraphOfRun(Protocol):
-    """What a run uses of its graph."""
+    """A run's view of its graph."""
 
     store: Store
     inputs: int
     specs: Specs
 
-    def may_begin(self) -> bool:
-        """Whether one more run can begin now."""
-        ...
+    def may_begin(self) -> bool: ...
 
     def turn_came(self, run: OwnerRun) -> None:
         """Send the first waiting run, or fail it."""
@@ -178,7 +176,7 @@ class OwnerRun(OwnedRun):
         self.release()
 
     def release(self) -> None:
-        """Free what a run that is over holds. Idempotent; nothing while inputs are being copied."""
+        """Free the values that a run that is over holds. Idempotent; nothing while inputs are being copied."""
         if self.state in BEING_COPIED:
             return
         if self.inputs:

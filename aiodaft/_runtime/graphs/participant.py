@@ -8,8 +8,8 @@
 
 A strand is a call by the graph's owner, which starts with its first segment and waits for the values of each later one.
 Each process sends each of its results, or its error, exactly once to every process that needs it. So no process waits
-for ever if a step fails or is skipped or an actor dies. What a run waits for, what a value starts and when the run is
-over: `_protocol.graphs.run.Share`. Where a result goes: `_protocol.graphs.plan.Result`.
+for ever if a step fails or is skipped or an actor dies. The values that a run waits for, the segments that a value
+starts and the end of the run: `_protocol.graphs.run.Share`. The receivers of a result: `_protocol.graphs.plan.Result`.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class ParticipantRun(Share[Flowing]):
     def _report(
         self, step: BoundStep, value: Flowing, stored: StoredValue | None
     ) -> tuple[m.GraphItem, StoredValue | None]:
-        """What the owner is told of a result, and what is to be released: not what stays here for the owner."""
+        """The report of a result to the owner, and the value to release, unless it stays here for the owner."""
         participant, result = self.participant, step.result
         objects = participant.context.objects
         stays = stored is not None and not (stored.ready and stored.is_inline)
@@ -314,7 +314,6 @@ class ParticipantRun(Share[Flowing]):
             self._forget_if_done()
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
-        """Fail the remaining steps of a strand that ends early."""
         assert isinstance(call, StrandCall)
         if not call.answered:
             call.flush()

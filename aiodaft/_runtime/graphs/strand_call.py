@@ -26,7 +26,7 @@ _NO_KWARGS: Final[dict[str, Any]] = {}
 
 
 class RunOfStrand(Responder, Protocol):
-    """What a strand uses of its run, which is its caller."""
+    """A strand's view of its run, which is its caller."""
 
     needs: Needs
     values: dict[int, Flowing]
@@ -39,9 +39,7 @@ class RunOfStrand(Responder, Protocol):
         """The owner, the number of the graph there, and that of the run: names the run in all processes."""
         ...
 
-    def awaits(self, values: Sequence[int]) -> list[int]:
-        """See `Share.awaits`."""
-        ...
+    def awaits(self, values: Sequence[int]) -> list[int]: ...
 
     def tell(self, step: BoundStep, value: Flowing, stored: StoredValue | None = None) -> None:
         """Send a result to its receivers: plain, an error, or stored and ready."""
@@ -87,7 +85,6 @@ class StrandCall(InboundCall):
 
     @property
     def label(self) -> str:
-        """The step that runs or is the next to run."""
         steps = self.strand.steps
         return steps[min(self._given, len(steps) - 1)].label
 
@@ -181,7 +178,7 @@ class StrandCall(InboundCall):
                     call.run.tell(step, value)
 
     def _pause(self, segment: int) -> Wakeup:
-        """What wakes the strand when a segment has its values."""
+        """The future that wakes the strand when a segment has its values."""
         self.waits_at = segment
         self.pause = wakeup = Wakeup(self.strand.context.objects.wakeups)
         return wakeup

@@ -1,4 +1,4 @@
-"""How long the steps of a graph run and what they make, for graphs that are compiled with `timed=True`.
+"""The times and results of the steps of a graph, for graphs that are compiled with `timed=True`.
 
 Others have no such object: their steps call the methods themselves.
 """
@@ -16,7 +16,7 @@ from aiodaft._runtime.serialization.tensors import kind_of
 
 
 class StepTiming:
-    """What is known of the last call of a step. The method may run on the actor's thread."""
+    """The time and result of the last call of a step. The method may run on the actor's thread."""
 
     def __init__(self) -> None:
         self._kind = ""
@@ -59,5 +59,4 @@ class StepTiming:
 
 
 def size_of(stored: StoredValue) -> int:
-    """The bytes of an encoded value."""
     return len(stored.payload) + stored.size

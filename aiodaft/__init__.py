@@ -1,6 +1,6 @@
 """Distributed actors, futures and tasks for asyncio: one plain async program drives many processes and GPUs.
 
-The first use of a name loads its module, so a process loads only what it uses. Type checkers read __init__.pyi.
+The first use of a name loads its module, so a process loads only the modules it uses. Type checkers read __init__.pyi.
 """
 
 from importlib import import_module

@@ -82,7 +82,6 @@ class _Recorder(CallSink):
         self.specs: list[tuple[Target, MethodSpec]] = []
 
     def submit(self, request: Request) -> None:
-        """Record a call."""
         spec, target, line = request.spec, request.target, _line()
         if request.mode != WANT_REPLY:
             raise TypeError(f"{spec.label}: streams and tell() cannot be captured in a graph ({line})")

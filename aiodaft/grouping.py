@@ -331,7 +331,6 @@ class GroupMembers:
         await unneeded.ready()
 
     async def _stop(self, members: list[Any]) -> None:
-        """Stop new members that do not get into the group."""
         for member in members:
             self._enrolments.pop(target_of(member), None)
         await self._scope.stop_handles(members)

@@ -112,7 +112,6 @@ class ActorRuntimes:
 
 
 async def _leave(owned: Owned) -> None:
-    """Stop the actors that an actor has spawned."""
     interrupted = await owned.close(graceful=True)
     for what, one in owned.errors.unseen():
         owned.controller.objects.on_unheld(one, what)

@@ -323,7 +323,6 @@ def _used(resource: str, node: NodeInfo) -> str:
 
 
 def _branch(failure: Failure) -> Branch:
-    """A failure, with the failures that it led to."""
     where = f"{failure.method} of {failure.actor}" if failure.method else failure.actor
     times = f", {failure.times} times" if failure.times > 1 else ""
     line = f" at {failure.line}" if failure.line else ""

@@ -447,7 +447,7 @@ def _cluster_at(address: str, key_file: str | os.PathLike[str] | None, env: Env)
 
 
 def _address_of_environment() -> str | None:
-    """The variable, if it is set; what runs on this machine alone for another reason than that is told so.
+    """The variable, if it is set; else warns if srun runs the program on several machines, alone on each.
 
     Raises:
         ValueError: A variable has a typo.

@@ -147,7 +147,6 @@ def _order(seen: Seen, node: str) -> tuple[object, ...]:
 
 
 def _dated(view: ProcessView, taken: float) -> Iterator[Failure]:
-    """The failures of a process, in seconds since the epoch."""
     ahead = taken - view.clock
     return (replace(failure, first=failure.first + ahead, last=failure.last + ahead) for failure in view.failures)
 

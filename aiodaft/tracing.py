@@ -203,7 +203,6 @@ class Trace:
                 self._owner.agent_of(process).end_trace.tell(self._owner.process.id, self._number)
 
     def _warn(self, parts: Sequence[ProcessTrace]) -> None:
-        """Warn of events that the file does not have."""
         for part in parts:
             if part.dropped:
                 name = self._known.get(part.id, "the program")

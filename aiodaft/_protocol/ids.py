@@ -48,7 +48,6 @@ def is_node(peer: PeerId) -> bool:
 
 
 def is_worker(peer: PeerId) -> bool:
-    """Whether a node has started a process, and knows when it ends."""
     return peer.startswith("worker-")
 
 
@@ -62,7 +61,6 @@ def incarnation(actor: ActorId, epoch: int) -> ActorId:
 
 
 def number_of(actor: ActorId) -> ActorId:
-    """The id of an actor's first incarnation, the same for all of them."""
     return ActorId(actor & (1 << _EPOCH_SHIFT) - 1)
 
 
@@ -75,7 +73,6 @@ def first_number_beside(actor: ActorId) -> int:
 
 
 def epoch_of(actor: ActorId) -> int:
-    """The number of restarts of the actor."""
     return actor >> _EPOCH_SHIFT
 
 

@@ -16,5 +16,4 @@ def is_count(value: object, least: int = 1) -> TypeGuard[int]:
 
 
 def is_number(value: object, least: float = 0, most: float = _LARGEST) -> TypeGuard[float]:
-    """Whether a value is a number in this range, such as an amount or a number of seconds."""
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most

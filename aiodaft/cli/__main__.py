@@ -79,7 +79,6 @@ def main() -> None:
 
 @main.result_callback()
 def _end(status: int | None) -> None:
-    """A command returns its exit status, or None for success."""
     raise SystemExit(status or 0)
 
 

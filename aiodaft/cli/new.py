@@ -63,7 +63,6 @@ def _files(kind: str) -> list[Path]:
 
 
 def _copy(source: Path, target: Path, name: str) -> str:
-    """Copy a file of a template; returns its path in the project."""
     inside = Path(*source.relative_to(_TEMPLATES).parts[1:])
     (target / inside).parent.mkdir(parents=True, exist_ok=True)
     text = source.read_text(encoding="utf-8").replace(_PLACEHOLDER, name)

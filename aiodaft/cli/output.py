@@ -43,12 +43,10 @@ class Output:
         self.document: dict[str, Any] = {}
 
     def line(self, text: str) -> None:
-        """Print a line, unless the document is wanted."""
         if not self._as_json:
             click.echo(text)
 
     def end(self) -> None:
-        """Print the document, if it is wanted."""
         if self._as_json:
             print_json(self.document)
 

@@ -140,7 +140,6 @@ async def _script_ended(
 
 
 async def _when_ended(node: NodeProcess, terminate: Callable[[], None]) -> None:
-    """Do this when `aiodaft down` has ended the node."""
     await node.run()
     terminate()
 

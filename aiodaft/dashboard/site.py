@@ -36,8 +36,6 @@ _HEADERS: Final = {
 
 
 def make_site(feed: Feed) -> Starlette:
-    """See `app`."""
-
     async def events(request: Request) -> StreamingResponse:  # noqa: RUF029 - Starlette runs others in threads
         looks = _looks(feed, _Place.read(request.headers.get("last-event-id", "")))
         return StreamingResponse(looks, media_type="text/event-stream")
@@ -66,7 +64,6 @@ class _Place(NamedTuple):
 
 
 async def _looks(feed: Feed, place: _Place) -> AsyncGenerator[str]:
-    """Looks, as server-sent events."""
     until = asyncio.get_running_loop().time() + _STREAM
     yield "retry: 100\n\n"
     while asyncio.get_running_loop().time() < until:

@@ -60,7 +60,6 @@ class Storage(Actor):
 
     @method
     async def clear(self, rows: list[int]) -> None:
-        """Forget rows for ever. Idempotent."""
         for row in rows:
             self._rows.pop(row, None)
             index = row // self._storages
@@ -72,7 +71,6 @@ class Storage(Actor):
 
     @method
     async def count(self) -> int:
-        """The number of rows with a value here."""
         return len(self._rows)
 
 
@@ -144,7 +142,6 @@ class Metadata(Actor):
 
     @method
     async def wrote(self, rows: list[int], fields: list[str]) -> None:
-        """Fields of rows are stored."""
         self._rows.wrote(rows, fields)
         self._change()
 
@@ -187,7 +184,6 @@ class Metadata(Actor):
 
     @method
     async def acknowledge(self, lease: int, rows: list[int]) -> None:
-        """A consumer is done with rows."""
         self._rows.acknowledge(self._consumers[lease], lease, rows)
         self._change()
 
@@ -201,7 +197,6 @@ class Metadata(Actor):
 
     @method
     async def clear(self, rows: list[int]) -> None:
-        """Forget rows. Idempotent."""
         self._rows.clear(rows)
         self._change()
 
@@ -213,5 +208,4 @@ class Metadata(Actor):
 
     @method
     async def count(self) -> int:
-        """The number of rows that are not cleared."""
         return self._rows.count

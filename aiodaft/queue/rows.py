@@ -81,7 +81,6 @@ class Rows:
         return self._views[consumer].fields
 
     def has_room(self, count: int) -> bool:
-        """Whether so many rows can be added."""
         return len(self._fields) + count <= self.capacity
 
     def add(self, count: int) -> list[int]:

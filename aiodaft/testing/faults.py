@@ -204,7 +204,6 @@ def _of(actor: object) -> tuple[Runtime, Target]:
 
 
 def _launcher(runtime: Runtime) -> InProcessLauncher | None:
-    """The launcher of this process, if the actors live here."""
     site = runtime._opened.site
     launcher: Any = site.launcher if isinstance(site, LocalNode) else None
     return launcher if isinstance(launcher, InProcessLauncher) else None

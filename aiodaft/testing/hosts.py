@@ -93,7 +93,6 @@ class SimulatedHost:
 
     @property
     def process(self) -> SimulatedProcess:
-        """The process of the node that was started last."""
         return self.nodes[-1][1]
 
     @property
@@ -168,7 +167,6 @@ class SimulatedHost:
             self.start()
 
     def end(self) -> None:
-        """End the node in order, as SIGTERM does."""
         if self.is_alive:
             self._loop.within(self.process, self.nodes[-1][0].end)
 

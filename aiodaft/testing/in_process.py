@@ -108,7 +108,6 @@ class EnclosedMain(WorkerMain):
 
     @property
     def peer(self) -> Peer | None:
-        """Its peer, once it has begun."""
         return getattr(self, "_peer", None)
 
     def _start_heartbeat(self, peer: Peer) -> None:
@@ -183,7 +182,6 @@ class InProcessLauncher(EnclosedLauncher):
         self._ended(worker, Ending(status, None))
 
     def _ended(self, worker: Worker, ending: Ending) -> None:
-        """A worker ends now, if it has not."""
         if self.workers.pop(worker.id, None) is None:
             return
         self._mains.pop(worker.id).cut_off(f"{worker} has ended")

@@ -123,7 +123,6 @@ class SimulatedLauncher(EnclosedLauncher):
         settle(worker.ended, ending)
 
     async def aclose(self) -> None:
-        """Kill every worker and wait until they have ended."""
         workers = list(self.workers.values())
         for worker in workers:
             self.kill(worker)

@@ -83,7 +83,6 @@ def _command(pid: int) -> str:
 
 
 def _segments() -> list[str]:
-    """The segments of shared memory that this process has open."""
     found: list[str] = []
     for entry in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
         with suppress(OSError):

@@ -212,7 +212,6 @@ class SimulatedNetwork(Sockets):
         loop.on_watch = lambda fd: self.wake(self._open[fd])
 
     def connect(self, first: SimulatedProcess, second: SimulatedProcess) -> tuple[socket.socket, socket.socket]:
-        """Two connected sockets, one in each process."""
         return self.join(End(self), first, End(self), second)
 
     def join(
@@ -238,7 +237,6 @@ class SimulatedNetwork(Sockets):
             owner.on_death.append(lambda: self.close(fd))
 
     def connections(self) -> list[End]:
-        """One end of each connection that is open."""
         self.ends = [end for end in self.ends if not (end.closed or end.other.closed or end.broken)]
         return self.ends
 
@@ -319,7 +317,6 @@ class SimulatedNetwork(Sockets):
                 self._close_at_death(fd, self.loop.current)
 
     def bury(self) -> None:
-        """Close the real descriptors that were under way."""
         for fd in self._real:
             with suppress(OSError):
                 os.close(fd)

@@ -98,12 +98,10 @@ class Routes:
         self._give_up_later()
 
     def plug(self, host: str) -> None:
-        """It has power again."""
         self._down.discard(host)
         self._send_again()
 
     def reset(self, one: str, other: str) -> None:
-        """Reset every connection between two hosts."""
         self.loop.note("reset", one, other)
         for end in self._open_ends():
             if (end.here, end.there) == (one, other):
@@ -134,7 +132,6 @@ class Routes:
     # Connections.
 
     def connect(self, client: SimulatedProcess, server: SimulatedProcess) -> tuple[socket.socket, socket.socket]:
-        """The two ends of a new connection."""
         one, other = FarEnd(self, client.host, server.host), FarEnd(self, server.host, client.host)
         self._ends += [one, other]
         return self.net.join(one, client, other, server)
@@ -197,7 +194,6 @@ class FarEnd(End):
             super().close()
 
     def reset(self) -> None:
-        """A packet came that ends the connection."""
         self.fail(errno.ECONNRESET)
 
     def fail(self, number: int) -> None:
@@ -227,7 +223,6 @@ class Door(NamedTuple):
         return address
 
     def close(self) -> None:
-        """Stop listening. Idempotent."""
         if self.routes.doors.get(self.process.host) is self:
             del self.routes.doors[self.process.host]
 
@@ -289,7 +284,6 @@ class HostNetwork:
         return ours, session
 
     async def _wait(self, source: str, target: str) -> None:
-        """Wait until a packet has gone from one host to another."""
         loop = self._routes.loop
         came: asyncio.Future[None] = loop.create_future()
         self._routes.deliver(source, target, partial(loop.within, loop.current, settle, came, None))

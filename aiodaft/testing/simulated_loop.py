@@ -94,7 +94,6 @@ class SimulatedLoop(AutojumpLoop):
             self.current = before
 
     def within(self, process: SimulatedProcess, callback: Callable[..., object], *args: Any) -> None:
-        """Run something in the next turn of a process."""
         if process.alive:
             self._push(process, asyncio.Handle(callback, args, self, Context()))
 
@@ -215,7 +214,6 @@ class SimulatedLoop(AutojumpLoop):
         watch: Callable[..., object],
         forget: Callable[[int], object],
     ) -> T:
-        """Do something with a socket as soon as it does not block."""
         while True:
             try:
                 return step()

@@ -136,7 +136,6 @@ class Simulation:
 
     @property
     def peers(self) -> list[tuple[Peer, SimulatedProcess]]:
-        """The peers of all processes, also of ended ones."""
         workers = [main for launcher in self._launchers for main in launcher.mains]
         found: list[tuple[Peer | None, SimulatedProcess]] = []
         found += [(one._controller.peer, process) for one, process in self._runtimes if one._controller.name]
@@ -193,7 +192,6 @@ class Simulation:
         self.loop.pause(process, seconds)
 
     def cut(self, end: End) -> None:
-        """Break one of `network.connections()`."""
         self.loop.note("cut", sorted(end.fds))
         end.cut()
         end.other.cut()

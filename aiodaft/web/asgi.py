@@ -13,7 +13,6 @@ DISCONNECT: Final = "http.disconnect"
 
 
 async def answer(send: Send, status: int, text: str, *headers: tuple[bytes, bytes]) -> None:
-    """Send a whole response of plain text."""
     await answer_with(send, status, text.encode(), b"text/plain; charset=utf-8", *headers)
 
 

@@ -40,5 +40,4 @@ class Counts:
 
     @property
     def under_way(self) -> int:
-        """The number that are under way, without those that wait."""
         return self.begun - self.ended.total() - self.waiting

@@ -46,9 +46,7 @@ class Host(Protocol):
         """Run `callback` on the process's event loop; callable in any thread, also while it is collecting garbage."""
         ...
 
-    def create_task(self, coro: Coroutine[Any, Any, None], /, *, name: str) -> None:
-        """Start a task that the process owns."""
-        ...
+    def create_task(self, coro: Coroutine[Any, Any, None], /, *, name: str) -> None: ...
 
     def connect(self, peer: str, /) -> Awaitable[socket.socket]:
         """Open a stream of bytes to a peer: its transport of the same name gets the other end by `stream_came`.

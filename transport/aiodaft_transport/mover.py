@@ -98,7 +98,6 @@ class _Thread:
         self._wakeup.ring()
 
     def close(self) -> None:
-        """End the thread and its moves, within one step."""
         self._closing = True
         self._wakeup.ring()
         self._thread.join()

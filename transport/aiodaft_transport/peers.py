@@ -39,7 +39,6 @@ class Remote:
         self.granted: dict[int, Pullable] = {}
 
     def take_back(self, number: int) -> bool:
-        """End a grant; False if the peer does not hold it."""
         block = self.granted.pop(number, None)
         if block is not None:
             block.return_grant()

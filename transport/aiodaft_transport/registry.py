@@ -38,7 +38,6 @@ def check_name(name: str) -> str:
 
 
 def default_name() -> str:
-    """The best transport between processes of this host."""
     return "shm" if shares_memory() else "tcp"
 
 

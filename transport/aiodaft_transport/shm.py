@@ -122,7 +122,6 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
         self._page_map = PageMap()
 
     def mapped_segments(self) -> int:
-        """The number of segments of peers that are known here."""
         return sum(len(remote.segments) for remote in self.remotes.values())
 
     def pools(self) -> Sequence[Arena]:

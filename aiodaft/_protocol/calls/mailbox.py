@@ -171,7 +171,6 @@ class Mailbox(Generic[EntryT]):
         return [] if last is None or _has_begun(last) else [last]
 
     def in_the_way(self, running: Callable[[], Sequence[EntryT]]) -> list[EntryT]:
-        """The calls that directly block waiting calls."""
         found: list[EntryT] = []
         names: set[str] = set()
         for lane in self._lanes.values():

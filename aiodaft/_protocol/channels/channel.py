@@ -220,7 +220,6 @@ class Keeper:
         return self._take_out()
 
     def peer_lost(self, peer: PeerId, how: Leaving) -> list[Command]:
-        """The connection to a process is lost: no more messages come from it."""
         if not self.is_here:
             if peer == self._at:
                 self.place = Place.LOST
@@ -340,7 +339,6 @@ class Keeper:
         self._count()
 
     def _count(self) -> None:
-        """Count the holders, instead of the maker."""
         self._counts = True
         for gone in self._gone:
             self._forget(gone)
@@ -389,7 +387,6 @@ class Keeper:
         return holder in self._senders or (holder not in self._receivers and holder != self._maker)
 
     def _answer_held(self) -> None:
-        """Answer the held requests: the queue has moved, or is lost."""
         held, self._held = self._held, []
         for peer, message in held:
             if self.place is Place.AWAY:

@@ -111,7 +111,6 @@ class End:
         return self._ask_for_item()
 
     def confirm(self, ticket: int) -> list[Command]:
-        """The lent item is ready for the user."""
         if self._want is not Want.LENT:
             # The keeper was lost meanwhile.
             return [Settle(ticket, Outcome.LOST, self.keeper)]

@@ -72,7 +72,6 @@ class ChannelTable:
     # Holders, which the maker counts.
 
     def register(self, channel_id: ChannelId) -> list[Command]:
-        """Register as a holder with the keeper, because the maker is gone."""
         end = self.ends.get(channel_id)
         return [] if end is None else [Tell(end.keeper, Message(Kind.HELD, 0, self.here))]
 

@@ -148,7 +148,6 @@ def pack(value: Any) -> bytes:
 
 
 def pack_exts(code: int, value: Any) -> Any:
-    """Encode plain data as one extension value."""
     return ext((code, pack(value)))
 
 
@@ -157,7 +156,6 @@ def _no_extensions(code: int, content: bytes) -> Any:
 
 
 def big_int_of(content: bytes) -> int:
-    """The integer that has this content as extension `BIG_INT`."""
     return int(content, 16)
 
 
@@ -176,7 +174,6 @@ def unpack(data: bytes | memoryview, ext_hook: ExtHook = _no_extensions) -> Any:
 
 
 def unpack_stream(data: memoryview, ext_hook: ExtHook) -> Iterator[Any]:
-    """Decode packed values that stand one after the other."""
     unpack_all = msgpack.Unpacker(**unpacker(_with_big_ints(ext_hook)).keywords, max_buffer_size=len(data) + 1)
     unpack_all.feed(data)
     yield from unpack_all

@@ -113,7 +113,6 @@ class Session(Generic[CallT]):
 
     @property
     def has_room_for_own(self) -> bool:
-        """Whether the next call of the runtime itself is sent at once."""
         return not self._own_waiting and None not in self._waiting.values()
 
     def is_waiting(self, call_id: CallId) -> bool:
@@ -215,7 +214,6 @@ class Session(Generic[CallT]):
         return cost <= INLINE_LIMIT and unanswered - self.waiting < self._window and unanswered < self._max_pending
 
     def submit_own(self, call_id: CallId, call: CallT, message: Message | None) -> None:
-        """Send a call of the runtime itself; the message is None until `provide`."""
         self.calls[call_id] = call
         self._own.add(call_id)
         unprepared = {other for other, waiting in self._waiting.items() if waiting is None}
@@ -223,7 +221,6 @@ class Session(Generic[CallT]):
         self._pump_own()
 
     def provide(self, call_id: CallId, message: Message, cost: int = 0) -> None:
-        """Give the message of a call that was submitted without one."""
         if call_id in self._own_waiting:
             self._own_waiting[call_id].message = message
         elif call_id in self._waiting:
@@ -244,7 +241,6 @@ class Session(Generic[CallT]):
         self._waiting[_Other()] = message
 
     def withdraw(self, call_id: CallId) -> bool:
-        """Take back a waiting call; False if it is not waiting."""
         if call_id in self._own_waiting:
             del self._own_waiting[call_id], self.calls[call_id]
             self._own.remove(call_id)

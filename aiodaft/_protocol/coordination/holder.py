@@ -93,7 +93,6 @@ class LeaseHolder:
             self.fence_at = max(self.fence_at, asked_at + self._ttl - self._skew)
 
     def lost(self, epoch: int) -> None:
-        """The coordinator says that a lease is over."""
         if epoch == self.epoch and self._state is not HolderState.OUTSIDE:
             self._handle(HolderEvent.LOST)
 
@@ -111,7 +110,6 @@ class LeaseHolder:
         return now >= self._granted_until
 
     def get_timer(self) -> float:
-        """The time to send the next keepalive, or to look at the state."""
         return min(self._send_at, self.fence_at) if self._state is HolderState.HOLDING else self._send_at
 
     def _renew(self, good_for: float, sent_at: float) -> None:

@@ -95,6 +95,5 @@ class LeaseTable:
         return [epoch for epoch, lease in self._leases.items() if lease.deadline <= now]
 
     def next_look(self) -> float:
-        """The time to ask again for expired leases."""
         usual = self._looked_at + _STOPPED * self.ttl / 2
         return min([usual, *(lease.deadline for lease in self._leases.values())])

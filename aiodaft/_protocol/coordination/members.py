@@ -61,7 +61,6 @@ class MemberTable:
             raise LeaseLost(f"node {claimed.name!r} is not a member any more; it has to join as a new incarnation")
 
     def note_free(self, epoch: int, free: Mapping[str, float]) -> None:
-        """A member reported its free resources."""
         member = self._by_epoch[epoch]
         self._members[member.name] = self._by_epoch[epoch] = replace(member, free=dict(free))
 

@@ -132,7 +132,6 @@ class Registry:
         return [] if held is None or held.epoch != epoch else self._changes(gone=[held])
 
     def unreserve(self, name: str, peer: PeerId, actor: ActorId) -> list[Change]:
-        """Free a name if it is reserved for an actor of that process."""
         held = self.names.get(name)
         ours = held is not None and held.reserved and (held.peer, held.actor) == (peer, actor)
         return self._changes(gone=[held]) if held is not None and ours else []
@@ -192,7 +191,6 @@ class Registry:
         return next(others, None) if is_attached(held.peer) and not held.reserved else None
 
     def expire(self, now: float) -> list[Change]:
-        """End the leases whose time is over, and the names under them."""
         return self._changes(gone=[record for epoch in self.leases.expired(now) for record in self._under(epoch)])
 
     def _under(self, epoch: int) -> list[Record]:
@@ -215,7 +213,6 @@ class Registry:
         return changes
 
     def apply(self, changes: Sequence[Change], now: float) -> None:
-        """Carry out changes, once they are stored."""
         for change in changes:
             self._put(change.kind, change.key, change.record, now, seen=True)
         self._history.append(changes)

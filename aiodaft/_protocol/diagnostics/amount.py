@@ -4,7 +4,6 @@ from __future__ import annotations
 
 
 def amount(size: int) -> str:
-    """Bytes for people."""
     number, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if number < 1024:

@@ -34,7 +34,7 @@ _MOST_CALLS: Final = 1_000
 class CallAt(NamedTuple):
     """A call: the process that runs it, the process that made it, and its number there.
 
-    With `member`, what this actor does within a call of its group, or a run of a graph: its calls that are part of it.
+    With `member`, this actor's part of a call of its group, or of a run of a graph: its calls within that.
     """
 
     host: PeerId
@@ -134,7 +134,6 @@ class Deadlock(NamedTuple):
 
     @property
     def cycle(self) -> tuple[WaitingCall, ...]:
-        """The calls, for users."""
         return tuple(WaitingCall(one.actor, one.method, one.line) for one in self.shown)
 
     def __str__(self) -> str:
@@ -226,7 +225,6 @@ def knots(stuck: dict[CallAt, Waiting]) -> list[set[CallAt]]:
 
 
 def _reach(start: CallAt, stuck: dict[CallAt, Waiting]) -> set[CallAt]:
-    """The calls that a call waits for, directly or indirectly."""
     found: set[CallAt] = set()
     ahead = [start]
     while ahead:

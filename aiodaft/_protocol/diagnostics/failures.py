@@ -102,7 +102,6 @@ class FailureLog:
         self._kept = Latest[tuple[Subject, tuple[Cause, ...]], Failure](_REMEMBERED)
 
     def note(self, subject: Subject, error: BaseException, now: float) -> None:
-        """Remember a failure; an equal one is counted."""
         if subject.what == "death":
             self.deaths[subject.actor.partition("-")[0]] += 1
         key = subject, causes_of(error)
@@ -113,7 +112,6 @@ class FailureLog:
             self._kept[key] = replace(known, times=known.times + 1, last=now)
 
     def __iter__(self) -> Iterator[Failure]:
-        """The failures, on the clock of `note`."""
         return iter(self._kept.values())
 
 

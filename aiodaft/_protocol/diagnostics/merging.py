@@ -105,13 +105,11 @@ class Merging(Generic[T]):
             self._show(Merged(one.line, lane[0], sorted(one.ranks)))
 
     def flush(self, group: str | None = None) -> None:
-        """Show the lines that wait, of one group or of all."""
         for lane, waiting in list(self._waiting.items()):
             if group in {None, lane[0]}:
                 self._show_first(lane, len(waiting))
 
     def get_timer(self) -> float | None:
-        """The time to call `handle_timer`; None for never."""
         return min((waiting[0].due for waiting in self._waiting.values()), default=None)
 
     def handle_timer(self, now: float) -> None:

@@ -76,7 +76,6 @@ def ran(
 
 
 def failed(key: Key, outcome: str) -> Event:
-    """The process that has submitted a call learned that it failed."""
     return (FAILED, key, outcome)
 
 
@@ -86,7 +85,6 @@ def fetched(began: float, ended: float, kind: str, nbytes: int, source: PeerId) 
 
 
 def outcome_of(error: BaseException) -> str:
-    """The outcome of a call that raised an error."""
     name = type(error).__name__
     return CANCELLED if name in _CANCELLATIONS else name
 

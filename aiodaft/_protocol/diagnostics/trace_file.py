@@ -91,7 +91,6 @@ class _Merge:
         self.needs: list[tuple[Key, Sequence[Key]]] = []
 
     def read(self, part: ProcessTrace, offset: float, number: int) -> None:
-        """Take the events of a process whose clock is ahead by `offset`."""
         self._offset, self._number, self._actors = offset, number, part.actors
         self._failures = {event[1]: event[2] for event in part.events if event[0] == FAILED}
         for event in part.events:

@@ -184,7 +184,6 @@ def _place_steps(
 
 
 def _values_of_one_use(flow: Dataflow[DataT]) -> set[int]:
-    """The values that one step needs, and not the controller."""
     once: set[int] = set()
     again = set(flow.outputs)
     for step in flow.steps:

@@ -39,7 +39,6 @@ def _line(text: str, line: str, note: ValueNote) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people."""
     for unit, factor in (("us", 1e6), ("ms", 1e3)):
         if seconds * factor < 1000:
             return f"{seconds * factor:.3g} {unit}"

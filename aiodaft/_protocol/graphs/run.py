@@ -158,7 +158,6 @@ class OwnedRun:
         return True
 
     def lose(self, process: PeerId) -> list[int]:
-        """A process is gone. Returns the values that it has not reported."""
         lost = [value for value, reporter in self.missing.items() if reporter == process]
         for value in lost:
             del self.missing[value]
@@ -203,7 +202,6 @@ class GraphRuns(Generic[RunT]):
         return at_once
 
     def may_begin(self) -> bool:
-        """Whether one more run may begin (or fail, if the graph is broken)."""
         under_way = len(self.all) - len(self.waiting)
         return self.state is not GraphState.PREPARING and under_way < self._max_in_flight
 

@@ -171,7 +171,6 @@ class _Drawing:
 
 
 def _curve(x1: float, y1: float, x2: float, y2: float) -> str:
-    """A curve that leaves and ends straight down."""
     middle = (y1 + y2) / 2
     return f" C{x1:g} {middle:g} {x2:g} {middle:g} {x2:g} {y2:g}"
 

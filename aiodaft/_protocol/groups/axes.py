@@ -65,7 +65,6 @@ class Axes:
         return Axes(((first, count // rest), *others))
 
     def coords(self, rank: int) -> Mapping[str, int]:
-        """The place of a rank on each axis."""
         found: dict[str, int] = {}
         for name, size in reversed(self.pairs):
             rank, found[name] = divmod(rank, size)

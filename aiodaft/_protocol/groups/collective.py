@@ -120,7 +120,6 @@ class Plan:
         return self.members + len(self.steps) - 1
 
     def join(self, rank: int, parts: list[int]) -> int:
-        """Add a step that puts parts together to a value like the member's own."""
         return self.add(rank, Work.JOIN, rank, *parts)
 
 
@@ -323,12 +322,10 @@ def _reduce_cut(plan: Plan, cut: Cut, rank: int) -> int:
 
 
 def values_of(operation: str, members: int, root: int) -> tuple[int, ...]:
-    """The ranks that have a value at the beginning."""
     return (root,) if operation in {"broadcast", "scatter"} else tuple(range(members))
 
 
 def results_of(operation: str, members: int, root: int) -> tuple[int, ...]:
-    """The ranks that get a result, in the order of the results of the plan."""
     return (root,) if operation in {"reduce", "gather"} else tuple(range(members))
 
 

@@ -141,7 +141,6 @@ class Inbox:
         return sorted((one for sent in self._sent.values() for one in sent.values()), key=_NUMBER)
 
     def limit(self, messages: int, nbytes: int) -> list[Command]:
-        """Set other bounds. Admitted messages stay."""
         self._most, self._most_bytes = messages, nbytes
         return self._admit_more()
 
@@ -158,14 +157,12 @@ class Inbox:
         return message, [self._admit(message)] if wanted else self._admit_more(line)
 
     def came(self, message: Message, value: Any) -> list[Command]:
-        """The value of an admitted message is here."""
         if message.stage is not Stage.ADMITTED:
             raise LocalProtocolError("the value of a message came twice, or before it was admitted")
         message.stage, message.value = Stage.HERE, value
         return self._serve(message)
 
     def withdraw(self, message: Message) -> list[Command]:
-        """The value of a message will not come."""
         if message.stage is Stage.HERE:
             return []
         return self._after_removal(message)
@@ -184,7 +181,6 @@ class Inbox:
         return receive, self._let_one_come(wish)
 
     def give_up(self, receive: Receive) -> None:
-        """A receive has ended; perhaps it waits no more."""
         if receive.number in self._waiting.get(receive.wish, ()):
             self._stop_waiting(receive)
 
@@ -211,7 +207,6 @@ class Inbox:
     # Matching of messages and receives.
 
     def _heads(self, wish: Wish) -> list[Message]:
-        """The first message of each sender that a receive wants."""
         sources = self._sent if wish.source is None else (wish.source,)
         lines = (self._sent.get(one) if wish.tag is None else self._tagged.get((one, wish.tag)) for one in sources)
         return [head for line in lines if (head := _first(line, wish.within)) is not None]
@@ -334,7 +329,6 @@ def _enter(table: dict[K, dict[int, Message]], key: K, message: Message) -> None
 
 
 def _discard(table: dict[K, dict[int, OneT]], key: K, one: OneT) -> None:
-    """Remove a message or a receive, and its line if that is empty."""
     line = table[key]
     del line[one.number]
     if not line:

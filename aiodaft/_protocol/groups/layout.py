@@ -41,7 +41,6 @@ class Grid(NamedTuple):
         return prod(self.shape) * self.itemsize
 
     def box(self, rank: int) -> Box | None:
-        """The part that a rank has; None if it has nothing."""
         cell = self.cells[rank]
         return None if cell is None else self.box_of(cell)
 
@@ -52,7 +51,6 @@ class Grid(NamedTuple):
         return prod(stop - start for start, stop in box) * self.itemsize
 
     def shard_shape(self, rank: int) -> tuple[int, ...] | None:
-        """The shape of the part that a rank has; None if it has nothing."""
         box = self.box(rank)
         return None if box is None else tuple(stop - start for start, stop in box)
 
@@ -133,6 +131,5 @@ def _check(name: str, rule: Rule, axes: Mapping[str, int]) -> None:
 
 
 def overlap(first: Box, second: Box) -> Box | None:
-    """The intersection of two boxes; None if it is empty."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return None if any(start >= stop for start, stop in both) else both

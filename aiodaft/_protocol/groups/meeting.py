@@ -81,7 +81,6 @@ class _Meeting(Generic[T]):
     within: Hashable = None
 
     def is_for(self, coming: Coming) -> bool:
-        """Whether a member comes to this one."""
         return coming.rank not in self.done and (None in (self.within, coming.within) or self.within == coming.within)
 
     def add(self, one: _Waiting[T]) -> None:
@@ -207,7 +206,6 @@ class Meetings(Generic[T]):
         self._tidy(left.name)
 
     def expire(self, name: Hashable, rank: int, ticket: T, seconds: float) -> list[Outcome[T]]:
-        """A member has waited for so many seconds, and waits no longer."""
         for meeting in self._meetings.get(name, ()):
             if meeting.holds(rank, ticket):
                 late, _ = self._late(meeting)
@@ -225,7 +223,7 @@ class Meetings(Generic[T]):
         return texts
 
     def missing(self, name: Hashable, rank: int, ticket: T) -> tuple[Hashable, list[int]]:
-        """What a member that waits has come within, and the ranks that have not come to the same meeting."""
+        """The thing that a waiting member has come within, and the ranks that have not come to the same meeting."""
         for meeting in self._meetings.get(name, ()):
             if meeting.holds(rank, ticket):
                 return meeting.within, self._absent(meeting)
@@ -235,7 +233,6 @@ class Meetings(Generic[T]):
         return [rank for rank in range(self._size) if rank not in meeting.waiting]
 
     def _late(self, meeting: _Meeting[T]) -> tuple[str, bool]:
-        """The ranks that have not come, and whether there are several."""
         late = [str(rank) for rank in self._absent(meeting)]
         return f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}", len(late) > 1
 
@@ -272,7 +269,6 @@ class Meetings(Generic[T]):
         return meeting.fail(error)
 
     def _tidy(self, name: Hashable) -> None:
-        """Forget the meetings that every member has come to, or none."""
         left = [one for one in self._meetings.get(name, ()) if 0 < len(one.done) < self._size]
         if left:
             self._meetings[name] = left

@@ -46,8 +46,6 @@ class Piece(NamedTuple):
     nbytes: int
 
     def part(self, dim: int, first: int, count: int) -> Piece:
-        """The part with `count` indices in one dimension."""
-
         def moved(start: tuple[int, ...]) -> tuple[int, ...]:
             return (*start[:dim], start[dim] + first, *start[dim + 1 :])
 
@@ -175,7 +173,6 @@ def _check(name: str, source: Grid | None, target: Grid) -> None:
 
 
 def _shares(source: Grid, target: Grid) -> list[Share]:
-    """The intersections of the cells of two layouts."""
     holders = _by_cell(source)
     shares: list[Share] = []
     for target_cell, takers in _by_cell(target).items():
@@ -189,7 +186,6 @@ def _shares(source: Grid, target: Grid) -> list[Share]:
 
 
 def _by_cell(grid: Grid) -> dict[tuple[int, ...], list[int]]:
-    """The ranks that have each cell."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank, cell in enumerate(grid.cells):
         if cell is not None:
@@ -254,7 +250,6 @@ def nbytes_in(parcels: Iterable[Sequence[Piece]]) -> int:
 
 
 def filtered(parcels: Iterable[Sequence[Piece]], wanted: Callable[[Piece], bool]) -> list[list[Piece]]:
-    """The pieces that are wanted, in their parcels."""
     chosen = ([piece for piece in pieces if wanted(piece)] for pieces in parcels)
     return [pieces for pieces in chosen if pieces]
 

@@ -38,7 +38,6 @@ class Roster(Generic[T_co]):
 
     @property
     def owner(self) -> PeerId:
-        """The process that makes and stops its members."""
         return PeerId(self.id.partition("@")[2])
 
     def part(self, ranks: tuple[int, ...], name: str, axes: Axes) -> Roster[T_co]:
@@ -59,7 +58,6 @@ class Roster(Generic[T_co]):
         return self.part(ranks, f"{'+'.join(picked.sizes)}[{where}]", picked), ranks.index(rank)
 
     def along_all(self, rank: int, uses: Iterable[tuple[str, ...]]) -> tuple[Roster[T_co], int]:
-        """The result of several uses of `along`, one after another."""
         roster = self
         for names in uses:
             roster, rank = roster.along(rank, names)

@@ -42,7 +42,6 @@ class Drain:
         return max(0.0, self._deadline - now)
 
     def step(self, processes: int, now: float) -> DrainState:
-        """The state of the drain, while so many processes are left."""
         if self.begun:
             if not processes:
                 self.state = DrainState.OVER

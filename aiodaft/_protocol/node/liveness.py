@@ -164,17 +164,14 @@ class Liveness:
         return self._missed is not None
 
     def relax(self, patience: Patience) -> None:
-        """Use another patience from now on; earlier silence does not count."""
         self.patience = patience
         if self._missed is not None:
             self._ask()
 
     def get_timer(self) -> float | None:
-        """The time to call `handle_timer`; None for never."""
         return None if self.health is Health.LOST or self.patience.period is None else self._due
 
     def heard(self, now: float) -> Order | None:
-        """It answered."""
         if self.health is Health.LOST:
             return None
         suspected = self.health is Health.SUSPECT
@@ -190,7 +187,6 @@ class Liveness:
         return bool(wanted) and self._stalls.is_due(answer.culprit, answer.lag, now)
 
     def last(self, now: float) -> LastHeartbeat:
-        """The process when it last answered."""
         answer, silent_for = self._answer, now - self.last_heard
         running_for = silent_for + answer.age if answer.method else 0.0
         return LastHeartbeat(self.health is not Health.ALIVE, silent_for, answer.lag, answer.method, running_for)

@@ -57,11 +57,9 @@ class OomKills:
         self._seen: dict[str, int] = {}
 
     def watch(self, counter: str, kills: int) -> None:
-        """A worker began in the group of a counter."""
         self._seen.setdefault(counter, kills)
 
     def take(self, counter: str, kills: int) -> bool:
-        """Whether the kernel has counted one more kill."""
         if kills <= self._seen[counter]:
             return False
         self._seen[counter] += 1
@@ -86,6 +84,5 @@ def oom_counters(groups: str) -> list[str]:
 
 
 def oom_kills(content: str) -> int:
-    """The count in such a file."""
     found = re.search(r"^oom_kill (\d+)$", content, re.MULTILINE)
     return int(found[1]) if found else 0

@@ -54,7 +54,6 @@ class Stock(NamedTuple):
     gpus: tuple[float, ...]
 
     def room_for(self, demand: Demand, most: int) -> int:
-        """The number of actors with this demand that fit at the same time; at most `most`."""
         needs = {"cpus": demand.cpus, **demand.custom}
         rooms = [(self.free.get(name, 0.0) + _EPSILON) // amount for name, amount in needs.items() if amount]
         if demand.gpus >= 1:
@@ -65,7 +64,6 @@ class Stock(NamedTuple):
 
     @property
     def whole_gpus(self) -> int:
-        """The number of GPUs of which no part is in use."""
         return sum(free > 1 - _EPSILON for free in self.gpus)
 
     def less(self, demand: Demand, count: int) -> Stock:
@@ -85,7 +83,6 @@ class Stock(NamedTuple):
         return Stock(self.totals, free, tuple(gpus))
 
     def all_free(self) -> Stock:
-        """The stock when nothing is in use."""
         return Stock(self.totals, self.totals, (1.0,) * len(self.gpus))
 
 
@@ -305,12 +302,10 @@ class Resources(Generic[HolderT]):
         return demand.cpus + cpus, chosen + gpus
 
     def free(self) -> dict[str, float]:
-        """The free amount of each resource."""
         left = {name: total - self._used[name] for name, total in self.totals.items()}
         return {**left, "gpus": sum(1.0 - used for used in self._gpus.values())}
 
     def stock(self, within: HolderT | None = None) -> Stock:
-        """The stock of the node, or of actors in a slice."""
         totals, free = {**self.totals, "gpus": float(self.gpus)}, self.free()
         gpus = tuple(1.0 - used for used in self._gpus.values())
         if within is None:

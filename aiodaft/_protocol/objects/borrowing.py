@@ -59,7 +59,6 @@ class Borrowing(Generic[ValueT]):
         self._lent.pop(number, None)
 
     def lend(self, number: CallId, peer: PeerId) -> None:
-        """Another process holds a ref; nothing if that is freed."""
         value = self.shared.get(number)
         if value is not None:
             value.borrow(peer)

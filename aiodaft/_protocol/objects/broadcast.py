@@ -116,7 +116,6 @@ class Fanout:
         self._members.pop(peer, None)
 
     def fail(self, peer: PeerId, relay: PeerId) -> None:
-        """Note that a relay failed for a process, which will join again."""
         if relay in self._members:
             self._members[relay].failing = True
         member = self._members.get(peer)
@@ -138,13 +137,11 @@ class Fanout:
         return min(able, key=done, default=None)
 
     def _keeper_for(self, peer: PeerId) -> PeerId | None:
-        """The process that keeps a copy for the machine of `peer`."""
         if not self._shared:
             return None
         return next((name for name in self._able(peer) if can_share_memory(name, peer)), None)
 
     def _able(self, peer: PeerId) -> list[PeerId]:
-        """The members that can be the source of `peer`."""
         return [
             name
             for name, member in self._members.items()

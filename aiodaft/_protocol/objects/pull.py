@@ -164,7 +164,6 @@ class Questions(Generic[WaiterT]):
         return take_first(self.open, (remote, key))
 
     def lost(self, remote: PeerId) -> list[WaiterT]:
-        """A process is lost. Returns the waiters for its answers."""
         asked = [question for question in self.open if question[0] == remote]
         return [waiter for question in asked for waiter in self.open.pop(question)]
 

@@ -80,7 +80,6 @@ class Consumption(Generic[ItemT]):
 
     @property
     def error(self) -> BaseException | None:
-        """The producer's error, until the consumer has it."""
         return self._error
 
     @property
@@ -97,7 +96,6 @@ class Consumption(Generic[ItemT]):
         return True
 
     def end(self, error: BaseException | None) -> bool:
-        """The producer ended; False if that is known."""
         if not self._handle(Event.END):
             return False
         self._error = error

@@ -88,7 +88,6 @@ class Value:
 
     @property
     def free(self) -> bool:
-        """Whether the call is over and the value has no holders."""
         return self.status is not PENDING and not self.held
 
     @property
@@ -97,7 +96,6 @@ class Value:
 
     @property
     def in_use(self) -> bool:
-        """Whether a call under way or another process has the value."""
         return bool(self.uses or self.borrowers)
 
     def goes_on(self, *, waiters: bool) -> bool:
@@ -114,27 +112,23 @@ class Value:
         return Where.PRODUCER if self.status is THERE else Where.HERE
 
     def advance(self, status: Status) -> bool:
-        """Change the status; False if the change comes too late."""
         if status not in _NEXT[self.status]:
             return False
         self.status = status
         return True
 
     def borrow(self, peer: PeerId) -> None:
-        """Count another process as a holder."""
         if self.borrowers is None:
             self.borrowers = {}
         self.borrowers[peer] = self.borrowers.get(peer, 0) + 1
 
     def give_back(self, peer: PeerId) -> None:
-        """Undo one `borrow`: another process dropped the ref."""
         if self.borrowers and peer in self.borrowers:
             self.borrowers[peer] -= 1
             if not self.borrowers[peer]:
                 del self.borrowers[peer]
 
     def forget(self, peer: PeerId) -> None:
-        """Undo every `borrow` of a process that is gone."""
         if self.borrowers:
             self.borrowers.pop(peer, None)
 

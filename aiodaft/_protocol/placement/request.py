@@ -83,5 +83,4 @@ class Request:
     own_nodes: bool = False
 
     def room_on(self, stock: Stock) -> int:
-        """The number of them that fit on a node."""
         return stock.room_for(self.demand, 1 if self.own_nodes else self.count)

@@ -201,7 +201,6 @@ class Siblings(Generic[ChildT, EvidenceT]):
         self._failed_together: set[ChildT] = set()
 
     def add(self, child: ChildT, kind: Kind) -> None:
-        """A child was spawned, and is up."""
         self._children[child] = kind
 
     def remove(self, child: ChildT) -> None:

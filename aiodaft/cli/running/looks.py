@@ -79,6 +79,5 @@ async def _without(own: str, looks: AsyncGenerator[dict[str, Any], None]) -> Asy
 
 
 def screen() -> Console:
-    """The console for tables."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_WIDTH)

@@ -277,7 +277,6 @@ async def _alone(server: int, place: str) -> AsyncGenerator[None]:
 
 
 async def _accepted(listener: socket.socket, server: _Server, opened: ExitStack) -> Program:
-    """The next process that connects."""
     loop = asyncio.get_running_loop()
     while True:
         connection, _ = await loop.sock_accept(listener)
@@ -310,7 +309,6 @@ def _uid_of(status: dict[str, str], default: int = -1) -> int:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """The kernel's status of a process; nothing if it is gone."""
     with suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
         return {key: value.strip() for key, _, value in (line.partition(":") for line in file)}
     return {}

@@ -121,9 +121,7 @@ class Driver(Protocol):
         """Wait until a stream is past an event, or the device failed."""
         ...
 
-    def forget(self, event: Event) -> None:
-        """Free an event."""
-        ...
+    def forget(self, event: Event) -> None: ...
 
     def close(self) -> None:
         """Free the devices. Idempotent."""
@@ -205,7 +203,6 @@ class DeviceBlock(PooledBlock[DeviceSegment]):
 
     @property
     def settled(self) -> bool:
-        """Whether the device is done with it, or has failed."""
         return self.filled or self.error is not None
 
     def fill(self, keep: Any) -> None:
@@ -221,7 +218,6 @@ class DeviceBlock(PooledBlock[DeviceSegment]):
             self._waiting.append(callback)
 
     def fill_ended(self, error: TransportError | None) -> None:
-        """The device is done with it."""
         self.keep = None
         self.error = error
         self.filled = error is None
@@ -257,7 +253,6 @@ class DevicePool(BlockPool[DeviceSegment]):
         self._lent: dict[int, DeviceSegment] = {}
 
     def allocate(self, nbytes: int) -> DeviceBlock:
-        """Return a block of `nbytes` bytes, 64-byte aligned."""
         with self.lock:
             segment, offset = self._take(nbytes)
             segment.rests = False

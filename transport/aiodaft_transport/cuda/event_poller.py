@@ -43,7 +43,6 @@ class EventWatch:
 
     @property
     def is_asking(self) -> bool:
-        """Whether it goes on to ask."""
         return self._turn_soon is not None or (self._alarm is not None and self._alarm.is_set)
 
     def add(self, event: Event, on_happened: Happened) -> None:

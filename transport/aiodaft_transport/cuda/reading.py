@@ -39,7 +39,6 @@ class Reading:
         self.address = self._segment.opened(driver, self.device) + self.offset
 
     def used_by(self, stream: int) -> None:
-        """A stream begins to work with it."""
         self._streams.add(stream)
 
     @property

@@ -96,7 +96,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         return sum(pool.live_blocks() for pool in self.pools())
 
     def pools(self) -> Sequence[DevicePool]:
-        """The exported memory of all devices."""
         return list(self._pools.values())
 
     def pool(self, device: int) -> DevicePool:
@@ -409,7 +408,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         device: int,
         streams: Collection[int],
     ) -> None:
-        """A reading is garbage; in any thread."""
         left = list(streams)
         self._host.call_soon(lambda: self._wait_unused(remote, segment, number, device, left))
 

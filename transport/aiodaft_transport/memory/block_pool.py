@@ -195,7 +195,6 @@ class BlockPool(ABC, Generic[S]):
             return sum(segment.size for segment in self._segments() if not segment.live)
 
     def live_blocks(self) -> int:
-        """The number of blocks in use."""
         with self.lock:
             return sum(segment.live for segment in self._segments())
 

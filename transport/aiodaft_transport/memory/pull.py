@@ -25,7 +25,6 @@ class BasePull(Generic[ResultT]):
             self.done.exception()
 
     def set_over(self) -> None:
-        """Nothing touches the memory any more."""
         self.is_over = True
         if self._ended is not None:
             self._ended.set_result(None)

@@ -141,7 +141,6 @@ class Driver:
             logger.error("UCX still has operations in flight; its worker and their memory are not freed")
 
     def _quieten(self) -> bool:
-        """Wait until the operations of the closed endpoints have ended; False if they do not."""
         until = time.perf_counter() + _CLOSE_TIME
         while time.perf_counter() < until:
             busy = self.worker.progress()

@@ -35,7 +35,6 @@ class Pool(Arena):
         return known[1]
 
     def key_of(self, segment: Segment | Region, worker: Worker) -> bytes:
-        """The key with which a peer reads a segment."""
         return worker.pack(self.memory_of(segment, worker))
 
     def closed(self, segment_id: int) -> None:

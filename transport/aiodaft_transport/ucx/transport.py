@@ -268,7 +268,6 @@ class UcxTransport(SegmentTransport[Block, Remote]):
         return pull
 
     def _pulled(self, remote: Remote, number: int) -> None:
-        """A transfer is over: return its grant."""
         self._send(remote, RETURN, number)
         self._free_keys(remote)
 

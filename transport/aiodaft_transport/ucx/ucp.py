@@ -163,7 +163,6 @@ class Library:
         return made.value or 0
 
     def check(self, status: int, what: str) -> None:
-        """Raise UcxError if a status is an error."""
         if status < 0:
             raise UcxError(f"{what}: {self.text(status)}")
 
@@ -276,7 +275,6 @@ class Worker:
                 self.library.ucp_mem_unmap(self._context, memory)
 
     def pack(self, memory: int) -> bytes:
-        """Pack the key that a peer needs to read registered memory."""
         buffer, size = c_void_p(), c_size_t()
         status = self.library.ucp_rkey_pack(self._context, memory, byref(buffer), byref(size))
         self.library.check(status, "no key of the memory")
@@ -290,7 +288,6 @@ class Worker:
         return self.library.make("an unusable key", self.library.ucp_ep_rkey_unpack, endpoint, packed)
 
     def forget(self, rkey: int) -> None:
-        """Free a key that no operation uses any more."""
         if self._worker:
             self.library.ucp_rkey_destroy(rkey)
 

@@ -23,8 +23,8 @@ MANY_OPTIONS = {"Runtime.__init__", "Spawner.on"}
 # Per 1,000 words: sentences that begin with "what", and relative clauses without a noun (tests/support/plain_words.py).
 MOST_HIDDEN_NOUNS = {
     "aiodaft/_protocol": 11.2,
-    "aiodaft/_runtime": 7.5,
-    "aiodaft": 11.0,
+    "aiodaft/_runtime": 1,
+    "aiodaft": 6,
     "transport": 5.4,
     "tests": 19.7,
     "examples": 11.0,

@@ -17,7 +17,7 @@ from aiodaft._runtime.serialization.tensors import loaded_torch
 Allocate: TypeAlias = Callable[[Any, Any], Any]
 # Elements that torch computes in the calling thread: its GRAIN_SIZE.
 _SERIAL: Final = 1 << 15
-# What numpy computes as fast as torch, and to the same bits; of two NaNs, it may give the other one.
+# Ops that numpy computes as fast as torch, and to the same bits; of two NaNs, it may give the other one.
 _SAME_OPS: Final = frozenset({"sum", "product"})
 _SAME_DTYPES: Final = frozenset({"torch.float32", "torch.float64", "torch.int32", "torch.int64"})
 # The name of a reducer below, or a function of two values.
@@ -26,7 +26,7 @@ Reducer: TypeAlias = str | Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a value, and what the whole is; see `kind_of`."""
+    """A part of a value, and the kind of the whole; see `kind_of`."""
 
     kind: str
     value: Any
@@ -53,7 +53,7 @@ def check_reducer(op: Reducer) -> Reducer:
 
 
 def kind_of(value: Any) -> str:
-    """What has to be the same for all members: the type, and of tensors and arrays the dtype and the shape."""
+    """The kind that all members have to share: the type, and of tensors and arrays the dtype and the shape."""
     if isinstance(value, Piece):
         return value.kind
     if not _is_array(value):
@@ -167,9 +167,9 @@ def _combined(values: Sequence[Any], op: Reducer, allocate: Allocate) -> Any:
 
 
 def _computing(op: str, values: Sequence[Any]) -> tuple[Callable[..., Any], Iterable[Sequence[Any]]]:
-    """What reduces values of one shape, and the parts of them that it is called with.
+    """The function that reduces values of one shape, and the parts of them that it is called with.
 
-    What is quick is done without the threads of torch. These are for large values: where others need the cores, they
+    Quick work is done without the threads of torch. These are for large values: where others need the cores, they
     spin for milliseconds at the end of each job. numpy has none; torch uses none for small parts, which take longer.
     """
     _, of_torch, of_numpy = _REDUCERS[op]
@@ -195,7 +195,7 @@ def _like(value: Any, allocate: Allocate) -> Any:
 
 
 def _bounds(length: int, part: int, parts: int) -> tuple[int, int]:
-    """Where a part begins and ends; the first ones are longer by one if the length cannot be divided."""
+    """The bounds of a part; the first ones are longer by one if the length cannot be divided."""
     size, longer = divmod(length, parts)
     start = part * size + min(part, longer)
     return start, start + size + (part < longer)

@@ -35,7 +35,7 @@ class Gathering:
     def __init__(self, size: int) -> None:
         self._size = size
         self._came: dict[int, asyncio.Future[Begun]] = {}
-        # What rank 0 brings.
+        # The block that rank 0 begins.
         self._begun: Begun | None = None
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class Gathering:
 
         Raises:
             TimeoutError: Not all came.
-            Exception: What `fail` was given.
+            Exception: The error given to `fail`.
         """
         future = self._came[rank] = asyncio.get_running_loop().create_future()
         self._begun = begun or self._begun
@@ -94,8 +94,8 @@ class Blocks(Actor):
         self.destroyed: list[object] = []
         # Of another thread than the one that has entered a block, if that was kept for several calls.
         self._is_free = threading.Lock()
-        # How each member left a block. Made by whoever comes first: the member, or a question. What a member left early
-        # is kept, since a question may come later.
+        # The way in which each member left a block. Made by the first to come: the member, or a question. An early
+        # leave is kept, since a question may come later.
         self._left: dict[tuple[ActorId, str], asyncio.Future[Left]] = {}
 
     @property
@@ -103,7 +103,7 @@ class Blocks(Actor):
         """The number of blocks that members wait here to begin."""
         return len(self._gatherings)
 
-    # What other members ask.
+    # For the other members.
 
     @method(ordered=False)
     async def come(self, actor: int, epoch: int, within: Hashable, rank: int, size: int, patience: float) -> Begun:
@@ -127,13 +127,13 @@ class Blocks(Actor):
 
     @method(ordered=False)
     async def left_by_now(self, actor: int, block: str) -> Left | None:
-        """How a member has left a block; None if it has not."""
+        """The way in which a member has left a block; None if it has not."""
         if not self._enlisted.has(ActorId(actor)):
             return Left(gone=True)
         left = self._left.get((number_of(ActorId(actor)), block))
         return left.result() if left is not None and left.done() else None
 
-    # What the member itself does.
+    # For the member itself.
 
     @contextmanager
     def alone(self, is_taken: Callable[[], bool]) -> Generator[None]:
@@ -169,7 +169,7 @@ class Blocks(Actor):
         self._left.pop((number_of(actor), block), None)
 
     def _told(self, actor: ActorId) -> None:
-        """The group of an actor may have changed: who waits for those of an earlier epoch waits in vain."""
+        """The group of an actor may have changed: waits for members of an earlier epoch are in vain."""
         standing = self._enlisted.find(actor)
         assert standing is not None
         for place in [place for place in self._gatherings if place[0] == number_of(actor)]:

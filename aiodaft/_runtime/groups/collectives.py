@@ -79,7 +79,7 @@ class Collectives(Actor):
                         return joined(inputs[0], inputs[1:], self._allocate)
                     case Work.REDUCE:
                         total = reduced(inputs, ranks, op, title, self._allocate)
-                        # The rows are what the member gets; parts of elements are joined.
+                        # The rows are the member's result; parts of elements are joined.
                         return total.value if how == Cut.ROWS else total
         except Exception as error:
             add_note(error, f"raised for {title}")
@@ -95,7 +95,7 @@ _SPECS: Final = specs_of(Collectives)
 
 # A process; or the target of the steps there: of an actor that is restarted, or in a graph.
 Place: TypeAlias = PeerId | Beside
-# The errors of what is lost with a process.
+# The errors of calls and values that are lost with a process.
 DEATHS: Final = (ActorDied, OwnerDied, PeerLost)
 
 
@@ -104,7 +104,7 @@ class Members:
 
     Args:
         refs: The values of the members.
-        places: Where the members are. Default: where the values are.
+        places: The places of the members. Default: those of the values.
     """
 
     def __init__(self, refs: Sequence[Ref[Any]], places: Sequence[Place] | None = None) -> None:
@@ -156,7 +156,7 @@ def _job(step: Step, plan: Plan) -> Job:
 
 
 def place_of(ref: Ref[Any]) -> Place:
-    """Where a value is, or will be."""
+    """The place of a value, now or when it is made."""
     state = state_of(ref)
     if isinstance(state, CallState) and (state.status is PENDING or _is_captured(state.target)):
         return place_beside(state.target)
@@ -164,7 +164,7 @@ def place_of(ref: Ref[Any]) -> Place:
 
 
 def place_beside(target: Target) -> Place:
-    """Where an actor is, or will be."""
+    """The place of an actor, now or when it is made."""
     host = target.host
     if _is_captured(target):
         return AlwaysBeside(host, COLLECTIVES)

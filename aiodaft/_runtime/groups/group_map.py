@@ -180,7 +180,7 @@ async def _next_of(items: AsyncIterator[Any]) -> Any:
 
 
 class MapResults(AsyncGenerator[Any, None]):
-    """What `Group.map` gives: an async generator, which says so where it is used as something else."""
+    """The result of `Group.map`: an async generator, which says so where it is used as something else."""
 
     def __init__(self, label: str, results: AsyncGenerator[Any, None]) -> None:
         self._label = label

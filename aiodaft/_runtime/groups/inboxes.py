@@ -35,7 +35,7 @@ from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, PeerLost, Ru
 from aiodaft.methods import MethodSpec, method, specs_of
 from aiodaft.ref import Ref
 
-# The sender of a message, its tag, the bytes of its value, and what it is within.
+# The sender of a message, its tag, the bytes of its value, and the call or run that it is within.
 Head: TypeAlias = tuple[ActorId, Tag, int, Hashable]
 
 # Bytes of a number, as a message counts them.
@@ -96,7 +96,7 @@ class Inboxes(Actor):
         # The ends of members of this process that others wait for.
         self._ends: dict[ActorId, asyncio.Future[None]] = {}
 
-    # What other members ask.
+    # For other members.
 
     @method
     async def put(self, group: str, to: int, head: Head, value: Any, waits: bool) -> bool:
@@ -135,7 +135,7 @@ class Inboxes(Actor):
                 self._ends[number] = self.process.loop.create_future()
             await asyncio.shield(self._ends[number])
 
-    # What members of this process do.
+    # For members of this process.
 
     async def send(self, group: str, to: Target, source: ActorId, tag: Tag, value: Any) -> None:
         """Send a message to a member. Raises as `CurrentGroup.send` does."""
@@ -200,7 +200,7 @@ class Inboxes(Actor):
             return await asked
 
     def _wait(self, waiter: asyncio.Future[Any], what: str) -> AbstractContextManager[None]:
-        """The same: what waits in it fails."""
+        """The same: the waiter fails."""
 
         def end(why: DaftError) -> None:
             if not waiter.done():
@@ -236,7 +236,7 @@ class Inboxes(Actor):
             self._boxes.pop(key).close(ActorDied("the member was stopped", executed=False))
 
     def _pack(self, value: Any) -> tuple[int, Any]:
-        """The size of a value, as far as it is known, and what travels in its place."""
+        """The size of a value, as far as it is known, and the object that travels in its place."""
         if is_plain(value):
             return (len(value) if isinstance(value, str | bytes) else _NUMBER), value
         small = encode_small((value,), by_name=False)
@@ -244,7 +244,7 @@ class Inboxes(Actor):
             return len(small[0]), value
         ref: Ref[Any] = Ref(self._caller.objects.refs.put(value, "CurrentGroup.send"))
         stored = state_of(ref).stored
-        # What takes long to encode counts as much as fits.
+        # A value that takes long to encode counts as many bytes as fit.
         return (BYTES if stored is None else stored.size), QueuedItem(ref)
 
     async def _watch(self, box: Box, source: ActorId, target: Target, group: str) -> None:
@@ -292,7 +292,7 @@ def _is_absence(error: DaftError) -> bool:
 
 
 class Mail:
-    """What one member sends and receives, at one epoch of its group."""
+    """The messages of one member, at one epoch of its group."""
 
     def __init__(self, inboxes: Inboxes, group: str, members: Sequence[Target], rank: int) -> None:
         self._inboxes = inboxes

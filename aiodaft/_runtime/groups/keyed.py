@@ -4,7 +4,7 @@
 
 Small values come with `join`, and so do those that are quickly reduced at one member; its answers have the results: one
 round trip. Of other values the refs come: when all are there, the plan of the collective on refs is carried out, so
-values go from member to member. `MeetingPlaces` has who has come, `MeetingValues` makes what they get.
+values go from member to member. `MeetingPlaces` knows the members that have come, `MeetingValues` makes their results.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from aiodaft.ref import Ref
 
 T = TypeVar("T")
 
-# Seconds after its timeout that a member still waits for the one where they meet, which tells all who is late.
+# Seconds after its timeout that a member still waits for the one where they meet, which names the late members to all.
 GRACE: float = 0.9
 # The collectives that a call has left, and that are forgotten if it fails.
 _REMEMBERED: Final = 99
@@ -61,9 +61,9 @@ class Keyed(Actor):
         self._find_call = find_call
         self._values = MeetingValues(caller, store, collectives)
         self._places = MeetingPlaces(caller.process, enlisted, partial(_ask_gone, caller))
-        # What else ends with a call that takes part in nothing any more.
+        # Further callbacks for the end of a call that takes part in nothing any more.
         self._ends: dict[InboundCall, list[Callable[[DaftError], object]]] = {}
-        # Where calls that go on have left, and with what.
+        # The joins that calls which go on have left.
         self._left_by: WeakKeyDictionary[InboundCall, deque[Joined]] = WeakKeyDictionary()
         # The members whose calls had ended when these calls were made again.
         self._ended_beside: WeakKeyDictionary[InboundCall | None, dict[Hashable, str]] = WeakKeyDictionary()
@@ -72,10 +72,10 @@ class Keyed(Actor):
         # Whether the last that a member has begun is told, by the group, its epoch, the member, the key, and `within`.
         self._last: WeakValueDictionary[Hashable, asyncio.Event] = WeakValueDictionary()
 
-    # What members do.
+    # For members.
 
     def begin(self, part: Part, value: Any) -> Ref[Any]:
-        """Take part; returns a ref of what the member gets, at once and in any thread."""
+        """Take part; returns a ref of the member's result, at once and in any thread."""
         call = current_call.get()
         if call is not None and call.apart is not None:
             raise apart(part.title, call.apart)
@@ -93,7 +93,7 @@ class Keyed(Actor):
         taking.outcome = state_of(outcome)
         taking.outcome.watch(partial(self._left, taking, state))
         self._open[state] = taking
-        # Who drops the result has taken part nevertheless.
+        # A member that drops the result has taken part nevertheless.
         state.watch(self._over, interested=True)
         if call is not None and call.apart is not None:
             # Meanwhile, on the loop; this is a thread.
@@ -162,11 +162,11 @@ class Keyed(Actor):
         state.cancel(str(why))
 
     def withdraw(self, call: InboundCall, why: DaftError | None) -> None:
-        """A call of a member fails: it has not taken part in what not all have come to.
+        """A call of a member fails: it has not taken part in collectives that some members have not come to.
 
         Args:
             call: The call.
-            why: Why it takes part in nothing any more. None: because it has ended.
+            why: The reason why it takes part in nothing any more. None: because it has ended.
         """
         call.apart = why or call.apart
         if why is not None:
@@ -222,12 +222,12 @@ class Keyed(Actor):
                     self._expect_no_more(taking, ended)
         return call is not None
 
-    # What the member awaits is not the call that takes part: that one goes on until the others are told.
+    # The member does not await the call that takes part: that one goes on until the others are told.
     @method(ordered=False)
     async def outcome(self, given: Opaque, result: Opaque) -> Any:
         """Wait for the result of `take_part`. Cancellation: see `_left`."""
         taking: Taking = given.content
-        # What stacks show.
+        # For stacks.
         call = serving()
         call.spec = call.spec.named(taking.part.title)
         try:
@@ -244,7 +244,7 @@ class Keyed(Actor):
             # As in `_left`: its error leads here.
             del result
 
-    # Unordered: what waits for its value does not hold up the next one.
+    # Unordered: a call that waits for its value does not hold up the next one.
     @method(ordered=False)
     async def take_part(self, given: Opaque, value: Any) -> Any:
         """Take part for a member of this process."""
@@ -293,7 +293,7 @@ class Keyed(Actor):
                 return await answer
             except GroupChanged as error:
                 if error.group == roster.id:
-                    # Then `current_group()` gives what it is now.
+                    # Then `current_group()` gives the new epoch.
                     await part.standing.over.wait()
                 raise
             except ActorDied as error:
@@ -322,12 +322,12 @@ class Keyed(Actor):
         finally:
             taking.told.set()
 
-    # What the member does where the others meet.
+    # For the members where they meet.
 
-    # Ordered: what a member joins with counts in the order in which it has joined.
+    # Ordered: the joins of a member count in their order.
     @method
     async def join(self, joining: Joining, brought: Packed, op: Reducer) -> Any:
-        """Come to a meeting here; returns what the member gets.
+        """Come to a meeting here; returns the member's result.
 
         Raises:
             Exception: As `MeetingPlace.come` does.
@@ -425,7 +425,7 @@ def _ask_gone(caller: Caller, peer: PeerId, actor: ActorId) -> Ref[None]:
 
 
 def _known_place(member: Target) -> Whereabouts | None:
-    """Where a member is, as far as this process knows, without asking."""
+    """The whereabouts of a member, as far as this process knows without asking."""
     if isinstance(member, FollowingTarget):
         connection = member.caller.connections.get(member.remote)
         here = member.remote == member.caller.process.id and member.actor in member.caller.actors
@@ -435,7 +435,7 @@ def _known_place(member: Target) -> Whereabouts | None:
 
 
 async def _find(part: Part, member: Target) -> Whereabouts:
-    """Where the member is at which the others meet; waits for one that is being restarted."""
+    """The whereabouts of the member at which the others meet; waits for one that is being restarted."""
     try:
         return await _in_time(part, whereabouts_of(member))
     except DaftError as error:

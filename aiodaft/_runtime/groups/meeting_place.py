@@ -1,6 +1,6 @@
-"""Where the members of a group meet: at one of them, which tells all what comes of it, and hears of deaths.
+"""The meetings of a group's members: at one of them, which tells all the outcome, and hears of deaths.
 
-`_protocol.groups.meeting` decides who is told what. A place asks the process of every other member when that member is
+`_protocol.groups.meeting` decides on the outcomes. A place asks the process of every other member when that member is
 gone, once for as long as the group has its epoch: a meeting costs no message besides those of the members that come.
 `MeetingPlaces` has the places of one process.
 """
@@ -30,7 +30,7 @@ from aiodaft.ref import Ref
 
 # The process of a member, and its number there.
 Whereabouts: TypeAlias = tuple[PeerId, ActorId]
-# What the members have brought, in the order of ranks, to what each of them is told.
+# From the values of the members, in the order of ranks, to the result of each.
 Conclude: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
 # Asks a process when an actor there is gone.
 AskGone: TypeAlias = Callable[[PeerId, ActorId], Ref[None]]
@@ -38,7 +38,7 @@ AskGone: TypeAlias = Callable[[PeerId, ActorId], Ref[None]]
 
 @dataclass(eq=False, slots=True)
 class _Ticket:
-    """What a member has brought, and the future by which it is told."""
+    """The value of a member, and the future of its result."""
 
     brought: Any
     told: asyncio.Future[Any]
@@ -71,19 +71,19 @@ class MeetingPlace:
         return self._table.open()
 
     async def come(self, coming: Coming, brought: Any, conclude: Conclude, timeout: float | None) -> Any:
-        """Wait until all have come; returns what `conclude` has for this member, of the last one that comes.
+        """Wait until all have come; returns the result for this member, by the `conclude` of the last one that comes.
 
         Args:
-            coming: Who comes to which meeting.
-            brought: What the member brings.
-            conclude: Called with what all have brought. It must not block; what it raises is raised at all.
+            coming: The member, and the meeting.
+            brought: The value of the member.
+            conclude: Called with the values of all. It must not block; its error is raised at all members.
             timeout: Seconds that the member waits; None: for ever.
 
         Raises:
             ValueError: The members do not agree.
             TimeoutError: Not all came in the time of one of them.
             ActorDied: A member is gone.
-            Exception: The fault of a member, or what `close` was given.
+            Exception: The fault of a member, or the error given to `close`.
 
         Cancellation: the member has not come.
         """
@@ -95,17 +95,17 @@ class MeetingPlace:
         try:
             return await ticket.told
         except asyncio.CancelledError:
-            # Who has come to the same meeting has the same terms.
+            # Members that have come to the same meeting have the same terms.
             self._tell(self._table.withdraw(coming.name, coming.rank, ticket), conclude)
             raise
         finally:
             if timer is not None:
                 timer.cancel()
-            # The error of its future leads here: a cycle would keep what the member has brought.
+            # The error of its future leads here: a cycle would keep the member's value.
             del ticket
 
     def missing(self, coming: Coming, ticket: _Ticket) -> list[CallAt]:
-        """What the members that have not come to a meeting do within the same, for the search for deadlocks.
+        """The work, within the same, of members that have not come to a meeting, for the search for deadlocks.
 
         Raises:
             LookupError: It is not known: they come by themselves, or the members are not known yet.
@@ -159,7 +159,7 @@ class MeetingPlace:
                 if error is None:
                     ticket.told.set_result(results[index])
                 else:
-                    # What the table keeps for those that are late must hold no frames of a member, nor its notes.
+                    # An error that the table keeps for late members must hold no frames of a member, nor its notes.
                     own = error is outcome.error or isinstance(error, DaftError)
                     ticket.told.set_exception(copy_error(error) if own else error)
 
@@ -173,7 +173,8 @@ class MeetingPlace:
             except DaftError as error:
                 lost = error
             if isinstance(member, FollowingTarget):
-                # Its next incarnation comes with a new epoch of the group, which ends what begins here until then.
+                # Its next incarnation comes with a new epoch of the group, which ends the meetings that begin here
+                # until then.
                 add_note(lost, who)
                 self._tell(self._table.lose(rank, lost))
                 await whereabouts_of(member)
@@ -223,7 +224,7 @@ class MeetingPlaces:
         return [text for place, _ in self._places.values() for text in place.open()]
 
     def place_for(self, joining: Joining) -> MeetingPlace:
-        """Where a member joins.
+        """The place where a member joins.
 
         Raises:
             ActorDied: The member where they meet is gone.
@@ -279,7 +280,7 @@ class MeetingPlaces:
 
 
 async def whereabouts_of(member: Target) -> Whereabouts:
-    """Where a member of a group is; waits for one that is being restarted.
+    """The whereabouts of a member of a group; waits for one that is being restarted.
 
     Raises:
         DaftError: It is gone for good.

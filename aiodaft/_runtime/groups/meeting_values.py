@@ -1,4 +1,4 @@
-"""What members bring to a meeting, and what they get from it: reduced where they meet, or by a plan for refs."""
+"""The values that members bring to a meeting, and their results: reduced where they meet, or by a plan for refs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from aiodaft.ref import Ref
 
 
 class MeetingValues:
-    """Packs the values of members in this process; for members that meet here, makes what they get."""
+    """Packs the values of members in this process; for members that meet here, makes their results."""
 
     def __init__(self, caller: Caller, store: Store, collectives: Collectives) -> None:
         self._caller = caller
@@ -29,7 +29,7 @@ class MeetingValues:
         self._collectives = collectives
 
     def pack(self, part: Part, value: Any) -> tuple[int | None, Packed]:
-        """The size of a tensor or an array, and what is brought."""
+        """The size of a tensor or an array, and the packed value."""
         if not part.has_value:
             return None, None
         nbytes = nbytes_of(value) or None
@@ -42,7 +42,7 @@ class MeetingValues:
         return nbytes, self._kept(value, part.title)
 
     async def unpack(self, answer: Packed) -> Any:
-        """What a member gets, of the answer to it."""
+        """The result of a member, from the answer to it."""
         match answer:
             case Opaque():
                 return await answer.content
@@ -52,7 +52,7 @@ class MeetingValues:
                 return self._given(answer)
 
     def conclude(self, coming: Coming, size: int, op: Reducer, brought: Sequence[Brought]) -> list[Packed]:
-        """What the members get, by rank, for what they have brought."""
+        """The results of the members, by rank, from their values."""
         operation, root = cast("str", coming.terms["operation"]), cast("int", coming.terms["root"])
         answers: list[Packed] = [None] * size
         if operation == "barrier":

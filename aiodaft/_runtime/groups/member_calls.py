@@ -42,7 +42,7 @@ class MemberCalls:
 
     def __init__(self) -> None:
         self._under_way: dict[CallTarget, set[Any]] = {}
-        # Where the search for a free member begins.
+        # The start of the search for a free member.
         self._turns = count()
 
     def forget(self, member: CallTarget) -> set[Any]:
@@ -64,7 +64,7 @@ class MemberCalls:
         return len(self.of(member))
 
     def choose(self, units: list[Unit], policy: Policy, full: Collection[CallTarget]) -> Unit:
-        """What to call next: of the healthiest, one that is not `full`, by the policy."""
+        """The next unit to call: of the healthiest, one that is not `full`, by the policy."""
         turn = next(self._turns) % len(units)
         turned = units[turn:] + units[:turn]
         health = [unit.health() for unit in turned]

@@ -1,4 +1,4 @@
-"""What one member does in a keyed collective, and what it tells the one where they meet."""
+"""The part of one member in a keyed collective, and its message to the one where they meet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Along = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one member does in a collective.
+    """The part of one member in a collective.
 
     Attributes:
         operation: The name of the collective.
@@ -33,7 +33,7 @@ class Part:
         along: The axes by which that is a part of the whole group.
         rank: The member.
         standing: Its place in the whole group.
-        op: How values are reduced.
+        op: The reduction of values.
         root: The rank that alone has a value or gets a result, if that is so.
         timeout: Seconds that the others may be late.
     """
@@ -54,7 +54,7 @@ class Part:
 
     @property
     def title(self) -> str:
-        """What errors call the collective."""
+        """The name of the collective in errors."""
         return f"{self.label} of {self.roster.id}"
 
     @property
@@ -66,7 +66,7 @@ class Part:
         return self.operation != "barrier" and self.rank in values_of(self.operation, self.roster.size, self.root)
 
     def terms(self, value: Any) -> dict[str, Hashable]:
-        """What all members have to agree on."""
+        """The terms on which all members have to agree."""
         terms: dict[str, Hashable] = {"operation": self.operation, "root": self.root}
         if self.reduces:
             op = self.op
@@ -82,7 +82,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Joining:
-    """What a member tells the one where they meet.
+    """The message of a member to the one where they meet.
 
     Attributes:
         at: The actor where they meet.
@@ -105,13 +105,13 @@ class Joining:
     nbytes: int | None
 
 
-# How a value travels to the meeting and from it: a small one encoded, one that is reduced there as the only item of a
-# list, of others the ref. None is nothing.
+# The form in which a value travels to the meeting and back: a small one encoded, one that is reduced there as the
+# only item of a list, of others the ref. None is nothing.
 Packed: TypeAlias = bytes | list[Any] | Opaque | None
 
 
 class Brought(NamedTuple):
-    """What a member has brought."""
+    """The value of a member, as it came."""
 
     process: PeerId
     nbytes: int | None
@@ -120,7 +120,7 @@ class Brought(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Joined:
-    """Where a member has joined, if it has, and with what."""
+    """The place where a member has joined, if it has, and the message."""
 
     at: tuple[PeerId, Joining] | None = None
     # It has not, because its call has failed since it has left.
@@ -132,20 +132,20 @@ class Taking:
     """A call of `Keyed.take_part`."""
 
     part: Part
-    # The call of the member that has begun it, and what it meets only the like of; as in `Coming`.
+    # The call of the member that has begun it, and the scope inside which it meets others; as in `Coming`.
     call: InboundCall | None
     within: Hashable
     # Tells it from all others of this process.
     number: int
-    # The state of what the member awaits.
+    # The state of the ref that the member awaits.
     outcome: Any = None
-    # Set when the member where the others meet was told, or is not to be told; and the same of what this member has
-    # begun with this key, within the same, just before.
+    # Set when the member where the others meet was told, or is not to be told; and the same event of this member's
+    # collective with this key just before, within the same.
     told: asyncio.Event = field(default_factory=asyncio.Event)
     before: asyncio.Event | None = None
     # Whether its value exists.
     has_begun: bool = False
-    # Where it has joined.
+    # The place where it has joined.
     joined: Joined = field(default_factory=Joined)
     # Why it was withdrawn: the member has not come.
     withdrawn: DaftError | None = None
@@ -153,7 +153,7 @@ class Taking:
     left: DaftError | None = None
 
     def now(self, coming: Coming, brought: Packed) -> tuple[Coming, Packed]:
-        """With what it joins: if the member waits no longer, with a fault. Raises that if it has not come at all."""
+        """Its message: if the member waits no longer, a fault. Raises the fault if it has not come at all."""
         if self.left is None:
             return coming, brought
         if self.joined.void:
@@ -161,7 +161,7 @@ class Taking:
         return replace(coming, fault=self.left), None
 
     async def turn(self) -> None:
-        """Wait for what this member has begun before: the order of its calls counts, whenever their values come."""
+        """Wait for the earlier collectives of this member: the order of its calls counts, not that of their values."""
         if self.before is not None:
             await self.before.wait()
 

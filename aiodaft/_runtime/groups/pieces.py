@@ -46,12 +46,12 @@ def _slices(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
 
 
 def target_part(tensors: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
-    """Where a piece goes, in the new shard."""
+    """The target of a piece, in the new shard."""
     return tensors[piece.name][_slices(piece.target_start, piece.size)]
 
 
 def source_part(shard: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
-    """What a piece has, in a shard of the source."""
+    """The content of a piece, in a shard of the source."""
     return shard[piece.name].detach()[_slices(piece.source_start, piece.size)]
 
 

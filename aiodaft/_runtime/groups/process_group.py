@@ -1,6 +1,6 @@
-"""The process group of torch that the members of a group open together, and how a broken one lets them go.
+"""The process group of torch that the members of a group open together, and the way in which a broken one lets them go.
 
-torch.distributed with gloo does not end what waits for a dead process, apart from operations with that process itself.
+torch.distributed with gloo does not end a wait for a dead process, apart from operations with that process itself.
 Here each member watches the others. When one is gone, or has left by an error, each breaks the connections of torch in
 its process until it has left the block. So all that waits ends, at every member.
 """
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _LOOPBACK: Final = "lo"
-# After a member is lost: seconds between two looks at what torch has opened, and the looks at which the thread of the
-# block may stand at one place.
+# After a member is lost: seconds between two looks at the sockets that torch has opened, and the looks at which the
+# thread of the block may stand at one place.
 _PAUSE: Final = 0.25
 _LOOKS: Final = 20
 # Seconds that the others have to answer whether they are there, when an operation of torch has failed.
 _ANSWERS_WITHIN: Final = 10.0
 # Seconds of the first attempt to connect to the store; each further one has twice as many, for slow machines.
 _CONNECT_WITHIN: Final = 1.0
-# What waits in them is no operation of torch, and has its own end.
+# A wait in them is no operation of torch, and has its own end.
 _NOT_OF_TORCH: Final = sys.stdlib_module_names | {"aiodaft"}
 
 
@@ -106,7 +106,7 @@ class Membership:
         self.blocks.forget(self._place[0], self._block)
 
     async def find_out(self) -> None:
-        """Hear who is lost by now: each other member is asked."""
+        """Learn which members are lost by now: each other one is asked."""
         if self.others.lost is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_ANSWERS_WITHIN):
@@ -177,7 +177,7 @@ class Membership:
         others = [(rank, *place) for rank, place in enumerate(self._places) if rank != self.rank]
         questions = [(rank, blocks_of(self._caller, remote).left(actor, self._block)) for rank, remote, actor in others]
         for _, question in questions:
-            # What it fails with is for `lost`.
+            # Its error is for `lost`.
             state_of(question).mark_seen()
         start = self.process.tasks.create_task
         self._watching = [
@@ -217,7 +217,8 @@ class Membership:
             )
 
     async def _break_until_left(self) -> None:
-        """Break what torch waits for, until the block is left: torch may connect again, and tells nobody.
+        """Break the connections that torch waits for, until the block is left: torch may connect again, and tells
+        nobody.
 
         Ends this process if its block stands still nevertheless: gloo may miss the end of its connections.
         """
@@ -235,11 +236,11 @@ class Membership:
 
 
 def waits_at(thread: int) -> tuple[int, int, float] | None:
-    """Where a thread is, unless it waits for something of Python or aiodaft; the same again if it has not moved."""
+    """The place of a thread, unless it waits for something of Python or aiodaft; equal if it has not moved."""
     frame = sys._current_frames().get(thread)
     if frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_OF_TORCH:
         return None
-    # Where threads have no clocks, a member that computes counts as one that waits.
+    # If threads have no clocks, a member that computes counts as one that waits.
     has_clock = hasattr(time, "pthread_getcpuclockid")
     return id(frame), frame.f_lasti, time.clock_gettime(time.pthread_getcpuclockid(thread)) if has_clock else 0.0
 
@@ -281,7 +282,7 @@ def process_group(
             # Those that are not as far would not hear of one that leaves.
             block_on(process, me.meet(patience), what)
             if dist.get_backend() != "gloo":
-                # What waits on a GPU. With gloo, an operation that begins after an abort would wait for ever.
+                # A wait on a GPU. With gloo, an operation that begins after an abort would wait for ever.
                 me.abort = dist.group.WORLD.abort
             inside = True
             yield dist.group.WORLD

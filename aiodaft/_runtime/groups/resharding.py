@@ -59,7 +59,7 @@ Memory: TypeAlias = tuple[Grant, str, tuple[int, ...]]
 
 
 class Source(NamedTuple):
-    """A rank of the source: its process, what to call it, and its shard."""
+    """A rank of the source: its process, its name in errors, and its shard."""
 
     peer: PeerId
     label: str
@@ -91,7 +91,7 @@ class Transit:
 
 
 class Room:
-    """Bytes on the way in one direction. What is too much waits."""
+    """Bytes on the way in one direction. Transfers beyond its size wait."""
 
     def __init__(self, transit: Transit) -> None:
         self._transit = transit
@@ -120,7 +120,7 @@ class Resharding(Actor):
         self._process = caller.process
         self._store = store
         self.transit = Transit()
-        # What was cut here and has not arrived.
+        # The bytes that were cut here and have not arrived.
         self.cut_room = Room(self.transit)
         # The shards that lie here: a parcel has a few tensors, and opening a shard takes a look at all of them.
         self._opened: WeakKeyDictionary[StoredValue, Opened] = WeakKeyDictionary()
@@ -402,7 +402,7 @@ class Resharding(Actor):
                 unchanged = opened.are_unchanged(pieces)
 
     async def _settle(self, ref: Ref[Mapping[str, torch.Tensor]]) -> None:
-        """Check that what was read of a shard of this process is whole.
+        """Check that the part read of a shard of this process is whole.
 
         Raises:
             BorrowError: It was lent, and has been written to.
@@ -426,7 +426,7 @@ def resharding_of(caller: Caller, peer: PeerId, label: str, sink: UnhandledError
 
 @contextmanager
 def _noting(name: str, label: str) -> Generator[None]:
-    """Say in errors what was on its way."""
+    """Name the shard on its way in errors."""
     try:
         yield
     except DaftError as error:

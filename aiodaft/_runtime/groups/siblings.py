@@ -52,7 +52,7 @@ class Siblings:
         self._calls = list(map(weakref.ref, states))
         # The first error is told.
         self.failed: DaftError | None = None
-        # The members whose calls have returned, and what the calls are called; and the calls that were made again.
+        # The members whose calls have returned, and the label of the calls; and the calls that were made again.
         self._ended: dict[Hashable, str] = {}
         self._again: list[weakref.ref[CallState]] = []
 
@@ -70,7 +70,7 @@ class Siblings:
         self._tell(self._calls, self._say_why)
 
     def made_again(self, state: CallState) -> None:
-        """A call is made again. Those that have returned do not come to what it does."""
+        """A call is made again. Those that have returned do not come to its collectives."""
         self._again.append(weakref.ref(state))
         if self._ended:
             self._tell(self._again[-1:], self._say_who_ended)
@@ -87,7 +87,7 @@ class Siblings:
         while (call := reference()) is not None and not call.settled:
             target = call.target
             if self.failed is not None and isinstance(target, FollowingTarget) and target.is_down:
-                # Its next incarnation would begin what the others have given up.
+                # Its next incarnation would begin collectives that the others have given up.
                 call.cancel(str(self.failed))
                 return
             if not _waits_here(call):

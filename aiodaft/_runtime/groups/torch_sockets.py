@@ -19,11 +19,11 @@ from typing import Final, NamedTuple
 
 from aiodaft._runtime.platform.linux import SEES_PROCESSES
 
-# What gloo reads of a new connection: the number of the pair that it is for.
+# The first bytes that gloo reads of a new connection: the number of the pair that it is for.
 _PAIR: Final = struct.Struct("=q")
 # Seconds that a connection inside this machine may take.
 _CONNECT_WITHIN: Final = 1.0
-# Where the system shows the descriptors of a process.
+# The folder in which the system shows the descriptors of a process.
 _DESCRIPTORS: Final = "/proc/self/fd" if SEES_PROCESSES else "/dev/fd"
 
 
@@ -46,7 +46,7 @@ class TorchSockets:
         self.store_port: int | None = None
 
     def shut(self) -> None:
-        """End what waits for them now. What torch opens later, or a lack of descriptors, needs another call."""
+        """End the waits for them. Sockets that torch opens later, or a lack of descriptors, need another call."""
         with suppress(OSError), self._opened() as (listeners, accepted):
             for connection in accepted:
                 with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Shows what actors print and log: on the terminal of the program, by its handlers, and in a file per actor."""
+"""Shows the output and logs of actors: on the terminal of the program, by its handlers, and in a file per actor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _json: Final = JsonFormatter()
 
 
 class Console:
-    """Where the output and the records of actors go. Safe in any thread; blocks while the terminal does.
+    """The sink of the output and the records of actors. Safe in any thread; blocks while the terminal does.
 
     Lines of members of groups may have to wait for those of others: call `handle_timer` when `get_timer` says so.
 
@@ -53,7 +53,7 @@ class Console:
         self._lock = threading.Lock()
 
     def write(self, source: Source, entries: Sequence[Entry]) -> None:
-        """Show what a process has written."""
+        """Show the entries of a process."""
         with self._lock:
             for entry in entries:
                 self._take(source, entry)
@@ -70,7 +70,7 @@ class Console:
             self._print()
 
     def close(self) -> None:
-        """Show what still waits, and close the files."""
+        """Show the waiting lines, and close the files."""
         with self._lock:
             self._merging.flush()
             self._print()
@@ -106,7 +106,7 @@ class Console:
             return
         (self._partial.discard if line.complete else self._partial.add)(where)
         if member is not None:
-            # What it has written before comes first.
+            # Its earlier lines come first.
             self._merging.flush(member.group)
         self._show(source, line, source.title)
 

@@ -1,4 +1,4 @@
-"""What a process of actors writes, entry by entry, on its way to where it is shown."""
+"""The entries that a process of actors writes, on their way to a display."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Source(NamedTuple):
 
     @property
     def member(self) -> Member | None:
-        """What its only actor is in a group; None if that is in none, or there are several actors."""
+        """The place of its only actor in a group; None if that is in none, or there are several actors."""
         return member_of(self.shown_name)
 
 
@@ -50,7 +50,7 @@ class Line(NamedTuple):
 
     Attributes:
         stream: Which of them.
-        text: What it says.
+        text: Its text.
         at: When it was read, in seconds since the epoch.
         complete: Whether a newline has ended it.
         is_bar: Whether it is a progress bar, which moves.
@@ -69,13 +69,13 @@ class Life(NamedTuple):
     begins: bool
 
 
-# A record is what `RecordSender` has sent.
+# A record is one that `RecordSender` has sent.
 Entry: TypeAlias = Line | Life | Mapping[str, Any]
 Written: TypeAlias = tuple[Source, Sequence[Entry]]
 
 
 class Display(Protocol):
-    """Shows what a process writes, or sends it to where that is done. Safe in any thread."""
+    """Shows the entries of a process, or sends them to the process that does. Safe in any thread."""
 
     def write(self, source: Source, entries: Sequence[Entry]) -> None: ...
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from aiodaft._runtime.platform.context import current_terms, trace_of
 
-# What every record has.
+# The attributes of every record.
 STANDARD: Final = {*logging.makeLogRecord({}).__dict__, "message", "asctime", "taskName"}
 
 
@@ -18,7 +18,7 @@ class JsonFormatter(logging.Formatter):
     """Formats a record, of an actor or of the program, as one line with a JSON object.
 
     It has `time` (UTC), `level`, `logger`, `message`, `pid`, `thread`, `file`, `line` and `function`; of an error
-    `error`, the traceback; and what the record was given as `extra`. Records of actors have `actor`, `method`, `node`
+    `error`, the traceback; and the `extra` of the record. Records of actors have `actor`, `method`, `node`
     and `rank`, too, where there is one. Inside of `aiodaft.telemetry.trace_context()`, they have `trace_id` and
     `span_id`.
     """

@@ -19,7 +19,7 @@ def levels_here() -> dict[str, int]:
 
 
 def changes(before: Levels, now: Levels) -> dict[str, int]:
-    """What has changed; NOTSET for a logger that has no level of its own any more."""
+    """The changed levels; NOTSET for a logger that has no level of its own any more."""
     removed = dict.fromkeys(before.keys() - now.keys(), logging.NOTSET)
     return {**removed, **{name: level for name, level in now.items() if before.get(name) != level}}
 
@@ -34,7 +34,7 @@ class LevelWatch:
     """Notices that the program has changed levels, which `logging` tells nobody.
 
     Args:
-        on_change: Called with what has changed.
+        on_change: Called with the changes.
     """
 
     def __init__(self, on_change: Callable[[dict[str, int]], object]) -> None:

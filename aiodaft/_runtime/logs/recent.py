@@ -1,4 +1,4 @@
-"""The last lines and records of actors, and new ones for those who follow them: what `aiodaft logs` shows."""
+"""The last lines and records of actors, and new ones for followers: the source of `aiodaft logs`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Said(NamedTuple):
 
 
 class Follower:
-    """Gets what actors write, from some moment on. Safe in any thread."""
+    """Gets the entries of actors, from some moment on. Safe in any thread."""
 
     def __init__(self, on_news: Callable[[], object]) -> None:
         self._on_news = on_news
@@ -61,7 +61,7 @@ class Follower:
                 self._on_news()
 
     def take(self) -> tuple[list[Said], int]:
-        """What has come since the last time, and the number of entries for which there was no room."""
+        """The entries that have come since the last time, and the number of entries for which there was no room."""
         with self._lock:
             taken, self._waiting = self._waiting, []
             dropped, self._dropped = self._dropped, 0
@@ -69,7 +69,7 @@ class Follower:
 
 
 class Recent:
-    """What the actors of a program have written last. Safe in any thread."""
+    """The last entries of the actors of a program. Safe in any thread."""
 
     def __init__(self) -> None:
         # By process, with the order in which they came; the process that has written last is the last one.
@@ -80,7 +80,7 @@ class Recent:
         self._lock = threading.Lock()
 
     def add(self, said: Said) -> None:
-        """Keep one more, and pass it to those who follow."""
+        """Keep one more, and pass it to the followers."""
         process = said.source.process
         with self._lock:
             kept = self._kept.setdefault(process, deque(maxlen=_MAX_OF_PROCESS))
@@ -105,7 +105,7 @@ class Recent:
         return sorted(found, key=itemgetter(0))[-most:]
 
     def follow(self, on_news: Callable[[], object]) -> tuple[list[Said], Follower]:
-        """What is kept, in the order in which it came, and what gets all that comes, until `leave`.
+        """The entries that are kept, in order, and a follower, which gets all later ones until `leave`.
 
         Args:
             on_news: Called in any thread when there is something to take again.

@@ -24,12 +24,12 @@ _BATCH: Final = 1_000
 
 
 class Relay:
-    """Sends entries to a program, one batch at a time: what it cannot take in time is counted and left out.
+    """Sends entries to a program, one batch at a time: entries that it cannot take in time are counted and left out.
 
     Args:
         process: This process, a node.
         send: Sends a batch; done when the program has shown it.
-        instead: Shows what cannot be sent, because the program is gone.
+        instead: Shows entries that cannot be sent, because the program is gone.
     """
 
     def __init__(self, process: Process, send: Callable[[list[Written]], Awaitable[object]], instead: Display) -> None:
@@ -54,7 +54,7 @@ class Relay:
         self._process.call_soon(self._begin)
 
     async def wait_idle(self) -> None:
-        """Wait until the program has shown what was written before this call."""
+        """Wait until the program has shown all entries from before this call."""
         self._begin()
         await self._idle.wait()
 
@@ -97,7 +97,7 @@ class ConsoleThread:
         self._timer: asyncio.TimerHandle | None = None
 
     async def show(self, written: Sequence[Written]) -> None:
-        """Show what processes have written, and what has waited for long enough."""
+        """Show new entries of processes, and those that have waited for long enough."""
 
         def show() -> bool:
             for source, entries in written:
@@ -115,7 +115,7 @@ class ConsoleThread:
             self._process.tasks.create_task(self.show(()), name="show the output of actors")
 
     async def aclose(self) -> None:
-        """Show what still waits, and end the thread."""
+        """Show the waiting entries, and end the thread."""
         if self._thread.ident is not None:
             await self._thread.run(self._console.close)
         self.abandon()

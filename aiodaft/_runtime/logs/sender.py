@@ -21,7 +21,7 @@ from aiodaft._runtime.logs.levels import Levels, set_levels
 
 logger = logging.getLogger("aiodaft")
 
-# What the program learns of a record, besides its text and what it was given as `extra`.
+# The parts of a record that the program gets, besides its text and its `extra`.
 _SENT: Final = (
     "name", "levelno", "levelname", "pathname", "filename", "module", "lineno", "funcName", "created", "msecs",
     "thread", "threadName", "process", "stack_info",
@@ -102,7 +102,7 @@ def _text(text: str) -> str:
 
 
 def send_records(levels: Levels, who: Who) -> None:
-    """In a new process of actors: send what is logged, warned of, or raised where no code catches it, to the program.
+    """In a new process of actors: send logs, warnings and errors that no code catches to the program.
 
     The handler belongs to a parent of the root logger, so that the root logger has none: `logging.basicConfig` works in
     an actor as in any program.

@@ -41,7 +41,7 @@ class WorkerOutput:
         self._sieve = Sieve()
         self._display = display
         self._unwritten: deque[Entry] = deque([Life(begins=True)])
-        # Keeps the order of what several threads pass on.
+        # Keeps the order of lines that several threads pass on.
         self._passing = threading.Lock()
 
     def rename(self, names: str, pid: int) -> None:
@@ -55,7 +55,7 @@ class WorkerOutput:
         return tuple(self._last)
 
     def catch_up(self) -> None:
-        """Read what is there: the thread may be behind, by at most the size of the pipe."""
+        """Read the available output: the thread may be behind, by at most the size of the pipe."""
         for stream in (1, 2):
             for _ in range(_PIPE_SIZE // _READ_SIZE):
                 if not self.read(stream):
@@ -99,7 +99,7 @@ class WorkerOutput:
         self._unwritten.append(record)
 
     def pass_on(self) -> None:
-        """Have shown what was read; blocks while the reader of this process's output is slow."""
+        """Have the output that was read shown; blocks while the reader of this process's output is slow."""
         with self._passing:
             entries: list[Entry] = []
             with suppress(IndexError):
@@ -150,7 +150,7 @@ class OutputReader:
             except OSError:
                 Sockets().close_all([*reading.values(), *ends])
                 raise
-            # Where pipes have another size than this one asks for, they keep it.
+            # Pipes that cannot have this size keep their own.
             with suppress(OSError, AttributeError):
                 fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
             os.set_blocking(reading[stream], False)
@@ -162,7 +162,7 @@ class OutputReader:
         return output, ends[0], ends[1]
 
     def close(self) -> None:
-        """Have shown what is there, and end the thread."""
+        """Have the available output shown, and end the thread."""
         self._closing = True
         if self._thread is not None:
             self._wakeup_end.send(b"\0")
@@ -205,7 +205,7 @@ class OutputReader:
             output.pass_on()
 
     def _read(self, fd: int, output: WorkerOutput, stream: int) -> bool:
-        """Have shown what is there; False if the worker has closed its end."""
+        """Have the available output shown; False if the worker has closed its end."""
         data = output.read(stream)
         if data == b"":
             self._selector.unregister(fd)

@@ -42,7 +42,7 @@ async def find_cluster(address: str, network: Network, local: PeerId) -> Cluster
 
 
 class Attachment:
-    """What a controller has in place of a node of its own."""
+    """The link of a controller to its node, in place of a node of its own."""
 
     def __init__(
         self, peer: Peer, nodes: Nodes, coordinator: CoordinatorContact, cluster: Cluster, console: ConsoleThread
@@ -58,7 +58,8 @@ class Attachment:
         host_code(peer)
         # The nodes that it connects to again.
         self._missed: set[PeerId] = set()
-        # Called when a node is connected again, until it raises no DaftError: what the node has told meanwhile is lost.
+        # Called when a node is connected again, until it raises no DaftError: messages of the node from meanwhile are
+        # lost.
         self.on_back: Callable[[PeerId], Awaitable[None]]
         nodes.add(Member(cluster.welcome.node_name, cluster.welcome.node, cluster.address))
 

@@ -37,7 +37,7 @@ def pack_code(path: str) -> bytes:
 
 
 def _files_in(folder: str, prefix: str) -> Iterator[tuple[str, str]]:
-    """The files of a folder: what they are called in an archive, and where they are."""
+    """The files of a folder: their names in an archive, and their paths."""
     root = os.path.realpath(folder)
     # Each with its real path and those of the folders above it, so that links make no endless way.
     folders: list[tuple[str, str, tuple[str, ...]]] = [(folder, prefix, (root,))]

@@ -26,9 +26,10 @@ class CoordinatorContact:
     def __init__(self, caller: Caller, nodes: Nodes) -> None:
         self._caller = caller
         self._nodes = nodes
-        # Where a node has found the coordinator at first. The host may be a name, which leads elsewhere later.
+        # The address at which a node has found the coordinator at first. The host may be a name, which leads
+        # elsewhere later.
         self.joined_at: str | None = None
-        # Where the coordinator was, also if its node is no member any more.
+        # The last address of the coordinator, also if its node is no member any more.
         self._address: str | None = None
         # Processes, and actors of processes that live, that have ended with names which may not be free yet.
         self._ended: dict[tuple[PeerId, ActorId | None], None] = {}
@@ -58,7 +59,7 @@ class CoordinatorContact:
             self._caller.process.create_task(self._free_names(), name="free names")
 
     async def _free_names(self) -> None:
-        # A message that got lost would leave what is reserved, for which others wait.
+        # A message that got lost would leave a reservation, for which others wait.
         while self._ended:
             ended = next(iter(self._ended))
             try:
@@ -79,7 +80,7 @@ class CoordinatorContact:
             addresses.insert(0, node.address)
         if far is None or not any(addresses):
             return True
-        # What a name led to may refuse while its new machine is not known here yet.
+        # The machine that a name led to may refuse while its new machine is not known here yet.
         may_be = self.joined_at is not None and is_name(parse_address(self.joined_at).host)
         for address in dict.fromkeys(filter(None, addresses)):
             try:

@@ -1,4 +1,4 @@
-"""The drain of a node: nothing new comes, what is there goes or is ended, then the node leaves its cluster."""
+"""The drain of a node: nothing new comes, its actors move or are ended, then the node leaves its cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Draining:
 
     Args:
         process: The process of the node.
-        resources: What it gives no more.
+        resources: The resources that it gives no more.
         workers: Its processes that live.
         restartable: Its actors that may be restarted, also those without a process.
         end: Has a process end, for this reason.
@@ -77,7 +77,7 @@ class Draining:
         changed.set()
 
     def left(self) -> tuple[str, ...]:
-        """What is left, process by process."""
+        """The remaining work, process by process."""
         return tuple(
             describe(list(worker.actors.values()), worker.names, worker.pid, worker.owner)
             for worker in self._workers.values()

@@ -1,4 +1,4 @@
-"""What a worker gets from the controller: settings, environment, working directory, sys.path, sys.argv, log levels."""
+"""The surroundings of a worker, as in the controller: variables, working directory, sys.path, sys.argv, log levels."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class WorkerSettings(NamedTuple):
     Attributes:
         secret: The key of a runtime of one machine, or the whole identity of a cluster.
         digests: The code that its own actors are to be spawned with; the node has it.
-        terminal: Where its debugger opens.
+        terminal: The terminal at which its debugger opens.
     """
 
     options: ProcessOptions

@@ -1,6 +1,6 @@
 """The launcher where the system has no fork server: it starts each worker by exec, and waits for it in a thread.
 
-A worker ends with its launcher, by a pipe that ends with this process, and takes along what is in its process group.
+A worker ends with its launcher, by a pipe that ends with this process, and takes along its process group.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class ExecLauncher(Launcher):
     def __init__(
         self, loop: asyncio.AbstractEventLoop, options: NodeOptions, timeouts: Timeouts, console: Console
     ) -> None:
-        """Each process imports its modules itself, whatever is to be preloaded.
+        """Each process imports its modules itself; `preload` has no effect.
 
         Raises:
-            SpawnFailed: What is asked for needs a fork server.
+            SpawnFailed: An option needs a fork server.
         """
         for asked, option in ((options.fork, "fork=True"), (options.isolation, "isolation")):
             if asked:

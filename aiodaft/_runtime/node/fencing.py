@@ -1,4 +1,4 @@
-"""What follows from the lease of a node for its actors with names; see `Fence`, `Membership` and `LeaseHolder`."""
+"""The effects of a node's lease on its actors with names; see `Fence`, `Membership` and `LeaseHolder`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Fencing:
             return
         reason = f"its name {held.name!r} went to another actor while its node had no lease"
         if len(worker.actors) > 1:
-            # Else its process ends, and the reason is what callers hear.
+            # Else its process ends, and callers hear the reason.
             with suppress(DaftError):
                 await self._peer.agent_of(held.peer).stop(held.actor, reason, 0.0)
         await self._local.agent.vacate(worker.owner, held.peer, held.actor, reason)

@@ -86,7 +86,7 @@ class ForkServer:
         self._thread = thread
         # The workers that run, by their pids.
         self._workers: dict[int, PeerId] = {}
-        # Where the node keeps the code that programs have shipped.
+        # The folders in which the node keeps the code that programs have shipped.
         self._code: set[str] = set()
         self._fork = fork
         self._environment = dict(os.environ)
@@ -95,13 +95,13 @@ class ForkServer:
         self._board = open_board() if can_be_asked() else None
 
     def run(self) -> None:
-        """Serve until the node is gone."""
         adopt_orphans()
         self._wakeup.setblocking(False)
         self._wakeup_end.setblocking(False)
         # The program may have been started with signals blocked, as some batch systems do.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        # SIGTERM is for the node, with which this process ends, and what batch systems send to all for the program.
+        # SIGTERM is for the node, with which this process ends, and signals that batch systems send to all are for
+        # the program.
         for number in (signal.SIGCHLD, signal.SIGTERM, *FOR_PROGRAM, VISIT):
             signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGCONT, lambda *_: self._continued())
@@ -222,7 +222,7 @@ class ForkServer:
         try:
             self._let_go()
             os.environ.update(order.environment)
-            # Not in the fork server: what that imports is for the workers of all programs.
+            # Not in the fork server: its imports are for the workers of all programs.
             sys.path[:0] = order.code
             from aiodaft._runtime.node.worker_main import run_forked  # noqa: PLC0415 - only the child needs it, and it is loaded by then
 
@@ -252,7 +252,7 @@ class ForkServer:
             self._node.send(packed(message))
 
     def _sweep(self) -> None:
-        """End every descendant. Workers end with their connection to the node; what is left is killed."""
+        """End every descendant. Workers end with their connection to the node; the rest is killed."""
         # Not within itself: an import that a signal interrupts cannot be made again.
         signal.signal(signal.SIGCONT, signal.SIG_IGN)
         deadline = time.monotonic() + _LAST_GRACE
@@ -304,7 +304,7 @@ def main(fd: int, parent: int, thread: int, fork: int) -> None:
     server = ForkServer(socket.socket(fileno=fd), parent, thread, fork=bool(fork))
     if parent:
         die_with_parent(parent, signal.SIGCONT)
-    # Imports what every worker uses; an import has no side effects.
+    # Imports the modules of every worker; an import has no side effects.
     from aiodaft._runtime.node import worker_main as worker  # noqa: F401, PLC0415 - loaded for the children
 
     for name in _OF_ACTORS:

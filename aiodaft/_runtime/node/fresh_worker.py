@@ -19,10 +19,10 @@ def start_fresh(
     """Start a worker, in a session of its own; the caller closes its descriptors here.
 
     Args:
-        order: What it is to be.
+        order: The worker to start.
         environment: That of all workers; the order may add to it.
         fds: Those of its connection, its output, its errors and its heartbeat.
-        lifeline: What it ends with: it reads this pipe, which ends with the process that starts it.
+        lifeline: The pipe that it reads, and with which it ends: the pipe ends with the process that starts it.
 
     Raises:
         OSError: The machine refuses it.

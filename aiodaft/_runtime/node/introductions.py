@@ -1,4 +1,4 @@
-"""How processes of a node get to each other and to processes elsewhere: by a socket from the node, or by an address."""
+"""Connects processes of a node with each other and with those elsewhere: by a socket from the node, or an address."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Introductions:
     Args:
         here: The process of the node.
         connections: Its connections to the processes.
-        nodes: Where nodes listen.
+        nodes: The addresses of nodes.
         workers: The workers that live.
         why_ended: The error for a process that is gone.
     """

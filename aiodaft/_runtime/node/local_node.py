@@ -35,7 +35,7 @@ _ORPHAN_GRACE: Final = 2.0
 
 
 class Machine:
-    """What a machine offers to actors.
+    """The resources that a machine offers to actors.
 
     Args:
         env: Tells the GPUs of the machine.

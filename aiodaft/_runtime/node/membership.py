@@ -36,7 +36,7 @@ class Membership:
 
     Args:
         member: The node, with epoch 0.
-        free: What is left of its resources.
+        free: Its free resources.
     """
 
     def __init__(self, process: Process, coordinator: CoordinatorContact, member: Member, free: FreeResources) -> None:
@@ -157,7 +157,7 @@ class Membership:
     async def settle(self) -> None:
         """Free the names of processes that have ended, and give living actors those that they have lost.
 
-        Until this is cancelled: what the coordinator does not answer is asked again.
+        Until this is cancelled: questions that the coordinator does not answer are repeated.
         """
         while True:
             await self._unsettled.wait()

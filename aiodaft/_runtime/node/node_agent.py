@@ -105,7 +105,7 @@ class NodeAgent(NodeContact):
 
     @method
     async def state(self, within: Tenant | None = None) -> NodeState:
-        """What there is now, on the node or in a slice of it."""
+        """The resources now, of the node or of a slice of it."""
         held = self._resources
         return NodeState(held.stock(within), len(held), held.revision, self.draining.begun)
 
@@ -152,7 +152,7 @@ class NodeAgent(NodeContact):
                 self._give_back(tenant)
 
     def _check_owner(self, owner: PeerId) -> None:
-        """See that what a worker owns here ends with it. Raises ActorDied if it has ended."""
+        """See that actors and shares of a worker end with it. Raises ActorDied if it has ended."""
         if not is_worker(owner):
             return
         if node_of(owner) != node_of(self._process.id):
@@ -181,7 +181,7 @@ class NodeAgent(NodeContact):
         """Reserve the resources of an actor, unless that is done, and find a process for it.
 
         Args:
-            wish: The actor, and what it needs.
+            wish: The actor, and its demand.
             within: The slice to take that from.
             beside: The process of another actor, to share it; None for a new process.
             conditions: The conditions for the process of each incarnation.
@@ -250,7 +250,7 @@ class NodeAgent(NodeContact):
         cpus, gpus = self._resources.share_of(tenant)
         process = self._process
         here = process.options
-        # The rest is what the user chose for the whole runtime.
+        # The other options are those of the whole runtime.
         options = (conditions.options or here)._replace(
             id=process.env.new_peer_id("worker", node_of(here.id)),
             node=here.node,
@@ -315,7 +315,7 @@ class NodeAgent(NodeContact):
 
     @method
     async def moved(self, owner: str, peer: str, actor: int) -> None:
-        """Remove an actor that goes to another node; its process ends when what it has stored is not needed."""
+        """Remove an actor that goes to another node; its process ends when the values that it stores are not needed."""
         worker = self._leave(Tenant.of(owner, actor), PeerId(peer), ActorId(actor), keep=False)
         if worker is not None and worker.state is not WorkerState.STOPPING:
             worker.stop("its actors have moved to other nodes")
@@ -392,7 +392,7 @@ class NodeAgent(NodeContact):
 
     @method
     async def exit_report(self, peer: str, in_flight: int) -> DaftError:
-        """How a process ended, as the error for its callers.
+        """The end of a process, as the error for its callers.
 
         Args:
             peer: The process.
@@ -451,7 +451,6 @@ class NodeAgent(NodeContact):
 
     @method
     async def members(self) -> list[Member]:
-        """The nodes that this one knows."""
         return self._others.members()
 
     @method
@@ -470,7 +469,7 @@ class NodeAgent(NodeContact):
 
     @method
     async def left(self, known: Sequence[str]) -> tuple[str, ...]:
-        """What is left of a drain, process by process, as soon as it is something else than is `known`."""
+        """The remaining work of a drain, process by process, as soon as it differs from `known`."""
         return await self.draining.wait_other(known)
 
     @method
@@ -481,7 +480,7 @@ class NodeAgent(NodeContact):
 
     @method
     async def process_of(self, peer: str) -> WorkerProcess | None:
-        """What the node knows of a worker without asking it; None if it is gone."""
+        """A worker, as the node knows it without asking; None if it is gone."""
         worker = self._workers.get(PeerId(peer))
         return None if worker is None or worker.given_up is not None else worker.snapshot()
 

@@ -35,16 +35,16 @@ _PATIENCE: Final = 10.0
 
 
 class NodeProcessOptions(NamedTuple):
-    """What `aiodaft up` and `aiodaft join` were given.
+    """The options of `aiodaft up` and `aiodaft join`.
 
     Attributes:
         name: The node's name in the cluster.
-        listen: Where it listens, such as "tcp://10.0.0.1:7777".
-        join: Where another node of the cluster listens; None: this is the first one.
-        network: How it reaches the other machines, with the key of the cluster.
-        labels: What placement may ask for.
-        process: How its workers take part in runtimes; the ids are filled in.
-        node: What its workers are started with.
+        listen: The address at which it listens, such as "tcp://10.0.0.1:7777".
+        join: The address of another node of the cluster; None: this is the first one.
+        network: The way to the other machines, with the key of the cluster.
+        labels: The labels that placement may ask for.
+        process: The options of its workers in runtimes; the ids are filled in.
+        node: The options with which its workers are started.
     """
 
     name: str
@@ -70,7 +70,7 @@ class NodeProcess:
         self.is_alone = False
         # Why it ends although it was not told to: it cannot start workers any more.
         self.problem: str | None = None
-        # What is of no use any more once the node leaves.
+        # The tasks that are of no use any more once the node leaves.
         self._member_tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -129,7 +129,7 @@ class NodeProcess:
         return address
 
     def _stay(self, peer: Peer, nodes: Nodes, coordinator: CoordinatorContact, member: Member) -> None:
-        """Make what keeps the node a member, and knows the others."""
+        """Make the parts that keep the node a member and know the others."""
         self._membership = Membership(peer.process, coordinator, member, self._machine.resources.free)
         self._membership.on_ousted = self._ousted
         Fencing(peer, self._local, self._membership)
@@ -148,7 +148,6 @@ class NodeProcess:
         ]
 
     def end(self) -> None:
-        """Have `run` end."""
         self._over.set()
 
     def drain(self, grace: float) -> None:

@@ -24,7 +24,7 @@ Errand: TypeAlias = Callable[[NodeAgent], object]
 
 
 class Absence(NamedTuple):
-    """A node that is no member any more: the process that served it, and what that is told if it comes back."""
+    """A node that is no member any more: the process that served it, and the messages for it if it comes back."""
 
     process: PeerId
     errands: list[Errand]
@@ -35,7 +35,7 @@ class Nodes:
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
-        # What users call the node of a runtime of one machine.
+        # The name, for users, of the node of a runtime of one machine.
         self._here = caller.process.options.node
         self._members: dict[str, Member] = {}
         self._absent = Latest[str, Absence](caller.process.env.remembered)
@@ -198,7 +198,7 @@ class Nodes:
         return self.of(peer)
 
     def address_of(self, peer: PeerId) -> str:
-        """Where the node of a process listens.
+        """The address at which the node of a process listens.
 
         Raises:
             PeerLost: The node is not in the cluster any more. It is not known whether the process has ended.
@@ -213,7 +213,7 @@ class Nodes:
         return self._member(peer).peer
 
     def name_of(self, peer: PeerId) -> str:
-        """What users call the node of a process, which may be gone."""
+        """The name, for users, of the node of a process, which may be gone."""
         return node_of(peer) or self._here
 
     def site_of(self, peer: PeerId) -> Site[NodeAgent]:

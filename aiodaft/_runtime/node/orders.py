@@ -78,12 +78,10 @@ _KINDS: Final[tuple[type[Message], ...]] = (Spawn, Kill, Spawned, Failed, Exited
 
 
 def packed(message: Message) -> bytes:
-    """A message as bytes."""
     return pack([_KINDS.index(type(message)), *message])
 
 
 def unpacked(data: bytes) -> Message:
-    """A message from bytes."""
     kind, *fields = unpack(data)
     made: Message = cast("Any", _KINDS[kind])(*fields)
     return made

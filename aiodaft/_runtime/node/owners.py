@@ -19,7 +19,7 @@ _PAUSE: Final = 0.5
 
 
 class Owners(Protocol):
-    """What a node tells and asks them."""
+    """The messages of a node to the owners of actors."""
 
     def process_ended(self, owner: PeerId, peer: PeerId, error: OutcomeUnknown, *, wanted: bool) -> None:
         """See `OwnerContact`."""

@@ -15,7 +15,7 @@ from aiodaft._runtime.platform.tasks import logger
 
 
 class NodePort:
-    """Hands on what its listener accepts."""
+    """Hands on the connections that its listener accepts."""
 
     def __init__(self, peer: Peer, far: FarConnections, launcher: Launcher) -> None:
         self._peer = peer

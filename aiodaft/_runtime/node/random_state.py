@@ -17,7 +17,7 @@ def part_from_parent() -> None:
 
 
 def repeat(seed: int, label: str, epoch: int) -> int:
-    """Seed all three for an incarnation of an actor. Returns the seed for what the actor spawns."""
+    """Seed all three for an incarnation of an actor. Returns the seed for the actors that it spawns."""
     own = random.Random(f"{seed} {label} {epoch}").getrandbits(63)
     random.seed(own)
     numpy, torch = _loaded()

@@ -25,7 +25,7 @@ _ARCHIVE: Final = ".archive"
 
 
 class _Kept:
-    """A folder on this machine, and what needs it: actors, and the owners of actors."""
+    """A folder on this machine, and its users: actors, and the owners of actors."""
 
     coming: asyncio.Task[str]
 
@@ -34,7 +34,7 @@ class _Kept:
 
 
 class ShippedCode(Actor):
-    """What this process offers, and, if it is a node, what lies on its machine.
+    """The code that this process offers and, if it is a node, the code on its machine.
 
     Args:
         process: The process.
@@ -47,7 +47,7 @@ class ShippedCode(Actor):
         # By their digests; and the last digest of each path.
         self._offered: dict[str, bytes] = {}
         self._last: dict[str, str] = {}
-        # Where the folders are, and the descriptor that locks this.
+        # The parent of the folders, and the descriptor that locks this.
         self._root: str | None = None
         self._lock: int | None = None
         self._last_folder = 0
@@ -56,7 +56,7 @@ class ShippedCode(Actor):
     # In a program.
 
     async def offer(self, path: str) -> None:
-        """Have the workers of actors that this process spawns from now on import what is at a path now.
+        """Have the workers of actors that this process spawns from now on import the present content of a path.
 
         Raises:
             OSError, ValueError: It cannot be packed; see `pack_code`.
@@ -69,7 +69,7 @@ class ShippedCode(Actor):
 
     @method
     async def archive(self, digest: str) -> bytes:
-        """What this process offers under a digest, or has on its machine: for actors that its workers spawn."""
+        """The archive that this process offers under a digest, or has on its machine: for its workers' actors."""
         found = self._offered.get(digest)
         if found is None:
             folder = await asyncio.shield(self._kept[digest].coming)
@@ -79,7 +79,7 @@ class ShippedCode(Actor):
     # On a node.
 
     async def folders(self, code: Code, *users: Hashable) -> list[str]:
-        """Where code lies on this machine, until the last of its users is gone.
+        """The folders of code on this machine, until the last of its users is gone.
 
         Raises:
             SpawnFailed: It could not be brought here.
@@ -113,7 +113,7 @@ class ShippedCode(Actor):
         # It may have come in plain bytes; the digest came in a message.
         if digest_of(archive) != digest:
             raise ValueError("it was changed on its way")
-        # Where temporary files are swept, it may be gone.
+        # It may be gone: some systems sweep temporary files.
         if self._root is None or not os.path.isdir(self._root):
             self.close()
             self._root, self._lock = _new_root()
@@ -144,7 +144,7 @@ class ShippedCode(Actor):
             await self._process.in_thread(partial(_remove, kept.coming.result()))
 
     def close(self) -> None:
-        """Remove what lies on this machine. Blocks. Call it when no worker is left."""
+        """Remove the folders on this machine. Blocks. Call it when no worker is left."""
         if self._root is not None and self._lock is not None:
             folders.remove(self._root)
             os.close(self._lock)
@@ -152,7 +152,7 @@ class ShippedCode(Actor):
 
 
 def host_code(peer: Peer) -> ShippedCode:
-    """Let a process offer code, and get what others offer."""
+    """Let a process offer code, and get the code of others."""
 
     async def fetch(source: PeerId, digest: str) -> bytes:
         offer = cast("ShippedCode", peer.caller.handle(source, CODE, f"code of {source}", ShippedCode))
@@ -182,7 +182,7 @@ def _new_root() -> tuple[str, int]:
 
 
 def _remove(folder: str) -> None:
-    # Its workers are being killed: what they still compile finds no place here any more.
+    # Its workers are being killed: files that they still compile find no place here any more.
     gone = f"{folder}.gone"
     with suppress(FileNotFoundError):
         os.rename(folder, gone)

@@ -1,4 +1,4 @@
-"""What a node agent needs of its machine and of the other nodes, and the options of its workers."""
+"""The interfaces of a node agent to its machine and to the other nodes, and the options of its workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aiodaft._runtime.platform.gpu_claims import GpuClaims
 
 
 class NodeOptions(NamedTuple):
-    """What every worker of a node is started with.
+    """The options of every worker of a node.
 
     Attributes:
         fork: False starts every worker by exec.
@@ -30,7 +30,7 @@ class NodeOptions(NamedTuple):
 
 
 class Offer(Protocol):
-    """What a machine offers to actors."""
+    """The offer of a machine to actors."""
 
     @property
     def resources(self) -> Resources[Tenant]: ...

@@ -41,13 +41,14 @@ class Place(NamedTuple):
 
 
 class Conditions(NamedTuple):
-    """What every incarnation of an actor is started with.
+    """The conditions for the process of every incarnation of an actor.
 
     Attributes:
-        patience: How long its process may be silent; None: as long as one that it shares may be anyway.
-        worker_environment: What its process inherits from the controller; None if it shares another actor's process.
-        options: Those of the controller: what the user chose for the whole runtime. Default: what the node has.
-        code: What the program has shipped. Default: nothing.
+        patience: The time that its process may be silent; None: as long as one that it shares may be anyway.
+        worker_environment: The environment that its process inherits from the controller; None if it shares another
+            actor's process.
+        options: Those of the controller, for the whole runtime. Default: those of the node.
+        code: The code that the program has shipped. Default: nothing.
         outlives: Whether it is to belong to its node as soon as it is made; see `NodeAgent.keep`.
     """
 
@@ -70,7 +71,7 @@ class WorkerProcess(NamedTuple):
 
 
 class Worker:
-    """A worker process: its launcher sets `pid`, `started` and `ended`, its node agent what comes after these."""
+    """A worker process: its launcher sets `pid`, `started` and `ended`, its node agent the fields after these."""
 
     def __init__(self, worker_id: PeerId, label: str, output: WorkerOutput, heartbeat: HeartbeatWatch) -> None:
         loop = asyncio.get_running_loop()
@@ -141,7 +142,7 @@ class Worker:
         self.output.rename("+".join(self.actors.values()), self.pid)
 
     async def show_output(self, patience: float) -> None:
-        """Have shown what it has written, also on another machine, if that takes no longer than so many seconds."""
+        """Have its output shown, also on another machine, if that takes no longer than so many seconds."""
         if self.relay is not None:
             self.output.catch_up()
             self.output.pass_on()

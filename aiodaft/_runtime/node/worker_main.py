@@ -86,7 +86,7 @@ class WorkerMain:
         self._start_heartbeat(peer)
         peer.connections.attach(settings.options.agent, self._connection)
         await self._over.wait()
-        # The end of the process ends what is left.
+        # The end of the process ends the rest.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_EXIT_GRACE):
                 sending = (asyncio.to_thread(end_telemetry),) if settings.options.telemetry else ()
@@ -97,7 +97,7 @@ class WorkerMain:
         Heartbeat(self._heartbeat, peer.host).start()
 
     def _seed(self, label: str, epoch: int) -> None:
-        """Make the random numbers repeatable for the first actor of the process, and for what that spawns."""
+        """Make the random numbers repeatable for the first actor of the process, and for the actors that it spawns."""
         process = self._peer.process
         if process.options.seed is not None:
             own = repeat(process.options.seed, label, epoch)
@@ -244,7 +244,7 @@ def _begin_telemetry(peer: Peer) -> None:
 
 
 def _who() -> dict[str, Any]:
-    """What a log record tells of the code that runs: the actor, its method, its rank, and the trace."""
+    """The context of a log record: the actor, its method, its rank, and the trace."""
     hosted, call = acting(), current_call.get()
     if hosted is None:
         return {}

@@ -1,4 +1,4 @@
-"""The workers of a node, however they are started: their descriptors, their ends, and who hears of them."""
+"""The workers of a node, however they are started: their descriptors, their ends, and the reports of these."""
 
 from __future__ import annotations
 
@@ -133,6 +133,6 @@ class Launcher(ABC):
         """Note the end of a worker, and ignore later reports of it."""
         if self.workers.pop(worker.id, None) is not None:
             worker.heartbeat.close()
-            # The owner of its actors hears of it before callers, who then find them being restarted.
+            # The owner of its actors hears of it before callers, which then find them being restarted.
             self.on_ended(worker, ending)
             worker.ended.set_result(ending)

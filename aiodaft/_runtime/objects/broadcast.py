@@ -164,7 +164,6 @@ class Relays:
             self.leave(connection.remote, (owner, number), self._process.id)
 
     def leave_came(self, connection: Connection, message: m.Message) -> None:
-        """LEAVE came: to the root from a member, or to a member from the root that has freed the value."""
         owner, number, member = m.read_leave(message)
         if self.table.left((owner, number), connection.remote, member):
             self._store.drop_relayed((owner, number), connection.remote)

@@ -59,7 +59,7 @@ class Accelerators(Protocol):
         ...
 
     def take_over(self, memory: Any) -> torch.Tensor:
-        """What has landed, or is read where it lies, as a tensor of bytes that this thread begins to use."""
+        """Memory that has landed, or is read in place, as a tensor of bytes that this thread begins to use."""
         ...
 
     def copy(self, memory: Any) -> Any:
@@ -79,7 +79,7 @@ class Devices:
     def take(self, encoded: Encoded) -> list[DeviceBlock]:
         """Make the buffers of a value that are on devices readable for peers, as they are now.
 
-        What is lent gets a block of its own. The rest is copied, after the work that this thread's streams have and
+        A lent buffer gets a block of its own. The rest is copied, after the work that this thread's streams have and
         before any later write. Waits for nothing.
 
         Returns:
@@ -119,7 +119,7 @@ class Devices:
         return transport, transport.grant(self.transport.through_host(block), route)
 
     def memory_in(self, target: torch.Tensor, device: int, grant: Grant, connection: Route) -> Landing | None:
-        """A tensor of a device as memory to fetch into, if what is granted is on the same device."""
+        """A tensor of a device as memory to fetch into, if the granted memory is on the same device."""
         if self.transport.device_of(grant, connection) != device:
             # The tensor library finds out whether one device reaches another.
             return None
@@ -152,7 +152,7 @@ class Devices:
             return self.kind.land(driver.identities, source, nbytes)
 
     def take_over(self, memory: Any) -> torch.Tensor:
-        """What has landed, or is read where it lies, as a tensor of bytes that this thread begins to use."""
+        """Memory that has landed, or is read in place, as a tensor of bytes that this thread begins to use."""
         with self.transport.driver.apart():
             return self.kind.take_over(memory)
 
@@ -227,7 +227,7 @@ class Gpus:
         stream = self._landing_streams.get(device)
         if stream is None:
             # A stream of its own, so that values arrive while those of the methods compute. Two threads may come here
-            # at the same time: the one who takes a value over has to wait for the stream that it lands on.
+            # at the same time: the thread that takes a value over has to wait for the stream that it lands on.
             stream = self._landing_streams.setdefault(device, _torch().cuda.Stream(device))
         return stream
 

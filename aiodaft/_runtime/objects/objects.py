@@ -1,4 +1,4 @@
-"""Composes what a process has of values: the store, the refs, the transfers."""
+"""Composes the parts of a process for values: the store, the refs, the transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the objects of a process need of its higher parts: agents, calls, threads. `Peer` implements and explains it."""
+"""The interface of objects to the higher parts of a process: agents, calls, threads. `Peer` implements it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class InboundProducer(Protocol):
 
     @property
     def given_up(self) -> bool:
-        """Whether its result is not wanted: only its caller says how it ends."""
+        """Whether its result is not wanted: only its caller reports its end."""
         ...
 
     def add_puller(self, found: Callable[[Any], object]) -> None:
@@ -22,7 +22,7 @@ class InboundProducer(Protocol):
 
 
 class ObjectsOwner(Protocol):
-    """What the objects need of the process that they belong to."""
+    """The view that objects have of their process."""
 
     def borrow(self, owner: PeerId, number: CallId) -> Awaitable[object]: ...
     def give_back(self, owner: PeerId, number: CallId) -> None: ...

@@ -31,7 +31,7 @@ class ReceivedValue:
         self.refs = refs
         # Returns the object that a buffer came from, if the value was made in this process.
         self.origin: Callable[[int], Any] = _no_origin
-        # What the names in it stand for; any other value keeps none of it alive.
+        # The definitions of the names in it; any other value keeps none of it alive.
         self.heard = heard if payload[0] == NAMED else NONE_HEARD
 
     @property

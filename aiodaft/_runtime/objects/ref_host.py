@@ -18,7 +18,7 @@ from aiodaft._runtime.process import Process
 
 
 class Dropped(Protocol):
-    """What a `Ref` object had."""
+    """The state behind a dropped `Ref` object."""
 
     def drop_handle(self) -> None:
         """The `Ref` object is gone; on the loop."""

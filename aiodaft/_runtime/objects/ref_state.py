@@ -1,4 +1,4 @@
-"""The state of one value in a process: where it is, which tasks wait for it, what holds it.
+"""The state of one value in a process: its place, the tasks that wait for it, its holders.
 
 `_protocol.objects.value` has the states. In them:
 
@@ -58,7 +58,7 @@ class RefState(Value):
         sink: The scope to which an error is reported that no code has seen.
     """
 
-    # Defaults live in the class: most refs are made, awaited and dropped, and set only what they need.
+    # Defaults live in the class: most refs are made, awaited and dropped, and set only the fields that they need.
     objects: RefHost
     process: Process
     number: CallId
@@ -67,9 +67,9 @@ class RefState(Value):
     value: Any = ABSENT
     received: ReceivedValue | None = None
     stored: StoredValue | None = None
-    # Later awaits get what an await has brought here; else they bring it again.
+    # Later awaits get the value that an await has brought here; else they bring it again.
     keeps = True
-    # Bytes of a value that its producer stores, and what it is.
+    # Bytes of a value that its producer stores, and its kind.
     stored_bytes = 0
     stored_kind = ""
     # The task or call that made this call, weakly; None if another process made it, or the ref is of no call.
@@ -107,7 +107,7 @@ class RefState(Value):
 
     @property
     def origin(self) -> str:
-        """What made the value: for a call with its actor, such as "Model.execute of Model-1"."""
+        """The source of the value: for a call with its actor, such as "Model.execute of Model-1"."""
         return self.label
 
     def parts(self) -> tuple[Ref[Any], ...] | None:
@@ -115,7 +115,7 @@ class RefState(Value):
         return None
 
     def facts(self) -> RefFacts:
-        """What this process knows of the value. Fetches and decodes nothing."""
+        """The facts that this process knows of the value. Fetches and decodes nothing."""
         here = self.value is not ABSENT
         places = [self._home] if self.status is THERE else []
         if here or self.status is HERE:
@@ -347,7 +347,7 @@ class RefState(Value):
                 # As asyncio's futures do: each waiter adds its frames to the original traceback.
                 raise self.error.with_traceback(self._traceback)
             finally:
-                # The frame must not lead from the error back to it: the cycle would keep what other frames hold.
+                # The frame must not lead from the error back to it: the cycle would keep the objects of other frames.
                 del self, ref
         value = self.value
         if not self.keeps:
@@ -365,7 +365,7 @@ class RefState(Value):
         if near or (self.received is not None and not is_heavy(self.received.payload)):
             if self.process.is_here:
                 return run_through(self.wait(ref))
-            # What is here only has to be decoded.
+            # A value that is here only has to be decoded.
             timeout = None
         elif self.settled and self.process.is_here:
             raise RuntimeError(
@@ -566,7 +566,7 @@ def release_inputs(call: UsesInputs, error: BaseException | None = None) -> None
 
 
 def state_of(ref: Ref[Any]) -> RefState:
-    """What this process knows of a ref."""
+    """The state of a ref in this process."""
     return cast("RefState", ref._state)
 
 

@@ -20,7 +20,7 @@ from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.exceptions import DaftError, OwnerDied
 from aiodaft.ref import Ref
 
-# Bytes of values that go along with one call: more would hold up what comes after it, and a frame is bounded.
+# Bytes of values that go along with one call: more would hold up later messages, and a frame is bounded.
 _INLINE_VALUES: Final = 1 << 20
 
 
@@ -120,7 +120,7 @@ class RefTable:
         self._returned(self._borrowing.take_back(number, peer))
 
     def peer_lost(self, remote: PeerId) -> None:
-        """A process is gone, and with it what it had borrowed."""
+        """A process is gone, and with it its borrowed refs."""
         self._returned(self._borrowing.peer_lost(remote))
 
     def _returned(self, states: Iterable[RefState]) -> None:
@@ -217,7 +217,8 @@ class RefTable:
             return ref
         self._borrowing.borrow(*key, state)
         if state.owner == connection.remote:
-            # No call: the owner must know before it handles the next message, which may end what holds the ref there.
+            # No call: the owner must know before it handles the next message, which may end the holder of the ref
+            # there.
             self._connections.to(state.owner).send(m.borrow(state.number))
             return ref
         try:

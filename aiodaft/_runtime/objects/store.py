@@ -61,7 +61,7 @@ class Store:
         self._helper_thread = process.helper_thread
         self._open_transport = open_transport
         self.transports: dict[str, Transport] = {}
-        # What the user chose for the whole runtime, if anything; and the transport that values are stored for.
+        # The transport that the user chose for the whole runtime, if any; and the transport that values are stored for.
         self._chosen = None if process.options.direct else process.options.transport
         self._preferred = process.options.transport
         self._forks = fork_count()
@@ -97,7 +97,7 @@ class Store:
         """The transport that carries a value to a process.
 
         Args:
-            via: What the user chose for the value.
+            via: The transport that the user chose for the value.
             route: The route to the process.
 
         Raises:
@@ -213,7 +213,7 @@ class Store:
         await stored.wait_filled()
 
     def capture(self, result: Any, label: str, what: str, via: str | None, *, small: bool = True) -> StoredValue:
-        """Encode a result or item, and pack what can change and is not lent."""
+        """Encode a result or item, and pack the parts that can change and are not lent."""
         value, lender = unwrap(result)
         stored = self.keep(value, Names(label, ((what, value),)), via=via, lender=lender, small=small)
         if not stored.wholly_lent:
@@ -360,9 +360,9 @@ class Store:
         block.release()
 
     def lend_to(self, route: Route, tensor: torch.Tensor) -> InPlace | None:
-        """A CPU tensor without gaps as a result for one process alone, which gets it from where it lies.
+        """A CPU tensor without gaps as a result for one process alone, which gets it in place.
 
-        None if what carries it there carries only memory that it has allocated.
+        None if the transport there carries only memory that it has allocated.
         """
         block = self.carrier(None, route).block_of(memory_of(tensor))
         return None if block is None else InPlace(tensor, block)

@@ -33,14 +33,14 @@ class StoredValue:
     before it handed the value on.
     """
 
-    # Defaults live in the class: most values are small, and set only what they need.
+    # Defaults live in the class: most values are small, and set only the fields that they need.
     inline: bytes | None = None
     block: Block | None = None
     # The part in host memory is where peers can reach it.
     packed = False
     # The call that made it, such as "Model.execute"; "" for a copy of another process's value.
     label = ""
-    # What it is, for people, if it stays in this process.
+    # Its kind, for people, if it stays in this process.
     kind = ""
     # For a copy that is relayed: the process that made the value.
     root: PeerId | None = None
@@ -48,7 +48,8 @@ class StoredValue:
     # Copies on accelerators, in the order of the blobs; and these with the lent memory.
     _captured: Sequence[DeviceBlock] = ()
     _device_blocks: Sequence[DeviceBlock] = ()
-    # The transport that the part in host memory was packed for, and what chooses the one that carries it somewhere.
+    # The transport that the part in host memory was packed for, and the function that chooses the one to another
+    # process.
     _transport: Transport | None = None
     _carrier: Callable[[Route], Transport] | None = None
     # Runs a callback on the loop. Safe in any thread, also during a garbage collection.

@@ -43,7 +43,6 @@ class StreamState:
     # Answers to the call.
 
     def on_plain(self, value: Any = None) -> None:
-        """The producer returned."""
         self._end(None)
 
     # Never sent: streams give items.
@@ -54,11 +53,9 @@ class StreamState:
             self._wake()
 
     def on_error(self, error: BaseException) -> None:
-        """The producer failed."""
         self._end(error)
 
     def on_lost(self, error: DaftError) -> None:
-        """The connection to the producer was lost."""
         self._end(error)
 
     def on_away(self, remote: PeerId) -> None:
@@ -105,7 +102,7 @@ class StreamState:
         Raises:
             StopAsyncIteration: There are no more.
             RuntimeError: The loop over the stream was left.
-            BaseException: What the producer raised, after its last item.
+            BaseException: The error of the producer, after its last item.
         """
         stream = self.consumption
         if stream.left is not None:

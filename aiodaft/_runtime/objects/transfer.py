@@ -42,7 +42,7 @@ _THROUGH_HOST: Final = (
     "rt.put(x, transport='shm'), or Runtime(transport='shm') for all)"
 )
 
-# Name of a transport, and what it granted.
+# Name of a transport, and its grant.
 Blob: TypeAlias = tuple[str, Grant]
 # The process to ask for a value, or why there is none.
 Elsewhere: TypeAlias = PeerId | BaseException
@@ -52,8 +52,8 @@ Place: TypeAlias = StoredValue | ReceivedValue | Plain | Elsewhere
 class Delivery:
     """A value as a message brought it; made when the message is handled, before anything can be cancelled.
 
-    A task may be cancelled between any two of its steps, also before its first. What was not fetched by then goes back
-    when the delivery is dropped.
+    A task may be cancelled between any two of its steps, also before its first. Blobs that were not fetched by then
+    go back when the delivery is dropped.
     """
 
     __slots__ = ("_store", "blobs", "connection", "granted", "in_place", "inline", "payload", "refs")
@@ -64,15 +64,15 @@ class Delivery:
         self.payload = payload
         self.refs = refs
         self.inline: bytes | None = None if isinstance(blobs, tuple) else blobs
-        # What no transport has begun to fetch: it is responsible for the blob from then on.
+        # Blobs that no transport has begun to fetch: it is responsible for the blob from then on.
         self.granted: deque[Blob] = deque(blobs if isinstance(blobs, tuple) else ())
-        # What was fetched.
+        # The blobs that were fetched.
         self.blobs: list[Any] = []
-        # Who gets it only reads it: memory of an accelerator is read where it lies.
+        # The receiver only reads it: memory of an accelerator is read where it lies.
         self.in_place = False
 
     def fetch_now(self) -> bool:
-        """Fetch what is mapped here. Returns whether to receive and decode it never waits."""
+        """Fetch the memory that is mapped here. Returns whether to receive and decode it never waits."""
         recorder = self._store.process.recorder
         while self.granted:
             (name, grant), began = self.granted[0], 0.0 if recorder is None else recorder.now()
@@ -103,7 +103,7 @@ class Delivery:
             recorder.add(trace.fetched(began, recorder.now(), name, size, self.connection.remote))
 
     def decline(self) -> None:
-        """Give back what was not fetched. Idempotent."""
+        """Give back the blobs that were not fetched. Idempotent."""
         while self.granted:
             self._store.decline(self.connection, (self.granted.popleft(),))
 
@@ -112,7 +112,7 @@ class Delivery:
             self._store.call_soon(partial(Delivery.decline, self))
 
 
-# What a message says of a value.
+# The content of a message about a value.
 Came: TypeAlias = Delivery | Plain | Elsewhere
 Taker: TypeAlias = Callable[[Came], object]
 
@@ -149,7 +149,7 @@ class Transfer:
         *,
         in_place: bool = False,
     ) -> ReceivedValue:
-        """Get a value: straight into the tensor of `into` if it fits, or in place for who only reads it.
+        """Get a value: straight into the tensor of `into` if it fits, or in place for a method that only reads it.
 
         Raises:
             OwnerDied: Its owner is gone.
@@ -231,7 +231,6 @@ class Transfer:
         return await answer
 
     def answered(self, connection: Connection, message: m.Message) -> None:
-        """VALUE, MOVED or BROKEN came."""
         kind, owner, number, *value = message
         came: Came
         if kind == m.VALUE:
@@ -242,7 +241,6 @@ class Transfer:
         self._came(connection, (owner, number), came)
 
     def given_came(self, connection: Connection, message: m.Message) -> None:
-        """GIVEN came."""
         owner, number, value = m.read_given(message)
         self._came(connection, (owner, number), Plain(value))
 
@@ -271,17 +269,16 @@ class Transfer:
             _ask_owners(self.handover.lost(producer))
 
     def ask_came(self, connection: Connection, message: m.Message) -> None:
-        """ASK came."""
         for take in self.handover.ask((connection.remote, m.read_ask(message))):
             take(connection.remote)
 
     def renewed_came(self, connection: Connection, message: m.Message) -> None:
-        """RENEWED came: what this process expects may have been answered over the lost connection."""
+        """RENEWED came: answers that this process expects may have gone over the lost connection."""
         logger.debug("%s has lost a connection to this process: %s", connection.remote, m.read_renewed(message))
         self.doubt(connection.remote)
 
     def doubt(self, remote: PeerId) -> None:
-        """There is a new connection to a process: what went over the one before may be lost."""
+        """There is a new connection to a process: messages over the one before may be lost."""
         _ask_owners(self.handover.doubt(remote))
 
     def connection_lost(self, connection: Connection, error: DaftError) -> None:
@@ -432,7 +429,7 @@ class Transfer:
         self.locate(key, lambda place: self._tell(connection, key, place))
 
     def giver(self, key: Key, consumer: PeerId) -> Callable[[Place], None]:
-        """What answers a process that expects a value, once the place of that is known."""
+        """The callback that answers a process that expects a value, once the place of that is known."""
         return partial(self._tell, self._connections.to(consumer), key, asked=False)
 
     def _tell(self, connection: Connection, key: Key, place: Place, *, asked: bool = True) -> None:

@@ -1,6 +1,7 @@
-"""What this operating system offers. aiodaft is made for Linux; with less, it is good for development.
+"""The capabilities of this operating system. aiodaft is made for Linux; with less, it is good for development.
 
-Nothing asks for the name of the system: only for what it can do. What transports need is in `aiodaft_transport.system`.
+Nothing asks for the name of the system: only for its capabilities. The needs of transports are in
+`aiodaft_transport.system`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def keeps_messages_apart() -> bool:
 
 @cache
 def has_fork_server() -> bool:
-    """Whether workers can be forked from a process that ends with this one, and that gets what they leave behind."""
+    """Whether workers can be forked from a process that ends with this one, and that gets their orphans."""
     return HAS_PRCTL and keeps_messages_apart()
 
 
@@ -37,7 +38,7 @@ def can_be_asked() -> bool:
 
 
 def missing() -> dict[str, str]:
-    """What this system does not have, and what follows from it; nothing on Linux."""
+    """The capabilities that this system lacks, and their effects; nothing on Linux."""
     followed = {
         "fork server": (
             has_fork_server(),

@@ -1,4 +1,4 @@
-"""Where a command and a running program, in which nothing listens, meet."""
+"""The meeting point of a command and a running program, in which nothing listens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OtherEnd(NamedTuple):
 
 
 def open_board() -> int:
-    """A descriptor that a fork server keeps open, for the commands that ask what it leads to."""
+    """A descriptor that a fork server keeps open, for commands that ask for its address."""
     return os.memfd_create(_BOARD, os.MFD_CLOEXEC)
 
 
@@ -51,7 +51,7 @@ def asking(fork_server: int, address: str) -> Generator[None]:
 
 
 def address(fork_server: int) -> str:
-    """Where the command listens that asks what a fork server leads to. Raises OSError as `asking` does."""
+    """The address of the command that looks at a fork server. Raises OSError as `asking` does."""
     with open(_open_board(fork_server, os.O_RDONLY), "rb", buffering=0) as board:
         return board.read(_LONGEST).decode()
 
@@ -71,7 +71,7 @@ def debug_address(pid: int | None) -> str:
 
 
 def debug_addresses() -> list[str]:
-    """Those for this worker: its own, that of its fork server, of what started that, and of the user."""
+    """Those for this worker: its own, that of its fork server, of the starter of that, and of the user."""
     server = os.getppid()
     return [debug_address(pid) for pid in (os.getpid(), server, parent_of(server), None) if pid != 0]
 

@@ -16,7 +16,7 @@ _MICROSECONDS: Final = 1e6
 
 
 class Terms(NamedTuple):
-    """What calls take along.
+    """The terms that calls take along.
 
     Attributes:
         deadline: On the loop's clock.
@@ -47,17 +47,14 @@ class under:  # noqa: N801 - reads as a word of the language: `with under(terms)
 
 
 def terms_of(deadline: float | None, trace: TraceContext | None) -> Terms | None:
-    """Terms; None if there are none."""
     return None if deadline is None and trace is None else Terms(deadline, trace)
 
 
 def deadline_of(terms: Terms | None) -> float | None:
-    """The deadline among these terms."""
     return None if terms is None else terms.deadline
 
 
 def trace_of(terms: Terms | None) -> TraceContext | None:
-    """The trace among these terms."""
     return None if terms is None else terms.trace
 
 
@@ -70,7 +67,7 @@ def exceeded(late: str, error: TimeoutError) -> DeadlineExceeded:
 
 
 def sent_terms(terms: Terms, clock: Callable[[], float]) -> SentTerms:
-    """What a message carries. The time is rounded up, so that a deadline passes first where it was set."""
+    """The terms in a message. The time is rounded up, so that a deadline passes first where it was set."""
     deadline, trace = terms
     left = None if deadline is None else max(0, math.ceil((deadline - clock()) * _MICROSECONDS))
     return left if trace is None else (left, *trace)

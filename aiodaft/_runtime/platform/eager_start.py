@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-# What tasks of other makes use: https://docs.python.org/3/library/asyncio-extending.html
+# The API for other implementations of tasks: https://docs.python.org/3/library/asyncio-extending.html
 from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Coroutine
 from contextvars import Context, copy_context

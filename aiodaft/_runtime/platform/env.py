@@ -21,7 +21,7 @@ from aiodaft._runtime.platform.threads import HelperThread
 
 @dataclass(slots=True)
 class Timeouts:
-    """How long the runtime waits, in seconds.
+    """The times that the runtime waits, in seconds.
 
     Attributes:
         answer: For the answer of a process to the order to stop an actor, at least.
@@ -46,7 +46,7 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Env:
-    """Where the runtime gets what differs from run to run.
+    """The sources of everything that differs from run to run.
 
     Attributes:
         monotonic: Seconds of a clock that never jumps.
@@ -55,13 +55,13 @@ class Env:
         gpus: The machine's GPUs, in the order of their numbers.
         hostname: The name of the machine.
         pid: The pid of this process.
-        sockets: What connects processes.
+        sockets: The sockets that connect processes.
         thread: Makes a thread beside a loop, from the thread's name and the loop.
-        remembered: How many processes that ended are remembered, to say how they did.
+        remembered: The number of ended processes that are remembered, with their ends.
         launcher: Starts worker processes; takes the arguments of `WorkerLauncher`. None: `WorkerLauncher`, or
             `ExecLauncher` where there is no fork server.
         network: Leads to other machines; see `far.Network`. None: TCP, with the key of the cluster.
-        timeouts: How long the runtime waits.
+        timeouts: The times that the runtime waits.
     """
 
     monotonic: Callable[[], float] = time.monotonic

@@ -1,4 +1,4 @@
-"""Errors for resources that the operating system refuses: the limit, and what to do about it."""
+"""Errors for resources that the operating system refuses: the limit, and the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def exhausted(error: OSError, what: str) -> ResourceExhausted:
 
 
 def refusal(error: OSError, what: str) -> str:
-    """The text of a refusal: what is refused, why, and what to do."""
+    """The text of a refusal: the resource, the reason and the remedy."""
     process, text = f"process {visible_pid()}", error.strerror or str(error)
     if error.errno == errno.EMFILE:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""What Python does at the end of a process, for one that does not wait for its threads."""
+"""The steps of Python at the end of a process, for one that does not wait for its threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FILE: Final = io.IOBase.__mro__[1]
 
 
 def finish() -> None:
-    """Run what was registered with `atexit`, and write out the files that are open."""
+    """Run the functions registered with `atexit`, and write out the files that are open."""
     with suppress(BaseException):
         _keep_operators()
         atexit._run_exitfuncs()  # as multiprocessing does

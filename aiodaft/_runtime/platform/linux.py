@@ -22,13 +22,13 @@ FOR_PROGRAM: Final = (signal.SIGUSR1, signal.SIGUSR2)
 UNKNOWN: Final = (None, None)
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
-# What the kernel does at the end of a process, and what it shows of processes; other systems have neither.
+# Actions of the kernel at the end of a process, and its view of processes; other systems have neither.
 HAS_PRCTL: Final = hasattr(_libc, "prctl")
 SEES_PROCESSES: Final = os.path.exists("/proc/self/stat")
 
 
 def fill_standard_streams() -> None:
-    """Open what of standard input, output and error this process was started without (`>&-`).
+    """Open those of standard input, output and error that this process was started without (`>&-`).
 
     Otherwise sockets would take their numbers: uvloop aborts a process that closes one, and children print into them.
     """

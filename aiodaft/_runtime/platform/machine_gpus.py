@@ -1,4 +1,4 @@
-"""What can be learnt of NVIDIA's GPUs and driver without loading a library or initialising CUDA."""
+"""Reads NVIDIA's GPUs and driver without loading a library or initialising CUDA."""
 
 from __future__ import annotations
 

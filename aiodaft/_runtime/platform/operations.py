@@ -51,7 +51,7 @@ async def wait_passed() -> None:
 
 
 def _places() -> dict[int, _Place]:
-    """Where the other threads of the program are, by ident; without those that wait for a job."""
+    """The places of the other threads of the program, by ident; without those that wait for a job."""
     left_out = {thread.ident for thread in threading.enumerate() if thread.name.startswith("aiodaft ")}
     left_out.add(threading.get_ident())
     frames = sys._current_frames()
@@ -83,7 +83,7 @@ class _Sleepers:
     """Tells threads that wait in an operation from those that compute in it, by several looks."""
 
     def __init__(self) -> None:
-        # What the kernel last said of a thread that sleeps, and since when it has said this.
+        # The last state of a sleeping thread by the kernel, and the time since which it is the same.
         self._seen: dict[int | None, tuple[object, float]] = {}
 
     def have(self, idents: Collection[int], now: float) -> bool:

@@ -51,7 +51,7 @@ class Sockets:
         """
         copies: list[int] = []
         try:
-            # What is there when one of them fails stays in the list.
+            # Copies made before one fails stay in the list.
             copies.extend(map(self.dup, fds))
         except OSError:
             self.close_all(copies)

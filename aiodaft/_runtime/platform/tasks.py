@@ -68,7 +68,7 @@ class TaskOwner:
             log_error(f"{task.get_name()} failed", error)
 
     async def aclose(self) -> None:
-        """Cancel what still runs and wait for its end. May block while a task cleans up."""
+        """Cancel the tasks that still run and wait for their end. May block while a task cleans up."""
         current = asyncio.current_task()
         while tasks := [task for task in self._tasks if task is not current]:
             try:
@@ -127,7 +127,7 @@ async def see_through(future: asyncio.Future[T], hasten: Callable[[], object] = 
     cancelled = await wait_through(future, hasten)
     if cancelled is not None:
         if not future.cancelled():
-            # Its error is not said to be unseen: who waited for it was told to stop waiting.
+            # Its error is not said to be unseen: its waiter was told to stop waiting.
             future.exception()
         raise cancelled
     return future.result()
@@ -140,7 +140,7 @@ def run_through(coro: Coroutine[Any, Any, T] | Generator[Any, Any, T]) -> T:
     except StopIteration as end:
         result: T = end.value
         return result
-    raise AssertionError("what was not to wait on the loop does")
+    raise AssertionError("a step that must not suspend did")
 
 
 def wait_shielded(future: asyncio.Future[Any]) -> Generator[Any, None, None]:

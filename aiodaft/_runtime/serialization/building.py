@@ -1,4 +1,4 @@
-"""Values without pickle, for `Runtime(codec="msgpack")`: what a received value may build, and nothing else.
+"""Values without pickle, for `Runtime(codec="msgpack")`: the objects that a received value may build, and no others.
 
 Dataclasses, named tuples, exceptions and members of enums of classes that the receiver can import are built from their
 parts, without a method of theirs. Objects of the runtime itself, such as handles, are built by functions that are
@@ -21,7 +21,7 @@ BuilderT = TypeVar("BuilderT", bound=Callable[..., Any])
 # Public modules with functions that are marked; a process that has not used them loads them when such a value comes.
 _MODULES: Final = ("aiodaft.channel", "aiodaft.group", "aiodaft.service")
 _builders: Final[dict[str, Callable[..., Any]]] = {}
-# What a class that a received value names has to be.
+# The kinds that a class may have which a received value names.
 _ALLOWED: Final[Mapping[str, Callable[[type], bool]]] = {
     "dataclass": is_dataclass,
     "named tuple": is_namedtuple,
@@ -31,7 +31,6 @@ _ALLOWED: Final[Mapping[str, Callable[[type], bool]]] = {
 
 
 def builder(function: BuilderT) -> BuilderT:
-    """Let received values call a function, or make instances of a class, which does no more than build an object."""
     _builders[f"{function.__module__}:{function.__qualname__}"] = function
     return function
 

@@ -1,4 +1,4 @@
-"""Classes, functions and other objects of scripts, by value: cloudpickle, with what it leaves out.
+"""Classes, functions and other objects of scripts, by value: cloudpickle, with the parts that it leaves out.
 
 A function gets the globals that its script has in the process that it comes to; see `scripts`.
 """
@@ -97,7 +97,7 @@ def make_struct(
 
 
 def fill_class(cls: type, filling: tuple[Place | None, Fill, Any, dict[str, int]]) -> None:
-    """Give a class what is news to this process of its attributes in the process that sent it."""
+    """Give a class the attributes, in the process that sent it, that are news to this process."""
     place, fill, (own, slots), numbers = filling
     names = attributes_of(cls)
     news = {name: value for name, value in own.items() if names.take(name, numbers[name])}
@@ -115,7 +115,7 @@ def make_thing(place: Place | None, make: Callable[..., Any], args: tuple[Any, .
 
 
 def fill_thing(thing: Any, filling: tuple[Place | None, Fill, Any, Taken | None]) -> None:
-    """Give a function or object what it had in the process that sent it, unless it was here.
+    """Give a function or object its state in the process that sent it, unless it was here.
 
     Its script gets the globals that it uses.
     """

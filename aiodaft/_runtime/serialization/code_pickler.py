@@ -1,6 +1,6 @@
-"""Pickles classes, functions and other objects of scripts by value: cloudpickle, with what it leaves out.
+"""Pickles classes, functions and other objects of scripts by value: cloudpickle, with the parts that it leaves out.
 
-Import it where it is needed: cloudpickle is slow to import, and few calls need it.
+Import it late: cloudpickle is slow to import, and few calls need it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from aiodaft._runtime.serialization.scripts import (
     script_of,
 )
 
-# Attributes that are made with what has them.
+# Attributes that are made together with their object.
 _OF_DISPATCHER: Final = frozenset({"register", "dispatch", "registry", "_clear_cache"})
 _OF_CACHED: Final = frozenset({"__wrapped__", "cache_parameters"})
 _NAMES: Final = ("__name__", "__qualname__", "__module__", "__doc__")
 # Arguments of cloudpickle's function that makes a class.
 _OF_CLASS: Final = 6
 
-# What multiprocessing has run again is no module either.
+# A script that multiprocessing has run again is no module either.
 if (_again := sys.modules.get("__mp_main__")) is not None:
     cloudpickle.register_pickle_by_value(_again)
 
@@ -151,7 +151,7 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
     def _made(
         self, thing: Any, make: Any, args: Any, fill: Any, state: Any, *, name: str | None = None, taken: Any = None
     ) -> Any:
-        """How to make something that the process it comes to may have, and is made once there."""
+        """The reduction of an object that the receiving process may have, and makes at most once."""
         place = self._place(thing, name or thing.__qualname__)
         return make_thing, (place, make, args), (place, fill, state, taken), None, None, fill_thing
 

@@ -22,7 +22,7 @@ from aiodaft.ref import Ref
 FLAT: Final = frozenset({type(None), bool, int, float, str})
 _ITEMS: Final = cast("tuple[Any, ...]", (list, tuple, set, frozenset, deque))
 _CONTAINERS: Final[tuple[Any, ...]] = (dict, *_ITEMS, UserDict, UserList, SimpleNamespace)
-# What classes of records have.
+# The attributes that mark classes of records.
 _RECORDS: Final = ("__dataclass_fields__", "__attrs_attrs__", "__pydantic_fields__", "__struct_fields__")
 _have_parts: Final[dict[weakref.ref[type], bool]] = {}
 
@@ -130,7 +130,6 @@ async def resolved(value: Any) -> Any:
 
 
 def refs_in(value: Any) -> list[Ref[Any]]:
-    """The refs in the containers and records of a value."""
     if isinstance(value, Ref):
         return [value]
     return [ref for part in _parts_of(value) if type(part) not in FLAT for ref in refs_in(part)]

@@ -56,7 +56,7 @@ def spec_of(payload: bytes) -> Spec:
 class Decoder:
     """Decodes one value."""
 
-    # What values beside a small one need.
+    # For values other than small ones.
     home: Process | None = None
     blobs: Sequence[memoryview] = ()
     slots: Sequence[Any] = ()
@@ -70,7 +70,7 @@ class Decoder:
         self.unpack: Callable[[bytes | memoryview], Any] = unpacker(self._extension)
 
     def close(self) -> None:
-        """Let go what refers to this object, and so would keep the buffers alive."""
+        """Drop the references to this object, which would keep the buffers alive."""
         self.tensors = None
         del self.unpack
 
@@ -265,7 +265,7 @@ def _decode_tensor(payload: bytes, blobs: Sequence[Any], origin: Callable[[int],
 
 
 def decode_small(payload: bytes, heard: Mapping[bytes, Definition] = NONE_HEARD) -> Any:
-    """Decode a small value, with what the names in it stand for; raises what `decode` does."""
+    """Decode a small value, with the definitions of the names in it; raises as `decode` does."""
     decoder = _SMALL_DECODER if payload[0] == SMALL else Decoder(heard)
     try:
         return decoder.unpack(memoryview(payload)[1:])

@@ -1,9 +1,10 @@
 """Classes and functions that other processes cannot import, under names of their own.
 
 They are pickled by value once. A value that has them, or their instances, has only the name; see
-`_protocol.connections.definitions`. What may change without its name being told again is not named: a class with a list
+`_protocol.connections.definitions`. Objects that may change without a new name are not named: a class with a list
 among its attributes, or a function that uses a global one. Such things are pickled by value each time, as they are
-then. So is what changes often: each name that was told stays in other processes until the class or function is gone.
+then. So are objects that change often: each name that was told stays in other processes until the class or function
+is gone.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Definition:
 
     def __init__(self, source: bytes) -> None:
         self.source = source
-        # What was made of it: lives as long as the other process may send its name.
+        # The object that was made of it: lives as long as the other process may send its name.
         self.made: Thing | None = None
 
 
@@ -66,7 +67,7 @@ NONE_HEARD: Final[Mapping[bytes, Definition]] = MappingProxyType({})
 
 
 class _Record:
-    """What is remembered of a class or function, with what it referred to when it was pickled."""
+    """The record of a class or function, with the objects that it referred to when it was pickled."""
 
     __slots__ = ("_before", "_gone", "_kept", "_look", "changes", "name", "source", "token")
 
@@ -88,7 +89,7 @@ class _Record:
         ]
 
     def holds(self) -> bool:
-        """Whether it is what it was when it was pickled."""
+        """Whether it is unchanged since it was pickled."""
         return not self._gone and list(map(id, self._look())) == self._before
 
 
@@ -151,7 +152,7 @@ def find(name: bytes, heard: Mapping[bytes, Definition]) -> Any:
     return thing
 
 
-# What a class or function refers to, and whether that may change unseen.
+# The objects that a class or function refers to, and whether they may change unseen.
 
 
 @dataclasses.dataclass
@@ -173,7 +174,8 @@ _WRAPPERS: Final[Mapping[type, Callable[[Any], tuple[Any, ...]]]] = {
     classmethod: lambda member: (member.__func__,),
 }
 _SLOTS: Final = (MemberDescriptorType, GetSetDescriptorType)
-# What the interpreter, dataclasses and abstract classes keep in a class: made with the class, and not changed after.
+# Attributes that the interpreter, dataclasses and abstract classes keep in a class: made with the class, and not
+# changed after.
 _MADE_WITH_CLASS: Final = frozenset({
     "__dict__", "__weakref__", "__annotations__", "__dataclass_fields__", "__dataclass_params__", "__slotnames__",
     "__orig_bases__", "__parameters__", "__abstractmethods__", "_abc_impl", "__annotate_func__",
@@ -188,7 +190,7 @@ class _Changeable(Exception):
 
 
 def _surveyed(thing: Thing) -> _Survey | None:
-    """What shows whether something has changed; None if that cannot be seen."""
+    """A survey that shows whether an object has changed; None if that cannot be seen."""
     survey = _Survey()
     try:
         survey.follow(thing)
@@ -207,12 +209,12 @@ class _Survey:
         self._functions: list[tuple[ref[FunctionType], Sequence[str]]] = []
         # Classes may be registered with an abstract one.
         self._registered: object = None
-        # What was not looked at, because it does not change, and may keep a class alive.
+        # Objects that were not looked at, because they do not change, and may keep a class alive.
         self.skipped: set[int] = set()
         self._seen: set[int] = set()
 
     def look(self) -> list[Any]:
-        """What they refer to. One function, because it runs for each value that has a name."""
+        """The objects that they refer to. One function, because it runs for each value that has a name."""
         refers: list[Any] = []
         if self._registered is not None:
             refers.append(get_cache_token() == self._registered)
@@ -243,7 +245,7 @@ class _Survey:
         return refers
 
     def follow(self, thing: Thing) -> None:
-        """Take a class or function, and what it refers to."""
+        """Take a class or function, and the objects that it refers to."""
         self._seen.add(id(thing))
         fresh = [thing]
         while fresh:

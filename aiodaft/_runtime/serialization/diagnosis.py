@@ -37,7 +37,7 @@ def find_path(names: Iterable[tuple[str, Any]], attempt: Callable[[Any], object]
         failing = next(
             ((name, value, why) for name, value in islice(parts, _MAX_CHILDREN) if (why := _why(value, attempt))), None
         )
-        # What refers to itself has no deepest part.
+        # An object that refers to itself has no deepest part.
         if failing is None or id(failing[1]) in seen:
             break
         path, value, reason = failing

@@ -17,7 +17,7 @@ from aiodaft_transport.memory.address import address_of, copy_memory
 
 
 def digest_of(code: bytes | memoryview) -> bytes:
-    """What a buffer that says which objects to build is known by: no other one has it."""
+    """The digest of a buffer that says which objects to build: no other one has it."""
     import hashlib  # noqa: PLC0415 - slow, and most programs send no code
 
     return hashlib.sha256(code).digest()

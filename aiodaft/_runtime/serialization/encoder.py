@@ -238,7 +238,7 @@ class Encoder(SmallEncoder):
         if self.resolve and contains_ref(value):
             record = self._record(value)
             return self._rebuilt(value) if record is None else record
-        # A node takes no pickle, whatever the codec of the runtime.
+        # A node takes no pickle, with any codec of the runtime.
         return self._build(value) if refuses_pickle() or _is_value_of_runtime(type(value)) else self._pickle(value)
 
     def _record(self, value: Any) -> Any:

@@ -1,7 +1,8 @@
 """The parts of an exception, and an exception made of them without code of its class.
 
-Besides `args` and `__dict__`, an exception has fields: what the C code of its class keeps, such as `OSError.filename`
-and all that the text of a `SyntaxError` or a `UnicodeDecodeError` is made of, and the `__slots__` of its class.
+Besides `args` and `__dict__`, an exception has fields: the values that the C code of its class keeps, such as
+`OSError.filename` and all parts of the text of a `SyntaxError` or a `UnicodeDecodeError`, and the `__slots__` of its
+class.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from weakref import ref
 
 _Field: TypeAlias = MemberDescriptorType | GetSetDescriptorType
 
-# What the constructors of these take. They check it; the C code behind their fields relies on it.
+# The arguments of the constructors of these. They check it; the C code behind their fields relies on it.
 _PARAMETERS: Final[Mapping[type[BaseException], tuple[str, ...]]] = {
     BaseExceptionGroup: ("message", "exceptions"),
     UnicodeDecodeError: ("encoding", "object", "start", "end", "reason"),
@@ -34,7 +35,7 @@ _STATE: Final = BaseException.__dict__["__dict__"]
 
 
 class Parts(NamedTuple):
-    """What an exception is made of, besides its notes, its frames and its causes.
+    """The parts of an exception, besides its notes, its frames and its causes.
 
     Attributes:
         args: Its `args`.
@@ -48,7 +49,7 @@ class Parts(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What is known of a class.
+    """The layout of an exception class.
 
     Attributes:
         maker: The class whose C code makes its instances.
@@ -61,7 +62,7 @@ class _Layout(NamedTuple):
     fields: Mapping[str, tuple[_Field, bool]]
 
     def arguments(self, args: Sequence[Any], fields: Mapping[str, Any]) -> Sequence[Any]:
-        """What the constructor of the maker is given."""
+        """The arguments for the constructor of the maker."""
         found = [fields[name] for name in self.parameters if name in fields]
         return found if len(found) == len(self.parameters) else args[: len(self.parameters)]
 
@@ -93,7 +94,7 @@ def is_made_of_parts(cls: type[BaseException]) -> bool:
 def bare_error(
     cls: type[BaseException], args: Sequence[Any], fields: Mapping[str, Any] = MappingProxyType({})
 ) -> BaseException:
-    """An exception with what can be given to it only when it is made."""
+    """An exception with those parts that only its constructor can set."""
     layout = _layout_of(cls)
     if layout.maker is BaseExceptionGroup:
         args = layout.arguments(args, fields)

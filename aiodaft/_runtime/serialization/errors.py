@@ -23,7 +23,7 @@ from aiodaft.exceptions import CallCancelled, DaftError, RemoteError, RestartLim
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
-# Where the runtime's own code is.
+# The folder of the runtime's own code.
 _RUNTIME: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MAX_ENCODED: Final = 256 << 10
 _MAX_TEXT: Final = 16 << 10
@@ -142,7 +142,7 @@ def unsent(error: BaseException) -> BaseException:
 
 
 def failed_beside(what: str, error: BaseException) -> CallCancelled:
-    """What those are told who would wait for a call that has raised an error. Never raises."""
+    """The error for callers that would wait for a call that has failed. Never raises."""
     return CallCancelled(f"{what} failed: {type(error).__name__}: {message_of(error)}"[:_MAX_BESIDE])
 
 
@@ -260,7 +260,7 @@ def truncated(error: BaseException) -> BaseException:
     notes = [_short(note) for note in getattr(error, "__notes__", ())][:_MAX_NOTES]
     fill_error(twin, Parts(cut, _short_values(state), _short_values(fields)))
     if isinstance(error, UnicodeError):
-        # Its text is made of what has been cut.
+        # Its text is made of parts that have been cut.
         notes.append(_short(f"its text was: {message_of(error)}"))
     notes.append("truncated to travel: its large parts and its causes stayed in the process that raised it")
     twin.__dict__["__notes__"] = notes

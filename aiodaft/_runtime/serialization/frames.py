@@ -13,7 +13,7 @@ from itertools import islice
 from types import CodeType, TracebackType
 from typing import Final, NamedTuple
 
-# The column of what has none.
+# The column of an instruction that has none.
 _NOWHERE: Final = -1
 # The name of the only variable of a frame: Python, which looks for names like an unknown one, finds none like this.
 _STOP: Final = "..."
@@ -62,8 +62,7 @@ def gap(left_out: int) -> FrameData:
 
 
 def traceback_of(frames: list[FrameData]) -> TracebackType | None:
-    """A traceback with these frames; None if there are none."""
-    # The caller of a generator is forgotten. Else the frames would lead to what is to get the error: a cycle.
+    # The caller of a generator is forgotten. Else the frames would lead to the receiver of the error: a cycle.
     return next(_made_of(frames))
 
 

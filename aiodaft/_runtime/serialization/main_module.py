@@ -1,7 +1,7 @@
-"""The `__main__` of a process of actors: what has come of the script.
+"""The `__main__` of a process of actors: the parts of the script that have come.
 
 pickle looks up its names there, also for processes that multiprocessing starts by spawn or forkserver. Those would run
-the script again, which may not be on their machine, or be a notebook, or start a runtime. They get what is here.
+the script again, which may not be on their machine, or be a notebook, or start a runtime. They get these parts.
 """
 
 from __future__ import annotations

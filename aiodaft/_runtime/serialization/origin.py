@@ -1,4 +1,4 @@
-"""Where the class of an actor comes from: processes of other machines may import another one by the same name."""
+"""The origin of an actor's class: processes of other machines may import another one by the same name."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from aiodaft.exceptions import SpawnFailed
 
 
 class Origin(NamedTuple):
-    """The file of a module, and the digest of what is in it."""
+    """The file of a module, and the digest of its content."""
 
     file: str
     digest: bytes
 
 
 def origin_of(cls: type) -> Origin | None:
-    """Where a class comes from; None if it is sent by value, or its module has no source that can be read."""
+    """The origin of a class; None if it is sent by value, or its module has no source that can be read."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if file is None or not file.endswith(".py") or not importable(cls):
         return None

@@ -70,17 +70,11 @@ class Aside(Protocol):
     sources: list[Source]
     refs: list[Any]
 
-    def add_source(self, buffer: Any) -> int:
-        """Take a buffer and return its number."""
-        ...
+    def add_source(self, buffer: Any) -> int: ...
 
-    def add_tensor(self, tensor: Any) -> int:
-        """Take a tensor and return its number."""
-        ...
+    def add_tensor(self, tensor: Any) -> int: ...
 
-    def add_ref(self, ref: Any) -> int:
-        """Take a ref and return its number."""
-        ...
+    def add_ref(self, ref: Any) -> int: ...
 
     def check_home(self, owned: Owned, what: object, instead: str) -> None:
         """Raise TypeError if a ref or handle belongs to another runtime."""
@@ -88,7 +82,7 @@ class Aside(Protocol):
 
 
 def _reduce(aside: Aside, value: Any, *, by_value: bool) -> Any:
-    """How to pickle an object that is not plain data; NotImplemented for pickle's own way."""
+    """The reduction of an object that is not plain data; NotImplemented for pickle's own way."""
     kind = type(value)
     if is_dense_tensor(value):
         return _load_tensor, (aside.add_tensor(value),)
@@ -224,13 +218,9 @@ class Context(Protocol):
         """The peer that decodes."""
         ...
 
-    def tensor(self, index: int) -> Any:
-        """The tensor with this number."""
-        ...
+    def tensor(self, index: int) -> Any: ...
 
-    def ref(self, index: int) -> Any:
-        """The ref with this number."""
-        ...
+    def ref(self, index: int) -> Any: ...
 
 
 def check_pickle() -> None:
@@ -307,13 +297,13 @@ def _reduce_error(value: BaseException | TracebackType) -> Any:
         return pickling_support.pickle_exception(value)
     parts = parts_of_error(value)
     context = value.__cause__, value.__traceback__, value.__context__, value.__suppress_context__
-    # What an error has may lead back to it, so it comes after; but for the members of a group.
+    # The attributes of an error may lead back to it, so they come after it; but for the members of a group.
     made_of = (value.message, value.exceptions) if isinstance(value, BaseExceptionGroup) else ()
     return bare_error, (type(value), made_of), (tuple(parts), *context), None, None, _fill_error
 
 
 def _fill_error(error: BaseException, filling: tuple[Any, ...]) -> None:
-    """Give an error that pickle has made what it had."""
+    """Give an error that pickle has made its attributes."""
     (args, state, fields), cause, frames, context, suppressed = filling
     fill_error(error, Parts(args, state, fields))
     if state and type(error).__setstate__ is not BaseException.__setstate__:
@@ -336,7 +326,7 @@ def _reduce_traceback(value: TracebackType) -> Any:
 
 
 def _no_frames() -> None:
-    """What arrives of a traceback that is not to be shown."""
+    """The result for a traceback that is not to be shown."""
 
 
 def _reduce_array(array: Any) -> Any:

@@ -184,7 +184,7 @@ def importable(value: Any) -> bool:
 
 
 def mark_of(value: Any, progress: Callable[[int], object] = bool) -> object:
-    """What differs from before when a value was changed; `progress` hears of the bytes that it looked at."""
+    """A mark that differs from before when a value was changed; `progress` hears of the bytes that it looked at."""
     if isinstance(value, _THINGS) and _parts_of(value) is None:
         return _told(value)
     if type(value) in _ATOMS:
@@ -222,7 +222,7 @@ class _Digest:
 
 
 class _Marker(pickle.Pickler):
-    """Writes what is never read: how a value differs from others."""
+    """Writes a pickle that is never read: it tells a value from others."""
 
     def reducer_override(self, obj: Any, /) -> Any:
         if is_dense_tensor(obj):
@@ -261,7 +261,7 @@ def goes_by_name(value: Any) -> bool:
 
 
 def reduced_of(value: Any) -> Any:
-    """How an object from a script has itself pickled, if it says so: maybe by its name."""
+    """The reduction of an object from a script, if it has one of its own: maybe by its name."""
     kind: Any = type(value)
     if kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__:
         return NotImplemented

@@ -27,7 +27,7 @@ from aiodaft._runtime.serialization.scripts import importable
 from aiodaft._runtime.serialization.tensors import loaded_torch
 from aiodaft.actor import Actor
 
-# The payload, and what the receiver has to know before it gets it.
+# The payload, and the names that the receiver has to know before it gets it.
 Small: TypeAlias = tuple[bytes, Sequence[Named]]
 
 # The first byte of the payload; of one that has names of classes or functions.
@@ -43,7 +43,7 @@ _NAMED_HEAD: Final = bytes((NAMED,))
 ) = range(2, 24)  # fmt: skip
 # Elements of a container; and containers, tensors and arrays of a value.
 _MOST: Final = 64
-# Extensions in each other: the stack of whoever decodes them has 40 KB for each.
+# Extensions in each other: the stack of a decoding thread has 40 KB for each.
 _DEEPEST: Final = 100
 _STR: Final = frozenset({str})
 _NUMBERS: Final = FLAT - {str}
@@ -74,14 +74,14 @@ class SmallEncoder:
     # The types of parts that are plain data.
     free = _NUMBERS
 
-    # Takes what is named; None if nothing may be.
+    # Takes the named objects; None if none may be.
     defined: list[Named] | None = None
     _room = INLINE_LIMIT
     _depth = 0
     _seen: set[int] | None = None
 
     def walk(self, value: Any) -> Any:
-        """What takes the place of a part."""
+        """The replacement of a part."""
         kind = type(value)
         if kind is list:
             return self.sequence(value)
@@ -98,7 +98,7 @@ class SmallEncoder:
         return getattr(self, _METHODS.get(kind) or _found.get(ref(kind)) or _find_method(kind))(value)
 
     def _descend(self) -> None:
-        """Account for an extension in an extension. What is too deep is left to pickle."""
+        """Account for an extension in an extension. A value that is too deep is left to pickle."""
         self._depth += 1
         if self._depth > _DEEPEST:
             raise RecursionError("there are too many extensions in each other")
@@ -148,7 +148,6 @@ class SmallEncoder:
         return {key: part if type(part) in _NUMBERS else self.walk(part) for key, part in value.items()}
 
     def text(self, value: Any) -> Any:
-        """A string or bytes."""
         if len(value) > self._room:
             raise NotSmall
         self._room -= len(value)
@@ -167,13 +166,11 @@ class SmallEncoder:
         return pack_exts(RECORD, [where, state])
 
     def member(self, value: Any) -> Any:
-        """A member of an enumeration."""
         cls = type(value)
         where = self.where(cls) if cls._member_map_.get(value._name_) is value else None
         return self.other(value) if where is None else pack_exts(MEMBER, [where, value._name_])
 
     def thing(self, value: Any) -> Any:
-        """A class or function."""
         where = self.where(value)
         return self.other(value) if where is None else pack_exts(THING, where)
 
@@ -217,7 +214,7 @@ class SmallEncoder:
     bytearray = other
 
     def where(self, thing: Thing) -> str | bytes | None:
-        """Where the receiver finds a class or function: its module and name, or a name that it was told."""
+        """The place where the receiver finds a class or function: its module and name, or a name that it was told."""
         place = _places.get(ref(thing))
         if place is not None and getattr(sys.modules.get(place[0]), place[1], None) is thing:
             return place[2]
@@ -270,7 +267,7 @@ def _walked(parts: tuple[Any, ...], kwargs: Mapping[str, Any] | None, *, by_name
 
 
 def _flat_parts(parts: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-    """What to pack, if there is one argument, or value, and it is flat; else None."""
+    """The object to pack, if there is one argument, or value, and it is flat; else None."""
     if kwargs is None:
         return _flat(parts[0])
     if len(parts) == 1 and not kwargs:

@@ -349,13 +349,13 @@ def _origin(tensor: torch.Tensor) -> Callable[[], Any]:
 
 
 def kind_in(spec: Spec) -> str:
-    """What `kind_of` gives for the tensor with this spec."""
+    """The `kind_of` the tensor with this spec."""
     _, dtype, size, *_ = spec
     return f"{dtype}{size}"
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for people: the type, or the dtype and the shape of a tensor or array. Never raises."""
+    """The kind of a value, for people: the type, or the dtype and the shape of a tensor or array. Never raises."""
     try:
         shape, dtype = value.shape, value.dtype
     except Exception:  # noqa: BLE001 - a user's property may raise anything

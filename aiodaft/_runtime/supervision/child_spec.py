@@ -1,4 +1,4 @@
-"""How supervised and other actors are made and stopped: calls to the agents of their processes."""
+"""Makes and stops supervised and other actors: calls to the agents of their processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Enrolment:
         self.roster = roster
         self.rank = rank
         self._renew = renew
-        # What the newest incarnation was told.
+        # The roster that the newest incarnation was told.
         self._told: Roster[Any] | None = None
         # The `since` of the members of which it was told.
         self._known: int | None = None
@@ -85,14 +85,14 @@ class Enrolment:
     def begin_anew(self) -> None:
         """Give the group a new epoch before the next incarnation, if it may have done something together in this one.
 
-        Else the others could take what the next incarnation does for what they wait for from the last one.
+        Else the others could take collectives of the next incarnation for those of the last one.
         """
         if not self.is_behind and self.roster.is_complete:
             self._renew()
 
 
 class ChildSpec:
-    """How an actor is made: its class, and the arguments of its constructor.
+    """The recipe of an actor: its class, and the arguments of its constructor.
 
     A spec that is used again encodes the arguments once. Refs among them are held, and resolved for each use.
     """

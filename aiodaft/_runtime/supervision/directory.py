@@ -32,7 +32,7 @@ _MAX_DEAD: Final = 64
 
 
 class Root(Protocol):
-    """The outermost scope of an owner: what that tells it, and the actors in it."""
+    """The outermost scope of an owner: the reports to it, and the actors in it."""
 
     def all_actors(self) -> Iterable[Target]: ...
 
@@ -145,7 +145,7 @@ class Directory(OwnerContact):
             self._missed[child.number] = _view(child, "dead", error)
         child.target.end(error)
         self.on_over(child.number)
-        # Before callers have the error: what the actor had is free when they ask.
+        # Before callers have the error: the resources of the actor are free when they ask.
         self._nodes.tell_to_vacate(child.place.peer, child.place.actor, str(error))
 
     @method

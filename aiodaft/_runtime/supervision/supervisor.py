@@ -1,6 +1,6 @@
-"""Supervisors: the actors of one restart policy, and how they are restarted.
+"""Supervisors: the actors of one restart policy, and their restarts.
 
-`Siblings` decides which children a death concerns, `TRANSITIONS` what becomes of each (`_protocol/supervision/child.py`
+`Siblings` decides which children a death concerns, `TRANSITIONS` the fate of each (`_protocol/supervision/child.py`
 has the states); this file stops and starts them. One task per supervisor does that, or one per child where each is
 restarted by itself (one_for_one).
 """
@@ -40,8 +40,8 @@ class Child:
     """One supervised actor.
 
     Args:
-        target: What callers in this process use.
-        spec: How it is made.
+        target: The target for callers in this process.
+        spec: Makes it.
         supervisor: Of its policy.
         beside: The actor of which it shares the process.
         move: Finds a place on another node for an incarnation: in a process, or where there is room.
@@ -75,7 +75,7 @@ class Child:
         self.final: DaftError | None = None
         # The time of its next start.
         self.due = 0.0
-        # What its restart waits for.
+        # The call or task that its restart waits for.
         self.pending: Ref[Any] | asyncio.Task[Any] | None = None
         self._changed = asyncio.Event()
 
@@ -147,7 +147,7 @@ class Supervisor:
         self.policy = policy
         # Seconds that calls under way get when a child is stopped.
         self._grace = grace
-        # Called with an error that ends children for good, and what failed.
+        # Called with an error that ends children for good, and the name of the failed part.
         self._fail = fail
         self._siblings: Siblings[Child, BaseException] = Siblings(policy, self._process.env.random.random)
         self._children: list[Child] = []
@@ -399,7 +399,7 @@ class Supervisor:
                         raise
             # Its node is gone, being drained, or has given up this process; or its host was made again on another one.
             if child.node is not None:
-                # It keeps what the actor had, also while others do not hear it.
+                # It keeps the resources of the actor, also while others do not hear it.
                 child.node = None
                 self._nodes.tell_to_vacate(child.place.peer, child.place.actor, "it is made again on another node")
             finding, child.next = child.next, None

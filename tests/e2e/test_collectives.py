@@ -310,7 +310,7 @@ async def test_wrong_arguments_are_refused_at_the_line(rt: aiodaft.Runtime) -> N
 
 @pytest.mark.timeout(60)
 async def test_over_tcp_members_send_parts() -> None:
-    async with aiodaft.Runtime(transport="tcp", preload=()) as rt:
+    async with aiodaft.Runtime(transport="tcp") as rt:
         members = list(await rt.group(3, Member))
         before = rt.traffic()
         refs = [member.make(seed, *LARGE) for seed, member in enumerate(members)]

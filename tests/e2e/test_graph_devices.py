@@ -17,6 +17,7 @@ from aiodaft import Ref
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SIZE = 1 << 18
+PRELOAD = ("torch",)
 
 
 async def test_they_go_from_actor_to_actor_and_touch_no_host_memory(

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared() -> AsyncIterator[aiodaft.Runtime]:
-    async with aiodaft.Runtime(preload=(), transport="tcp") as rt:
+    async with aiodaft.Runtime(preload=("torch",), transport="tcp") as rt:
         await rt.stop(await rt.spawn(Vanishing))
         yield rt
 

@@ -6,33 +6,11 @@ import pytest
 import torch
 from actors import Echo
 from inside import peer_of
+from makers import SIZE, Maker
 from receiving import Receiver
 
 import aiodaft
-from aiodaft import Actor, method
 from aiodaft_transport import Unreachable
-
-SIZE = 1 << 20
-
-
-class Maker(Actor):
-    """Gives the same by several ways."""
-
-    @method
-    async def usual(self) -> bytes:
-        return bytes(SIZE)
-
-    @method(transport="tcp")
-    async def by_tcp(self) -> bytes:
-        return bytes(SIZE)
-
-    @method(transport="tcp")
-    def by_tcp_on_thread(self) -> bytes:
-        return bytes(SIZE)
-
-    @method(transport="pigeon")
-    async def by_pigeon(self) -> bytes:
-        return bytes(SIZE)
 
 
 def opened(rt: aiodaft.Runtime) -> set[str]:
@@ -80,7 +58,7 @@ async def test_the_environment_chooses_for_everything(monkeypatch: pytest.Monkey
 
 
 async def test_memory_that_is_mapped_is_fetched_without_a_task() -> None:
-    async with aiodaft.Runtime(transport="shm") as rt:
+    async with aiodaft.Runtime(transport="shm", preload=("torch",)) as rt:
         sender, receiver = await rt.spawn(Receiver), await rt.spawn(Receiver)
         value = torch.ones(50_000)
         # The memory is mapped at the first use.

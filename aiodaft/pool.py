@@ -96,7 +96,7 @@ class Pool:
         ordered: bool = True,
         return_exceptions: bool = False,
     ) -> AsyncGenerator[R, None]:
-        """Run a function with each item; `async for` gives the results. See `Group.map` for what is bounded.
+        """Run a function with each item; `async for` gives the results. See `Group.map` for its bounds.
 
         Args:
             fn: The function, of one argument.

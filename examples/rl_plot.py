@@ -13,7 +13,7 @@ def draw(path: str, curve: list[float], spans: dict[str, Spans], began: float) -
         path: The file.
         curve: The mean reward of each step.
         spans: When each worker was busy, in seconds on one clock.
-        began: When the run began.
+        began: The beginning of the run.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -69,7 +69,7 @@ async def test_a_read_during_a_write_that_torch_has_not_counted_yet_fails(elemen
             assert not reading.done()
             assert not stored.ready
             finish()
-            with pytest.raises(aiodaft.BorrowError, match=r"x.clone\(\)"):
+            with pytest.raises(aiodaft.exceptions.BorrowError, match=r"x.clone\(\)"):
                 await reading
         stored.release()
 

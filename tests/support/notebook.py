@@ -38,7 +38,7 @@ class Output:
     error: str | None = None
     # As a terminal shows it, without colours.
     traceback: str = ""
-    # When something was done because it had printed something; on the clock that all processes share.
+    # The time of an action in answer to its output; on the clock that all processes share.
     acted_at: float = 0.0
 
 

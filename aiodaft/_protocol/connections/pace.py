@@ -38,7 +38,7 @@ class Pace:
 
     Attributes:
         may_poll: There is a second processor.
-        since: When the last message was sent or received.
+        since: The time of the last message, sent or received.
         threads: Jobs that run on actors' threads.
         crowded: Another process wants the processor.
     """

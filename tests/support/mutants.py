@@ -215,8 +215,15 @@ MUTANTS: Final = [
     Mutant(
         "a sibling of a failed await counts as seen",
         f"{_SUPERVISION}/siblings.py",
-        "return any(one.maker == maker and",
-        "return any(one.maker != maker and",
+        "one.maker == maker and",
+        "one.maker != maker and",
+        "tests/protocol/test_siblings.py",
+    ),
+    Mutant(
+        "a wait for a call that was given up does not excuse the call's own error",
+        f"{_SUPERVISION}/siblings.py",
+        "one.call != call and",
+        "True and",
         "tests/protocol/test_siblings.py",
     ),
     Mutant(
@@ -244,8 +251,8 @@ MUTANTS: Final = [
     Mutant(
         "of a deadlock, a call that has not begun is given up",
         f"{_DIAGNOSTICS}/deadlock.py",
-        "(not stuck[call].begun, call.number, call.owner)",
-        "(stuck[call].begun, call.number, call.owner)",
+        "(not stuck[call].begun, not stuck[call].own,",
+        "(stuck[call].begun, not stuck[call].own,",
         "tests/protocol/test_deadlock.py",
     ),
     # Restarts.

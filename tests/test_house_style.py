@@ -20,20 +20,7 @@ MAX_FILE, MAX_EXAMPLE, MAX_FUNCTION, MAX_ARGUMENTS = 600, 150, 50, 7
 MANY_OPTIONS = {"Runtime.__init__", "Spawner.on"}
 
 
-# Per 1,000 words: sentences that begin with "what", and relative clauses without a noun (tests/support/plain_words.py).
-MOST_HIDDEN_NOUNS = {
-    "aiodaft/_protocol": 1,
-    "aiodaft/_runtime": 1,
-    "aiodaft": 1,
-    "transport": 1,
-    "tests": 1,
-    "examples": 1,
-    "benchmarks": 1,
-    "docs": 7.1,
-    "README.md": 10.1,
-    "CONTRIBUTING.md": 10.7,
-    "CHANGELOG.md": 1.7,
-}
+PROSE = ["aiodaft", "transport", "benchmarks", "tests", "examples", "docs", *(path.name for path in ROOT.glob("*.md"))]
 
 
 def name_of(path: Path) -> str:
@@ -158,8 +145,9 @@ def test_nothing_has_a_name_that_says_nothing() -> None:
     assert [name for name in classes if name.endswith(("Manager", "Helper", "Util"))] == []
 
 
-@pytest.mark.parametrize("place", MOST_HIDDEN_NOUNS)
+@pytest.mark.parametrize("place", PROSE)
 def test_sentences_name_their_nouns(place: str) -> None:
     words, marks = count(files(ROOT / place))
     found = "\n".join(f"{name_of(path)}:{line}: {sentence}" for path, line, sentence in marks)
-    assert 1000 * len(marks) < MOST_HIDDEN_NOUNS[place] * words, found
+    # Beginnings such as "What ...", and relative clauses that "what" or "who" heads; see tests/support/plain_words.py.
+    assert 1000 * len(marks) < words, found

@@ -24,7 +24,7 @@ from aiodaft._protocol.diagnostics.deadlock import (
     place_of,
     reduced,
 )
-from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.ids import CallId, PeerId, sibling_ids
 from aiodaft.exceptions import LocalProtocolError, WaitingCall
 
 
@@ -50,6 +50,17 @@ def test_an_error_names_the_users_calls_and_says_which_of_them_meet_in_a_collect
     story = f"{begun} awaits {begun}, which waits in a collective for A.m of A-1, which is queued behind A.m of A-1;"
     assert str(deadlock).startswith(story)
     assert "let one of them make all calls whose methods meet in collectives" in str(deadlock)
+
+
+@pytest.mark.parametrize(("serial", "is_younger"), [(6, False), (8, True)])
+def test_a_call_of_a_group_is_as_young_as_its_serial_says(serial: int, is_younger: bool) -> None:
+    alone, member = call(7), call(sibling_ids(CallId(serial), 2)[1])
+    known = {
+        alone: replace(waiting(begun=False), on=(member,)),
+        member: replace(waiting(begun=False), on=(alone,)),
+    }
+    (deadlock,) = run(Search([alone]), known.__getitem__)
+    assert deadlock.victim == (member if is_younger else alone)
 
 
 def test_none_of_the_runtimes_own_calls_is_given_up() -> None:

@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Final, NamedTuple
 
 from aiodaft._protocol.calls.call import FETCHING, WAITING, Stage
-from aiodaft._protocol.ids import ActorId, CallId, PeerId
+from aiodaft._protocol.ids import ActorId, CallId, PeerId, serial_of
 from aiodaft.exceptions import LocalProtocolError, WaitingCall
 
 # The usual cause are several callers.
@@ -237,7 +237,11 @@ def _reach(start: CallAt, stuck: dict[CallAt, Waiting]) -> set[CallAt]:
 
 def _cycle_of(knot: set[CallAt], stuck: dict[CallAt, Waiting]) -> Deadlock:
     """The shortest cycle through the call of a knot that is to be given up."""
-    victim = max(knot, key=lambda call: (not stuck[call].begun, not stuck[call].own, call.number, call.owner))
+
+    def weight(call: CallAt) -> tuple[bool, bool, int, PeerId, CallId]:
+        return not stuck[call].begun, not stuck[call].own, serial_of(call.number), call.owner, call.number
+
+    victim = max(knot, key=weight)
     came_from: dict[CallAt, CallAt] = {}
     ahead = [victim]
     while victim not in came_from:

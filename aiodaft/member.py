@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, cast
 
 from aiodaft._protocol.groups.inbox import BYTES, MESSAGES, Tag
@@ -14,7 +15,10 @@ from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.groups.inboxes import Inboxes, Mail
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.groups.part import Part
+from aiodaft._runtime.groups.planned import Exchange, Planned
+from aiodaft._runtime.groups.planning import Opening, Planning
 from aiodaft._runtime.groups.process_group import Membership, process_group
+from aiodaft._runtime.process import Process
 from aiodaft.actor import handle_of, target_of
 from aiodaft.member_collectives import Key, MemberCollectives, plain_key
 from aiodaft.ref import Ref
@@ -22,7 +26,7 @@ from aiodaft.ref import Ref
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["CurrentGroup", "Message", "current_group"]
+__all__ = ["CurrentGroup", "Exchange", "Message", "Planned", "current_group"]
 
 ActorT = TypeVar("ActorT")
 
@@ -177,6 +181,31 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         with process_group(membership, backend, interface, patience) as group:
             yield group
 
+    def plan(self, *, key: Key = None) -> Opening[Planned]:
+        """Open a `Planned`: collectives of tensors that are repeated, at the speed of the members' shared memory.
+
+        All members call it. In a `def` method: `current_group().plan().result()`.
+
+        Args:
+            key: As for collectives.
+
+        Raises:
+            ResourceExhausted: A member has no file descriptor or no memory for it.
+            Exception: As collectives do, for awaiting it or at once.
+
+        Cancellation: this member has not taken part, as in a collective.
+        """
+        key = ("plan",) if key is None else ("plan", plain_key(key))
+        part, process = self._part("plan", "sum", 0, key, None)
+        return Opening(process, partial(self._open_plan, part, process, key))
+
+    async def _open_plan(self, part: Part, process: Process, key: Key) -> Planned:
+        def meet(operation: str, value: Any, op: Any, root: int) -> Ref[Any]:
+            return self._take_part(operation, value, op, root, key, None)
+
+        line = await process.part(Planning).open(part, lambda value: self.all_gather(value, key=key))
+        return Planned(process, part.rank, part.roster.size, line, meet)
+
     # Messages.
 
     async def send(self, value: Any, *, to: int, tag: Tag = 0) -> None:
@@ -261,6 +290,11 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
     # Collectives.
 
     def _take_part(self, operation: str, value: Any, op: Any, root: int, key: Key, timeout: float | None) -> Ref[Any]:
+        part, process = self._part(operation, op, root, key, timeout)
+        return process.part(Keyed).begin(part, value)
+
+    def _part(self, operation: str, op: Any, root: int, key: Key, timeout: float | None) -> tuple[Part, Process]:
+        """What this member does in a collective, and its process."""
         roster, rank = self._place
         hosted = acting()
         if hosted is None:
@@ -277,7 +311,7 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         if not 0 <= root < roster.size:
             raise ValueError(f"root is the rank of one of {roster.size} members, from 0, not {root}")
         part = Part(operation, key, roster, self._axes_along, rank, self._standing, op, root, timeout)
-        return hosted._process.part(Keyed).begin(part, value)
+        return part, hosted._process
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CurrentGroup) and (self.id, self.epoch, self.rank) == (

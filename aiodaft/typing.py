@@ -3,7 +3,7 @@
 from aiodaft.actor import local
 from aiodaft.collectives import Survivors
 from aiodaft.graph import StepTime
-from aiodaft.member import CurrentGroup, Message
+from aiodaft.member import CurrentGroup, Exchange, Message, Planned
 from aiodaft.memory import Registration
 from aiodaft.placement import Mesh, Placement, Slice, Spawned
 from aiodaft.ref import lazy
@@ -11,9 +11,11 @@ from aiodaft.service import Service, ServiceGroup
 
 __all__ = [
     "CurrentGroup",
+    "Exchange",
     "Mesh",
     "Message",
     "Placement",
+    "Planned",
     "Registration",
     "Service",
     "ServiceGroup",

@@ -25,6 +25,7 @@ RESHARDING: Final = ActorId(7)
 BLOCKS: Final = ActorId(8)
 INBOXES: Final = ActorId(9)
 KEYED: Final = ActorId(10)
+PLANNING: Final = ActorId(11)
 FIRST_USER_ACTOR: Final = ActorId(16)
 
 _EPOCH_SHIFT: Final = 32

@@ -18,6 +18,7 @@ from aiodaft._protocol.ids import (
     INBOXES,
     KEYED,
     NODE,
+    PLANNING,
     RESHARDING,
     SUPERVISOR,
     ActorId,
@@ -53,6 +54,7 @@ from aiodaft._runtime.groups.blocks import Blocks
 from aiodaft._runtime.groups.collectives import Collectives
 from aiodaft._runtime.groups.inboxes import Inboxes
 from aiodaft._runtime.groups.keyed import Keyed
+from aiodaft._runtime.groups.planning import PLANS, Planning
 from aiodaft._runtime.groups.resharding import Resharding
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.ref_state import state_of
@@ -115,6 +117,7 @@ class Peer:
         self._serve_groups()
 
     def _serve_groups(self) -> None:
+        """Add the parts that serve the members of groups."""
         process, enlisted = self.process, self.process.part(Enlisted)
         self.add_actor(RESHARDING, "resharding", Resharding(self.caller, self.store))
         collectives = Collectives(self.store)
@@ -128,6 +131,9 @@ class Peer:
         self.host.on_undone = keyed.withdraw
         process.provide(Keyed, keyed)
         self.add_actor(KEYED, "keyed collectives", keyed)
+        planning = Planning(self.caller, enlisted, keyed)
+        process.provide(Planning, planning)
+        self.add_actor(PLANNING, PLANS, planning)
 
     # Actors.
 
@@ -138,6 +144,7 @@ class Peer:
         return hosted
 
     def owner(self, controller: PeerId) -> OwnerContact:
+        """The methods of a controller as the owner of actors."""
         return cast("OwnerContact", self.caller.handle(controller, SUPERVISOR, "supervisor", OwnerContact))
 
     def _roster_after(self, known: Roster[Any]) -> Ref[Roster[Any] | None]:
@@ -176,6 +183,7 @@ class Peer:
             self.connections.lose_node(name, process)
 
     def vacate(self, actor: ActorId, reason: str) -> None:
+        """Tell the node that an actor has left this process."""
         process = self.process
         self.node.vacate.tell(process.options.owner, process.id, actor, reason)
 
@@ -203,7 +211,10 @@ class Peer:
         self.store.revoke(connection, blobs)
 
     def take_note(self, transport: str, route: Route, note: bytes, fds: list[int]) -> None:
-        self.store.transport_named(transport).note_received(route, note, fds)
+        if transport == PLANS:
+            self.process.part(Planning).descriptors_came(route.remote, note, fds)
+        else:
+            self.store.transport_named(transport).note_received(route, note, fds)
 
     def connection_lost(self, connection: Connection) -> None:
         """A connection is lost; it is not known yet why."""

@@ -30,6 +30,7 @@ class Beside(Target):
 
     @property
     def host(self) -> Target:
+        """The actor that it is beside."""
         return self._host
 
 

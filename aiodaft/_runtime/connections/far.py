@@ -120,10 +120,14 @@ class Network(Protocol):
     """Connects a process of a cluster to other machines, and proves its membership; a simulation has its own."""
 
     @property
-    def key(self) -> Key: ...
+    def key(self) -> Key:
+        """The key of the cluster."""
+        ...
 
     @property
-    def cluster(self) -> str: ...
+    def cluster(self) -> str:
+        """The name of the cluster in errors."""
+        ...
 
     @property
     def reached_by(self) -> tuple[str, ...]:

@@ -52,6 +52,21 @@ def check_reducer(op: Reducer) -> Reducer:
     return op
 
 
+def combine_into(total: Any, values: Sequence[Any], op: str) -> None:
+    """Combine dense CPU tensors of one size from the left, into memory of none of them. It uses no threads of torch."""
+    function = getattr(loaded_torch(), _REDUCERS[op][1])
+    if len(values) == 1:
+        total.copy_(values[0])
+        return
+    parts: Iterable[Sequence[Any]] = [(total, *values)]
+    if total.numel() > _SERIAL:
+        parts = zip(*(value.split(_SERIAL) for value in (total, *values)), strict=True)
+    for out, one, two, *others in parts:
+        function(one, two, out=out)
+        for other in others:
+            function(out, other, out=out)
+
+
 def kind_of(value: Any) -> str:
     """The kind that all members have to share: the type, and of tensors and arrays the dtype and the shape."""
     if isinstance(value, Piece):
@@ -223,6 +238,7 @@ def _is_dense(value: Any) -> bool:
 
 @cache
 def _numpy_sees_tensors() -> bool:
+    """Whether this torch works with this numpy."""
     torch: Any = loaded_torch()
     try:
         torch.empty(0).numpy()

@@ -60,9 +60,11 @@ class Keyed(Actor):
         self._process = caller.process
         self._find_call = find_call
         self._values = MeetingValues(caller, store, collectives)
-        self._places = MeetingPlaces(caller.process, enlisted, partial(_ask_gone, caller))
+        self._places = MeetingPlaces(caller.process, enlisted, partial(ask_gone, caller))
         # Further callbacks for the end of a call that takes part in nothing any more.
         self._ends: dict[InboundCall, list[Callable[[DaftError], object]]] = {}
+        # Told of each call that takes part in nothing any more, and why.
+        self.on_withdrawn: list[Callable[[InboundCall, DaftError], object]] = []
         # The joins that calls which go on have left.
         self._left_by: WeakKeyDictionary[InboundCall, deque[Joined]] = WeakKeyDictionary()
         # The members whose calls had ended when these calls were made again.
@@ -101,6 +103,7 @@ class Keyed(Actor):
         return outcome
 
     def _over(self, state: Any) -> None:
+        """A call of `take_part` is over."""
         taking = self._open.pop(state)
         process = self._process
         if taking.has_begun or taking.withdrawn is not None or self._is_late(taking) or process.closed is not None:
@@ -171,6 +174,8 @@ class Keyed(Actor):
         if why is not None:
             for end in self._ends.get(call, ()):
                 end(why)
+            for told in self.on_withdrawn:
+                told(call, why)
         for state, taking in list(self._open.items()):
             if taking.call is call:
                 ended = f"{call.label} of {call.hosted.name} ended before all had come"
@@ -246,6 +251,7 @@ class Keyed(Actor):
     # Unordered: a call that waits for its value does not hold up the next one.
     @method(ordered=False)
     async def take_part(self, given: Opaque, value: Any) -> Any:
+        """Take part for a member of this process."""
         taking: Taking = given.content
         taking.has_begun = True
         part = taking.part
@@ -345,10 +351,12 @@ class Keyed(Actor):
 
     @method(ordered=False)
     async def gone(self, actor: int) -> None:
+        """Wait until a member in this process is gone."""
         await self._places.wait_gone(ActorId(actor))
 
     @property
     def meetings(self) -> int:
+        """The number of meetings here that some members have not come to."""
         return len(self._places)
 
     def open_meetings(self) -> tuple[str, ...]:
@@ -415,7 +423,7 @@ def _terms_without_end() -> Terms | None:
     return terms_of(None, trace_of(current_terms.get()))
 
 
-def _ask_gone(caller: Caller, peer: PeerId, actor: ActorId) -> Ref[None]:
+def ask_gone(caller: Caller, peer: PeerId, actor: ActorId) -> Ref[None]:
     keyed: Keyed = caller.handle(peer, KEYED, f"members in {peer}", Keyed)
     return keyed.gone(actor)
 

@@ -165,24 +165,18 @@ class MeetingPlace:
 
     async def _watch(self, rank: int, member: Target) -> None:
         who = f"this was {member.label}, rank {rank} of {self._group}"
-        try:
-            peer, actor = await whereabouts_of(member)
-            lost: DaftError = ActorDied(f"{member.label} was stopped")
+        lost = await loss_of(member, who, self._ask_gone)
+        if isinstance(member, FollowingTarget):
+            # Its next incarnation comes with a new epoch of the group, which ends the meetings that begin here
+            # until then.
+            self._tell(self._table.lose(rank, lost))
             try:
-                await self._ask_gone(peer, actor)
-            except DaftError as error:
-                lost = error
-            if isinstance(member, FollowingTarget):
-                # Its next incarnation comes with a new epoch of the group, which ends the meetings that begin here
-                # until then.
-                add_note(lost, who)
-                self._tell(self._table.lose(rank, lost))
                 await whereabouts_of(member)
-            else:
-                raise lost
-        except DaftError as error:
-            add_note(error, who)
-            self.close(error)
+                return
+            except DaftError as error:
+                add_note(error, who)
+                lost = error
+        self.close(lost)
 
 
 def _at_meeting(frames: Frames) -> Behind:
@@ -216,6 +210,7 @@ class MeetingPlaces:
         enlisted.on_forgotten.append(self._forgotten)
 
     def __len__(self) -> int:
+        """The number of meetings that some members have not come to."""
         return sum(len(place) for place, _ in self._places.values())
 
     def open(self) -> list[str]:
@@ -249,6 +244,7 @@ class MeetingPlaces:
             found[0].leave(joining.coming, missed)
 
     async def wait_gone(self, actor: ActorId) -> None:
+        """Wait until a member in this process is gone."""
         if self._enlisted.find(actor) is not None:
             await self._gone.setdefault(actor, asyncio.Event()).wait()
 
@@ -275,6 +271,17 @@ class MeetingPlaces:
         for where in [where for where in self._places if where[0] == actor]:
             place, _ = self._places.pop(where)
             place.close(ActorDied(f"a member of {where[1]} was stopped"))
+
+
+async def loss_of(member: Target, who: str, ask_gone: AskGone) -> DaftError:
+    """Wait until a member is gone; returns the error, with a note of who this was."""
+    try:
+        await ask_gone(*await whereabouts_of(member))
+        lost: DaftError = ActorDied(f"{member.label} was stopped")
+    except DaftError as error:
+        lost = error
+    add_note(lost, who)
+    return lost
 
 
 async def whereabouts_of(member: Target) -> Whereabouts:

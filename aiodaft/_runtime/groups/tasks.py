@@ -65,6 +65,7 @@ class TaskQueue(Target):
             self.hand_out()
 
     def forget(self, number: CallId) -> None:
+        """A task was cancelled."""
         self._backlog.forget(number)
 
     def hand_out(self) -> None:

@@ -58,7 +58,9 @@ class Owned(Protocol):
     """The state of a ref, or the target of a handle."""
 
     @property
-    def process(self) -> Process: ...
+    def process(self) -> Process:
+        """The process that it belongs to."""
+        ...
 
 
 class Aside(Protocol):
@@ -212,7 +214,9 @@ class Context(Protocol):
     """The value that a pickle is part of; the decoder."""
 
     @property
-    def home(self) -> Process | None: ...
+    def home(self) -> Process | None:
+        """The peer that decodes."""
+        ...
 
     def tensor(self, index: int) -> Any: ...
 

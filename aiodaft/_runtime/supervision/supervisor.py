@@ -187,6 +187,7 @@ class Supervisor:
     # Deciding.
 
     def crashed(self, child: Child, error: BaseException) -> None:
+        """An actor died, or could not be made again."""
         child.last_error = error
         child.target.leave()
         child.handle(ChildEvent.FAILED)

@@ -1,0 +1,176 @@
+"""Members of groups that have a plan."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import suppress
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import aiodaft
+from aiodaft import Actor, current_group, method
+from aiodaft._runtime.groups import planning
+from aiodaft._runtime.groups.line import Line
+from aiodaft._runtime.groups.planned import Planned
+from aiodaft._runtime.groups.planning import Planning
+from aiodaft._runtime.peer import Peer
+from aiodaft._runtime.process import current_process
+
+OPS: dict[str, Any] = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
+
+
+def made(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """The tensor of a rank."""
+    numbers = torch.arange(size, dtype=torch.float32) % 7 - 3 + rank / 4
+    return numbers.to(dtype)
+
+
+class Planner(Actor):
+    """Carries out what a test asks for."""
+
+    plan: Planned
+
+    @method
+    async def open(self, *axes: str) -> None:
+        group: aiodaft.typing.CurrentGroup[Planner] = current_group()
+        self.plan = await (group.along(*axes) if axes else group).plan()
+
+    @method
+    async def live_apart(self) -> None:
+        """From now on, this member takes others for those of other hosts."""
+        planning.can_share_memory = lambda first, second: False
+
+    @method
+    def check_in_thread(self, size: int, dtype: torch.dtype, op: Any) -> None:
+        """Do each collective in this thread, and compare its result with that of torch."""
+        plan, (values, mine, total) = current_group().plan(key="thread").result(), self._values(size, dtype, op)
+        rank, count = current_group().rank, len(values)
+        _same([plan.all_reduce(mine, op).result()], [total])
+        _same([plan.reduce_scatter(mine, op).result()], [total.tensor_split(count)[rank]])
+        # The first ranks have all, the last one has nothing.
+        chunks = list(mine.split([0] * (count - 1) + [size]))[::-1]
+        _same([plan.reduce_scatter(chunks, op).result()], [total if rank == 0 else total[:0]])
+        _same(plan.all_gather(mine[rank:]).result(), [value[other:] for other, value in enumerate(values)])
+        _same(plan.all_to_all(mine).result(), [value.tensor_split(count)[rank] for value in values])
+        _same([plan.broadcast(mine if rank == 1 else None, 1).result()], [values[1]])
+        plan.barrier().result()
+        plan.close()
+
+    @method
+    async def check_on_loop(self, size: int, dtype: torch.dtype, op: Any) -> None:
+        """Do each collective in a task, with results in given tensors."""
+        plan, (values, mine, total) = await current_group().plan(), self._values(size, dtype, op)
+        rank, count = current_group().rank, len(values)
+        into = mine.clone()
+        assert await plan.all_reduce(into, op, out=into) is into
+        _same([into], [total])
+        gathered = torch.empty(count, size * 2, dtype=dtype)
+        # Not without gaps.
+        await plan.all_gather(mine, out=list(gathered[:, ::2]))
+        _same(list(gathered[:, ::2]), values)
+        part = total.tensor_split(count)[rank].clone()
+        _same([await plan.reduce_scatter(mine, op, out=torch.empty_like(part))], [part])
+        parts = [torch.empty_like(value.tensor_split(count)[rank]) for value in values]
+        await plan.all_to_all(mine, out=parts)
+        _same(parts, [value.tensor_split(count)[rank] for value in values])
+        into = torch.empty_like(mine)
+        _same([await plan.broadcast(mine, 0, out=into)], [values[0]])
+        await plan.barrier()
+
+    def _values(self, size: int, dtype: torch.dtype, op: str) -> tuple[list[Tensor], Tensor, Tensor]:
+        values = [made(rank, size, dtype) for rank in range(current_group().size)]
+        return values, values[current_group().rank], reduce(OPS[op], values)
+
+    @method
+    def reduce(self, tensor: Any, op: Any = "sum", repeat: int = 1, out: Any = None) -> Any:
+        """Combine in a thread, again and again."""
+        return [self.plan.all_reduce(tensor, op, out=out).result() for _ in range(repeat)][-1]
+
+    @method
+    async def reduce_on_loop(self, tensor: Any, op: Any = "sum") -> Any:
+        return await self.plan.all_reduce(tensor, op)
+
+    @method
+    async def at_once(self, count: int) -> list[float]:
+        """Many tasks use the plan."""
+        found = await asyncio.gather(*(_awaited(self.plan.all_reduce(torch.tensor(turn))) for turn in range(count)))
+        return [one.item() for one in found]
+
+    @method
+    def reduce_unless(self, fails: bool) -> float:
+        if fails:
+            raise ValueError("a bad batch")
+        return self.plan.all_reduce(torch.ones(1)).result().item()
+
+    @method
+    async def leave(self) -> None:
+        """Stop waiting, and go on."""
+        try:
+            async with asyncio.timeout(0):
+                await self.plan.all_reduce(torch.ones(1))
+        except TimeoutError:
+            return
+
+    @method
+    def block_the_loop(self) -> Any:
+        return current_process().on_loop(lambda: self.plan.all_reduce(torch.ones(1)).result())
+
+    @method
+    def die_at(self, place: str, turn: int, size: int) -> None:
+        """Die in an exchange: in place of a step of it."""
+        turns = iter(range(turn, -1, -1))
+        before = getattr(Line, place)
+
+        def die(*args: Any) -> Any:
+            if next(turns) == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return before(*args)
+
+        setattr(Line, place, die)
+        self.plan.all_reduce(torch.ones(size)).result()
+
+    @method
+    def sent_meanwhile(self, size: int, repeat: int) -> int:
+        """The fewest messages of this process while it exchanges: at first it hears of what was before."""
+        connections, counts, tensor = current_process().part(Peer).connections, list[int](), torch.ones(size)
+        for _ in range(9):
+            before = connections.traffic()
+            for _ in range(repeat):
+                self.plan.all_reduce(tensor, out=tensor).result()
+            after = connections.traffic()
+            sent = after.control_sent + after.payload_sent - before.control_sent - before.payload_sent
+            counts.append(sent + after.control_received - before.control_received)
+        return min(counts)
+
+    @method
+    async def close(self) -> None:
+        self.plan.close()
+
+    @method
+    async def forget(self) -> None:
+        del self.plan
+
+    @method
+    async def left(self) -> tuple[int, int]:
+        """The lines of this process, and the descriptors of their memory."""
+        await asyncio.sleep(0)
+        lines = 0
+        for fd in os.listdir("/proc/self/fd"):
+            # That of the list itself is closed.
+            with suppress(OSError):
+                lines += "aiodaft-line" in os.readlink(f"/proc/self/fd/{fd}")
+        return len(current_process().part(Planning)), lines
+
+
+async def _awaited(exchange: Any) -> Any:
+    return await exchange
+
+
+def _same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert [tuple(one.shape) for one in found] == [tuple(one.shape) for one in expected]
+    assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(found, expected, strict=True))

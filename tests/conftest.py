@@ -30,6 +30,8 @@ from aiodaft.actor import Handle
 
 # Workers load the packages hundreds of times: with this setting they would compile them each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Threads of torch spin while they wait for each other: for actors that add small tensors, that is most of their time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell that runs the suite in the background has it ignore Ctrl-C, and so would the programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

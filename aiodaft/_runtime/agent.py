@@ -217,7 +217,6 @@ class Agent(Actor):
 
     @method(ordered=False)
     async def look(self) -> ProcessView:
-        """The state of this process."""
         return self._host.process.part(Viewer).look()
 
     @method(ordered=False)
@@ -254,7 +253,6 @@ class Agent(Actor):
 
     @method
     async def set_levels(self, levels: dict[str, int]) -> None:
-        """The program has changed the levels of loggers."""
         set_levels(levels)
 
     # Deadlocks and stacks. These calls wait for nothing, and need no turn.
@@ -303,7 +301,6 @@ class Agent(Actor):
 
     @method(ordered=False)
     async def take_trace(self, number: int, recorded: ProcessTrace) -> None:
-        """Take the trace of a process that is about to end."""
         if self._tracing.session == (self._host.process.id, number):
             self._tracing.handed_over.append(recorded)
 
@@ -325,7 +322,6 @@ class Agent(Actor):
 
     @method(ordered=False)
     async def step_failed(self, number: int, run: int, why: DaftError) -> None:
-        """A step of a graph of this process has failed."""
         self._graphs.step_failed(number, run, why)
 
     @method(ordered=False)
@@ -341,12 +337,10 @@ class Agent(Actor):
 
     @method
     async def borrow(self, number: int) -> None:
-        """Add the calling process to the holders of a ref."""
         self._objects.refs.lend(CallId(number), serving().caller)
 
     @method
     async def give_back(self, number: int) -> None:
-        """Remove the calling process from the holders of a ref."""
         self._objects.refs.take_back(CallId(number), serving().caller)
 
     @method
@@ -391,7 +385,6 @@ def _construct(hosted: HostedActor, cls: type, args: tuple[Any, ...], kwargs: di
 
 
 async def _tell_restarted(hosted: HostedActor, cls: type, epoch: int) -> None:
-    """Run the `on_restart` of a new incarnation."""
     hook: Any = getattr(cls, "on_restart", None)
     if hook is None:
         return

@@ -42,7 +42,6 @@ class Constraints(NamedTuple):
         return self.name is not None or self.lifetime is not None
 
     def demand(self, cls: type) -> Demand:
-        """The resources that an actor of this class needs."""
         base: Demand = getattr(cls, "__aiodaft_demand__", Demand())
         if self.beside is not None:
             # An actor in another actor's process uses that process's GPUs.

@@ -64,7 +64,6 @@ class QueuedItem:
         return QueuedItem, (source,)
 
     async def open(self, store: Store) -> Any:
-        """Return the item, fetched if needed."""
         source = self._source
         return await (source if isinstance(source, Ref) else store.decode(source, refs=source.refs))
 
@@ -174,7 +173,6 @@ class Channels(Actor):
         self._spec = specs_of(Channels)["message"]
 
     def create(self, capacity: int) -> Port:
-        """Make a channel, with the queue in this process."""
         number, here = self.process.next_number(), self.process.id
         state = self._refs[number] = ChannelRef(self, number)
         self.table.create((here, number), capacity)
@@ -194,7 +192,6 @@ class Channels(Actor):
             return Port(endpoint)
 
     def users_changed(self, channel_id: ChannelId, more: int) -> None:
-        """`more` users of this process may send."""
         end = self.table.ends.get(channel_id)
         if end is not None:
             with self._lock:
@@ -231,7 +228,6 @@ class Channels(Actor):
             self.run(channel_id, self.table.peer_lost(channel_id, remote, how))
 
     def forget_if_unheld(self, channel_id: ChannelId) -> None:
-        """Forget the end of a channel that this process neither holds nor uses."""
         with self._lock:
             commands = [] if channel_id in self._endpoints else self.table.leave(channel_id)
         if commands:
@@ -347,7 +343,6 @@ class Endpoint:
         return f"<Channel {self.id[1]} of {self.id[0]}>"
 
     def users_changed(self, more: int) -> None:
-        """`more` users may send."""
         self._channels.users_changed(self.id, more)
 
     async def send(self, value: Any) -> None:

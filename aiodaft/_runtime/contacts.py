@@ -88,7 +88,6 @@ class OwnerContact(Actor):
 
     @method
     async def show(self, written: Sequence[Written]) -> None:
-        """Show the output and logs of workers of another machine."""
         raise NotImplementedError
 
 

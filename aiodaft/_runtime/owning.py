@@ -161,11 +161,9 @@ class Owner(ABC):
         return Patience(*self.process.options.patience)
 
     def follow(self, owner: PeerId, location: Location, label: str, sink: UnhandledErrors) -> FollowingTarget:
-        """A supervised actor, as this process calls it."""
         return self.peer.followers.get(owner, location, label, sink)
 
     def new_tenant(self) -> Tenant:
-        """The id of the next actor."""
         return Tenant(self.process.id, ActorId(next(self._actor_numbers)))
 
     def new_label(self, cls: type) -> str:
@@ -174,7 +172,6 @@ class Owner(ABC):
         return f"{cls.__name__}-{self._labels[cls.__name__]}"
 
     def new_group(self, cls: type) -> str:
-        """The id of the next group of a class."""
         self._group_labels[cls.__name__] += 1
         return f"{cls.__name__}-group-{self._group_labels[cls.__name__]}@{self.process.id}"
 

@@ -117,7 +117,6 @@ class Peer:
         self._serve_groups()
 
     def _serve_groups(self) -> None:
-        """Add the parts that serve the members of groups."""
         process, enlisted = self.process, self.process.part(Enlisted)
         self.add_actor(RESHARDING, "resharding", Resharding(self.caller, self.store))
         collectives = Collectives(self.store)
@@ -144,7 +143,6 @@ class Peer:
         return hosted
 
     def owner(self, controller: PeerId) -> OwnerContact:
-        """The methods of a controller as the owner of actors."""
         return cast("OwnerContact", self.caller.handle(controller, SUPERVISOR, "supervisor", OwnerContact))
 
     def _roster_after(self, known: Roster[Any]) -> Ref[Roster[Any] | None]:
@@ -183,7 +181,6 @@ class Peer:
             self.connections.lose_node(name, process)
 
     def vacate(self, actor: ActorId, reason: str) -> None:
-        """Tell the node that an actor has left this process."""
         process = self.process
         self.node.vacate.tell(process.options.owner, process.id, actor, reason)
 

@@ -155,7 +155,6 @@ class Placing:
         self._planning = asyncio.Lock()
 
     def learn(self, view: NodeView) -> None:
-        """A node has told its state."""
         self._seen[view.name] = view
 
     def forget(self, node: str) -> None:

@@ -129,7 +129,6 @@ class Process:
         self.failures.note(Subject(what, actor, method, self.id, self.pid), error, self.env.monotonic())
 
     def create_task(self, coro: Coroutine[Any, Any, None], /, *, name: str) -> None:
-        """Start a task for a transport."""
         self.tasks.create_task(coro, name=name)
 
     def call_soon(self, callback: Callable[[], object], /) -> None:
@@ -172,11 +171,9 @@ class Process:
             raise RuntimeClosed(f"{what}: {self.closed}")
 
     def provide(self, kind: type[PartT], part: PartT) -> None:
-        """Let `part` find this one."""
         self._parts[kind] = part
 
     def part(self, kind: type[PartT]) -> PartT:
-        """The part of this process that is of a class."""
         return cast("PartT", self._parts[kind])
 
     def find(self, kind: type[PartT]) -> PartT | None:

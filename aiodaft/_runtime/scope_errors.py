@@ -50,18 +50,15 @@ class ScopeErrors:
         self.held.pop(state, None)
 
     def comes_of_closing(self, error: BaseException | None) -> bool:
-        """Whether closing this scope caused the error of a call."""
         return self.closing and isinstance(error, OutcomeUnknown | RuntimeClosed | CallCancelled)
 
     # The block.
 
     def begin(self) -> None:
-        """Note the task that has entered the block."""
         self._task = asyncio.current_task()
 
     @property
     def has_cancelled(self) -> bool:
-        """Whether an error has cancelled the body."""
         return self._cancelled_task
 
     async def uncancel(self, error: BaseException | None) -> bool:

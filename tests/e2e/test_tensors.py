@@ -250,17 +250,19 @@ async def test_threads_of_torch_are_where_they_belong(rt: aiodaft.Runtime) -> No
     assert os.getpid() != (await rt.info(a)).pid
 
 
-async def test_torch_computes_with_as_many_threads_as_the_actor_has_cpus(rt: aiodaft.Runtime) -> None:
-    # The fork server has loaded torch, which counted the processors then. The user who runs the tests may have set a
-    # number.
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    limited = await rt.on(cpus=1, restart=aiodaft.Restart(backoff=AT_ONCE)).spawn(Keeper)
-    assert await limited.threads() == (int(threads), threads)
-    os.kill((await rt.info(limited)).pid, signal.SIGKILL)
-    while not (await rt.info(limited)).restarts:
+async def test_torch_computes_with_as_many_threads_as_the_actors_environment_says(
+    rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The fork server has loaded torch, which read its environment then.
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    keeper = await rt.on(cpus=1, restart=aiodaft.Restart(backoff=AT_ONCE)).spawn(Keeper)
+    assert await keeper.threads() == (3, "3")
+    os.kill((await rt.info(keeper)).pid, signal.SIGKILL)
+    while not (await rt.info(keeper)).restarts:
         pass
-    assert await limited.threads() == (int(threads), threads)
-    assert (await (await rt.spawn(Keeper)).threads())[1] == os.environ.get("OMP_NUM_THREADS")
+    assert await keeper.threads() == (3, "3")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert await (await rt.on(cpus=1).spawn(Keeper)).threads() == (1, "1")
 
 
 # The tests of data parallelism, which look at the traffic.

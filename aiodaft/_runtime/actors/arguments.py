@@ -141,7 +141,6 @@ class Arguments:
     # Encoded arguments, and those of calls in this process.
 
     def fetch(self, call: InboundCall, args: Delivery, slots: tuple[Any, ...]) -> None:
-        """Fetch the buffers and the awaited refs of a delivered call."""
         args.in_place = call.spec.read_only
         fetching = self._fetch(call, args, slots)
         if not slots and args.fetch_now():

@@ -106,7 +106,6 @@ class _Wait(Generic[T]):
             raise exceeded("the deadline has passed", error) from error
 
     def leave(self) -> None:
-        """The thread waits no longer. On the loop."""
         self._left = True
         if self._task is not None and self._ref is not None:
             # Without this, the call would be cancelled with its only awaiter.

@@ -32,7 +32,6 @@ class Host(Shared):
         self.actors[hosted.id] = hosted
 
     def remove(self, hosted: HostedActor) -> None:
-        """Remove a stopped actor. Errors of later calls give its name."""
         self.actors.pop(hosted.id, None)
         self.stopped[hosted.id] = hosted.name, hosted.moves
 

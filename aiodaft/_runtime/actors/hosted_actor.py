@@ -465,7 +465,6 @@ class HostedActor:
         self._end(call)
 
     def _failed(self, call: InboundCall, error: BaseException, ran: bool) -> None:
-        """Fail a call with the error of its method or of the decoding of its arguments."""
         self.undone(call, None)
         if self.is_late(call, error):
             self._fail_late(call, error)

@@ -41,7 +41,6 @@ class Inbound:
         self._responders: dict[PeerId, RemoteResponder] = {}
 
     def responders(self) -> list[RemoteResponder]:
-        """The responder of each process that calls this one."""
         return list(self._responders.values())
 
     def find(self, owner: PeerId, number: CallId) -> InboundCall | None:

@@ -23,7 +23,6 @@ async def enter(instance: Any, thread: HelperThread) -> tuple[Any, Any]:
 
 
 async def leave(manager: Any, thread: HelperThread) -> None:
-    """Leave a manager from `enter`."""
     if hasattr(type(manager), "__aenter__"):
         await manager.__aexit__(None, None, None)
     elif manager is not None:

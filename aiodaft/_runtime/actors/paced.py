@@ -19,7 +19,6 @@ class Paced:
     _credit_wanted: asyncio.Event | None = None
 
     def add_credit(self, count: int) -> None:
-        """The consumer of the stream takes `count` more items."""
         self.credit += count
         if self._credit_wanted is not None:
             self._credit_wanted.set()

@@ -30,7 +30,6 @@ class Beside(Target):
 
     @property
     def host(self) -> Target:
-        """The actor that it is beside."""
         return self._host
 
 

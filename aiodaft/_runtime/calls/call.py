@@ -104,7 +104,6 @@ class Caller:
         self.current_maker: Callable[[], object] = partial(current_task, process.loop)
 
     def handle(self, remote: PeerId, actor: ActorId, label: str, cls: type, sink: UnhandledErrors | None = None) -> Any:
-        """A handle of an actor of any process."""
         return Handle(Target(self, remote, actor, label, sink), cls)
 
 
@@ -185,7 +184,6 @@ class CallState(RefState):
         return self.target.sink
 
     def on_plain(self, value: Any) -> None:
-        """The answer is a plain value."""
         if self.status is not PENDING:
             return
         self.value = value
@@ -299,7 +297,6 @@ class Target:
 
     @property
     def process(self) -> Process:
-        """The process that the handle belongs to."""
         return self.caller.process
 
     def __eq__(self, other: object) -> bool:

@@ -77,12 +77,10 @@ class FollowingTarget(Target):
 
     @property
     def place(self) -> Location:
-        """The location of the actor, as far as this process knows."""
         return self._known.place
 
     @property
     def is_down(self) -> bool:
-        """Whether the actor is being restarted, as far as this process knows."""
         return self.ended is None and self.place.peer == NOWHERE
 
     @property
@@ -182,7 +180,6 @@ class FollowingTarget(Target):
             request.state.on_error(error)
 
     def left(self, remote: PeerId) -> None:
-        """Note that the actor leaves a process, and send nothing more there."""
         self.not_found(remote)
         connection = self.caller.connections.get(remote)
         if connection is None:
@@ -419,7 +416,6 @@ class PinnedTarget(Target):
 
     @property
     def lane(self) -> Target:
-        """The lane that all handles of the actor share."""
         return self.followed
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
@@ -432,7 +428,6 @@ class PinnedTarget(Target):
         self.refuse(request.state, connection)
 
     def refuse(self, state: PendingCall, connection: Connection | None) -> None:
-        """Fail a call that was not sent, with the reason."""
         task = self._refuse(state, connection)
         self.caller.process.tasks.create_task(task, name=f"refuse a call of {self.label}")
 
@@ -460,7 +455,6 @@ class Followers:
         )
 
     def get(self, owner: PeerId, place: Location, label: str, sink: UnhandledErrors | None = None) -> FollowingTarget:
-        """Return the target for an actor, or make it."""
         key = (owner, number_of(place.actor))
         known = self._known.get(key)
         if known is None:
@@ -470,7 +464,6 @@ class Followers:
         return known
 
     def left(self, owner: PeerId, actor: ActorId, remote: PeerId) -> None:
-        """An actor leaves a process for another one."""
         known = self._known.get((owner, number_of(actor)))
         if known is not None:
             known.left(remote)

@@ -176,7 +176,6 @@ class Outgoing:
             entry.go()
 
     def close(self, reason: str) -> None:
-        """Fail the calls that wait for their turn."""
         self._backlog.fail(RuntimeClosed(reason))
 
     def prepare(self, request: Request) -> bool:
@@ -389,7 +388,6 @@ def _refused(spec: MethodSpec, target: Target, error: Overloaded) -> Overloaded:
 
 
 def _fail_unpacked(request: Request, stored: StoredValue, error: DaftError) -> None:
-    """The arguments were encoded, and cannot be packed or granted."""
     _let_go(request, stored)
     request.state.on_error(error.with_executed(False))
 

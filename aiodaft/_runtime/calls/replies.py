@@ -111,7 +111,6 @@ class Replies:
 
 
 def _settled(connection: Connection, number: CallId) -> PendingCall:
-    """The call that an answer ends."""
     state: PendingCall | None = connection.session.settle(number)
     if state is None:
         raise _unasked(connection, number)

@@ -35,13 +35,11 @@ class RosterCell:
         self._changed = asyncio.Event()
 
     def change(self, roster: Roster[Any]) -> None:
-        """Note a change, and wake its waiters."""
         self.roster = roster
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def after(self, epoch: int) -> Roster[Any]:
-        """The roster, once it is newer than this epoch."""
         while self.roster.epoch <= epoch:
             await self._changed.wait()
         return self.roster
@@ -60,7 +58,6 @@ class Rosters:
         self._known[cell.roster.id] = cell
 
     def find(self, group: str) -> RosterCell | None:
-        """A group that this process knows."""
         return self._known.get(group)
 
     def copy(self, roster: Roster[Any]) -> RosterCell:

@@ -146,7 +146,6 @@ class Connection:
 
     @property
     def is_up(self) -> bool:
-        """Whether it has a socket, and is not lost."""
         return self.connected and self.lost is None
 
     def traffic_so_far(self) -> Traffic:
@@ -155,7 +154,6 @@ class Connection:
         return self.traffic if ring is None else _with_rings(self.traffic, ring)
 
     def is_awaited(self) -> bool:
-        """Whether it has no socket yet."""
         return not self.connected and self.lost is None
 
     def attach(self, sock: socket.socket, *, far: bool = False) -> None:
@@ -427,7 +425,6 @@ class Connection:
             self._receive(self._ring.reader.read(_READ_SIZE))
 
     def ring_writable(self) -> None:
-        """Write to the ring, which may have free space again."""
         self._send_queue.flush()
 
     def _drop_rings(self) -> None:
@@ -443,7 +440,6 @@ class Connection:
         return ring
 
     def introduce(self, other: Connection) -> None:
-        """Connect the peers of two connections with each other."""
         ends = self._sockets.pair()
         for connection, remote, end in ((self, other.remote, ends[0]), (other, self.remote, ends[1])):
             with end:

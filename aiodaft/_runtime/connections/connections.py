@@ -88,11 +88,9 @@ class Connections(dict[PeerId, Connection]):
         return connection
 
     def route_to(self, remote: PeerId) -> Route:
-        """The route to a process, or to this one."""
         return self.loopback if remote == self._process.id else self.to(remote)
 
     def attach(self, remote: PeerId, sock: socket.socket) -> Connection:
-        """Use a connected socket for the connection to a process."""
         connection = self.setdefault(remote, self.make(remote))
         if connection.lost is not None:
             sock.close()
@@ -121,7 +119,6 @@ class Connections(dict[PeerId, Connection]):
             connection.close(error)
 
     def traffic(self) -> Traffic:
-        """The traffic of this process over all connections."""
         return total([self._past_traffic, *(connection.traffic_so_far() for connection in self.values())])
 
     def _connection_lost(self, connection: Connection, reason: Exception) -> None:
@@ -206,7 +203,6 @@ class Connections(dict[PeerId, Connection]):
             self._owner.connection_explained(connection, error)
 
     async def explanation(self, connection: Connection) -> DaftError:
-        """Why a lost connection was lost."""
         assert connection.explanation is not None
         return await asyncio.shield(connection.explanation)
 
@@ -299,7 +295,6 @@ class Connections(dict[PeerId, Connection]):
                     self.to(to).send_fds(m.data(other, stream), (end.fileno(),))
 
     def note_came(self, connection: Connection, message: Message) -> None:
-        """Handle NOTE, from a transport to the same one here."""
         name, note, count = m.read_note(message)
         fds: list[int] = []
         if count:

@@ -86,6 +86,5 @@ class DataStreams:
             waiting.set_exception(error)
 
     def peer_lost(self, peer: PeerId) -> None:
-        """No stream to a process comes any more."""
         for number in [number for number, (asked, _) in self._asked.items() if asked == peer]:
             self.failed(number, PeerGone(f"{peer} is gone"))

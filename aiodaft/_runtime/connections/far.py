@@ -120,14 +120,10 @@ class Network(Protocol):
     """Connects a process of a cluster to other machines, and proves its membership; a simulation has its own."""
 
     @property
-    def key(self) -> Key:
-        """The key of the cluster."""
-        ...
+    def key(self) -> Key: ...
 
     @property
-    def cluster(self) -> str:
-        """The name of the cluster in errors."""
-        ...
+    def cluster(self) -> str: ...
 
     @property
     def reached_by(self) -> tuple[str, ...]:

@@ -28,7 +28,6 @@ class Descriptors:
         self._came: deque[list[int] | None] = deque()
 
     def add(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
-        """Take over the descriptors of a read."""
         fds = array.array("i")
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -41,7 +40,6 @@ class Descriptors:
 
     @property
     def some_came(self) -> bool:
-        """Whether descriptors of a message were received, or lost."""
         return bool(self._came)
 
     def take(self, count: int) -> list[int]:

@@ -82,7 +82,6 @@ class Identity:
 
     @property
     def name(self) -> str:
-        """The name of the cluster in errors."""
         return f"cluster-{self.key.cluster.hex()[:12]}"
 
     def packed(self) -> bytes:

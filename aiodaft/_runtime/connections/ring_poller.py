@@ -66,7 +66,6 @@ class RingPoller:
         self.polling = False
 
     def add(self, ring: RingPair, user: RingUser) -> None:
-        """Begin to read a ring."""
         self._rings = (*self._rings, (ring, user))
         self._context = copy_context()
         self._loop.add_reader(ring.doorbell, self._rang, ring, user)

@@ -64,5 +64,4 @@ class Loopback:
         self._handlers[message[0]](self, message)
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
-        """Hand a note to the transport."""
         self._take_note(transport, self, note, [os.dup(fd) for fd in fds])

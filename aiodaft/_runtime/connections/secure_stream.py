@@ -50,7 +50,6 @@ async def protect(stream: socket.socket, identity: Identity, session: Key, *, se
 
 
 def _copy(secured: SecureSocket, plain: socket.socket) -> None:
-    """Copy in both directions until one of the two ends."""
     with secured, plain:
         arriving, leaving = _Direction(secured, plain, RECORD), _Direction(plain, secured, _BUFFER)
         # A connection that breaks is the end of the stream, as for a socket without TLS.
@@ -62,7 +61,6 @@ def _copy(secured: SecureSocket, plain: socket.socket) -> None:
 
 
 def _wait_until_ready(secured: socket.socket, plain: socket.socket, arriving: _Direction, leaving: _Direction) -> None:
-    """Wait until one of two directions can go on."""
     poller = select.poll()
     for sock, has_left, gets_left in ((secured, arriving.left, leaving.left), (plain, leaving.left, arriving.left)):
         # Each direction either waits for more, or for room. The end of a socket that none waits for would be told of
@@ -86,7 +84,6 @@ class _Direction:
         self.over = False
 
     def go_on(self) -> None:
-        """Copy the bytes that can be copied now."""
         with suppress(BlockingIOError):
             if not self.left:
                 count = self._source.recvmsg_into([self._buffer])[0]

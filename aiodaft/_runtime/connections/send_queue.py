@@ -37,7 +37,6 @@ class SendQueue:
         self._waiting: deque[tuple[memoryview, tuple[int, ...], RingPair | None]] = deque()
 
     def attach(self, connection: socket.socket) -> None:
-        """Send the queued data, and later data, over a socket."""
         self._socket = connection
         self.flush()
 

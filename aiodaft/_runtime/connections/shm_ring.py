@@ -143,7 +143,6 @@ class RingReader(_Direction):
         self.words[_READER_SLEEPS] = 1
 
     def wake(self) -> None:
-        """Ask the writer not to ring."""
         self.words[_READER_SLEEPS] = 0
 
 

@@ -40,16 +40,13 @@ class Traffic:
 
     @property
     def control(self) -> int:
-        """Bytes of control messages, both ways."""
         return self.control_sent + self.control_received
 
     @property
     def payload(self) -> int:
-        """Bytes of large values, both ways."""
         return self.payload_sent + self.payload_received
 
 
 def total(parts: Iterable[Traffic]) -> Traffic:
-    """The sum of some traffic."""
     found = list(parts)
     return Traffic(*(sum(getattr(part, field.name) for part in found) for field in fields(Traffic)))

@@ -173,7 +173,6 @@ class Coordinator(Actor):
 
     @method
     async def names(self, prefix: str) -> tuple[NamedActor, ...]:
-        """The actors with names that begin like this, by name."""
         check_prefix(prefix)
         await self._recovered()
         return tuple(self._here().names.named(prefix))
@@ -199,7 +198,6 @@ class Coordinator(Actor):
 
     @method
     async def unreserve(self, name: str, peer: str, actor: int) -> None:
-        """Free a name if it is reserved for this actor."""
         check_name(name)
         await self._change(
             lambda registry, now: registry.unreserve(name, PeerId(peer), ActorId(actor)), lambda registry: None

@@ -69,7 +69,6 @@ class EtcdLink:
             await asyncio.sleep(_PAUSE)
 
     async def client(self) -> Any:
-        """The client of the current member."""
         if self._client is None:
             host, port = self._members[self._current]
             self._client = aetcd.Client(host, port, timeout=_ATTEMPT, options=_OPTIONS)

@@ -96,7 +96,6 @@ def _raised_at(error: Any) -> tuple[CodeType | None, int]:
 
 
 def _where(what: str, code: CodeType | None, line: int) -> str:
-    """The text that describes a place to the user."""
     call = current_call.get()
     who = f"of {call.label} of {call.hosted.name}" if call is not None else "of an actor"
     at = f" at {code.co_filename}:{line}" if code is not None else ""

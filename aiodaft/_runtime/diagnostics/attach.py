@@ -54,7 +54,6 @@ class Greeting(NamedTuple):
 
 
 def encoded(message: object) -> bytes:
-    """A message as it is sent."""
     return json.dumps(message).encode() + b"\n"
 
 

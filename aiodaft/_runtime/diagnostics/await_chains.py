@@ -75,7 +75,6 @@ def _look_into(awaitable: object) -> tuple[types.FrameType | None, object]:
 
 
 def stack_of(frame: types.FrameType | None) -> Frames:
-    """The frames of a running thread, outermost first."""
     frames: Frames = []
     while frame is not None:
         frames.append(frame)
@@ -88,7 +87,6 @@ def thread_stack(ident: int | None) -> Frames:
 
 
 def is_ours(frame: types.FrameType) -> bool:
-    """Whether a frame is the runtime's."""
     return frame.f_code.co_filename.startswith(_OURS)
 
 
@@ -106,7 +104,6 @@ def users_line(frames: Frames) -> str:
 
 
 def wait_of_task(task: asyncio.Task[Any]) -> Wait:
-    """The wait of a task."""
     wait = Wait(line=users_line(frames_of(task.get_coro())))
     visited: set[object] = set()
     ahead: list[object] = [task]
@@ -161,7 +158,6 @@ def _look_behind(one: Any) -> tuple[asyncio.Future[Any] | None, Behind]:
 
 
 def _calls_behind(state: Any) -> Behind:
-    """The calls that a ref waits for."""
     if not isinstance(state, RefState) or state.settled:
         raise LookupError("the value is on its way")
     parts = state.parts()
@@ -220,7 +216,6 @@ def _undone(futures: Iterable[Any]) -> list[Any]:
 
 
 def _around(callbacks: Iterable[Any], name: str) -> list[dict[str, Any]]:
-    """The variables around the functions of this name."""
     return [
         dict(zip(one.__code__.co_freevars, (cell.cell_contents for cell in one.__closure__), strict=True))
         for one in callbacks

@@ -29,9 +29,7 @@ class SearchAgent(Protocol):
     @property
     def investigate(self) -> Investigate: ...
 
-    def waits_of(self, calls: list[CallAt]) -> Awaitable[list[Waiting | None]]:
-        """The wait of each of these calls."""
-        ...
+    def waits_of(self, calls: list[CallAt]) -> Awaitable[list[Waiting | None]]: ...
 
     def give_up(self, at: CallAt, waiting: Waiting, story: str, cycle: tuple[WaitingCall, ...]) -> Awaitable[object]:
         """End a deadlock by an error in a call, if the call waits as it did."""
@@ -99,7 +97,6 @@ class Deadlocks:
     # In the owner.
 
     def investigate(self, roots: Iterable[CallAt]) -> None:
-        """Search from these calls on, after the current search."""
         self._roots.update(roots)
         if not self._searching:
             self._searching = True

@@ -71,7 +71,6 @@ class Line:
         return len(text)
 
     def flush(self) -> None:
-        """Have the written text appear."""
         with suppress(OSError):
             if self._writing is not None:
                 self._writing.flush()

@@ -56,7 +56,6 @@ _offers: Final = _Offers()
 
 
 def offer_dump() -> None:
-    """Prepare this process for `take_dump`."""
     _offers.add()
 
 
@@ -101,7 +100,6 @@ async def take_dump(pid: int, send: Callable[[int], object]) -> str:
 
 
 def _find(pid: int) -> str | None:
-    """The file for the stacks of a process."""
     folder = f"/proc/{pid}/fd"
     with suppress(OSError):
         for name in os.listdir(folder):

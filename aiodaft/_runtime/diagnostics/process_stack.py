@@ -52,7 +52,6 @@ def _task(waits: WaitGraph, task: asyncio.Task[object]) -> TaskStack:
 
 
 def _threads() -> list[ThreadStack]:
-    """The threads that run other code than the runtime's own."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     # This thread makes the list; its tasks are listed by themselves.
     own = threading.get_ident()

@@ -117,7 +117,6 @@ class Viewer:
         self.supervised: Callable[[], Sequence[ChildView]] = lambda: ()
 
     def look(self) -> ProcessView:
-        """This process, now."""
         process, store = self._host.process, self._objects.store
         stored = self._stored()
         pools = [pool for transport in list(store.transports.values()) for pool in transport.pools()]

@@ -77,7 +77,6 @@ class Spans:
     # Calls that are made.
 
     def submit(self, inner: CallSink, request: Request) -> None:
-        """Submit a call in a span, which ends with the call."""
         tells, target = request.mode == WANT_NOTHING, request.target
         kind, attributes = SpanKind.PRODUCER if tells else SpanKind.CLIENT, _of_method(request.spec, target.label)
         if target.actor < FIRST_USER_ACTOR:
@@ -117,7 +116,6 @@ class Spans:
         add(hosted)
 
     def _spanned(self, spec: MethodSpec | None, actor: str) -> MethodSpec | None:
-        """A method that runs in a span."""
         if spec is None:
             return None
         fn, name, attributes = spec.fn, _name(spec), _of_method(spec, actor)
@@ -197,7 +195,6 @@ class Spans:
     # Large values.
 
     def _fetch(self, fetch: Callable[..., None], call: InboundCall, *what: Any) -> None:
-        """Fetch the arguments of a call, as part of the span of its caller."""
         attached = otel_context.attach(_context_of(trace_of(call.terms)))
         try:
             fetch(call, *what)

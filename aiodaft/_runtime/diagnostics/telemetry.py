@@ -60,7 +60,6 @@ def set_up_telemetry(packed: bytes) -> None:
 
 
 def begin_telemetry(caller: Caller, host: Host, inbound: Inbound, graphs: Graphs) -> None:
-    """Make spans from now on, in a process that is set up."""
     from aiodaft._runtime.diagnostics.spans import Spans  # noqa: PLC0415 - optional
 
     Spans(caller, host, inbound, graphs).begin()

@@ -96,7 +96,6 @@ class Tracing:
         return [self._host, self._outgoing, self._graphs, *graphs, *actors]
 
     def watch_actor(self, hosted: HostedActor) -> None:
-        """Record the calls of an actor."""
         self._names[hosted.id] = hosted.name
         watch(hosted)
 
@@ -169,7 +168,6 @@ def key_of(call: InboundCall) -> Key:
 
 
 def _maker() -> tuple[Key, int] | None:
-    """The call that runs here, and its actor."""
     call = current_call.get()
     return None if call is None or call.hosted.id < FIRST_USER_ACTOR else (key_of(call), call.hosted.id)
 
@@ -249,7 +247,6 @@ class TracedOutgoing(Outgoing):
 
 
 def _refs_in(request: Request) -> list[Ref[Any]]:
-    """The refs among the arguments, also in lists and tuples."""
     found: list[Ref[Any]] = []
     for arg in (*request.args, *request.kwargs.values()):
         found += [one for one in (arg if isinstance(arg, list | tuple) else (arg,)) if isinstance(one, Ref)]

@@ -89,7 +89,6 @@ class WaitGraph:
         }
 
     def place(self, call: InboundCall) -> CallAt:
-        """The identity of a call of this process."""
         if isinstance(call, StrandCall):
             return call.call_at
         return CallAt(self.process.id, call.caller, call.number)
@@ -126,12 +125,10 @@ class WaitGraph:
         return Waiting(hosted.name, "", "", True, Reason.MEETS, (), on, own=True) if on else None
 
     def wait_of(self, call: InboundCall) -> Wait:
-        """The wait of a call, as far as it is known."""
         place = _place_of(call)
         return _NOT_KNOWN if place is None else self._finders[place](call)
 
     def name_of(self, at: CallAt) -> str:
-        """The name of a call, for errors and stacks."""
         running = self.find(at) if at.host == self.process.id else None
         if running is not None:
             # The labels of the runtime's own calls that a user sees say all.

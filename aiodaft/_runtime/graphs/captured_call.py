@@ -70,7 +70,6 @@ class Arguments:
 
     @property
     def needs(self) -> tuple[int, ...]:
-        """Numbers of the graph's values among the arguments."""
         return tuple(number for number in self.slots if number >= 0)
 
     @property

@@ -82,7 +82,6 @@ class GraphValue:
             self._received, self._slots = None, []
 
     async def fetch_own(self, objects: Objects) -> None:
-        """Fetch a value of this process as another process does."""
         assert self.stored is not None
         await objects.store.make_ready(self.stored)
         # Another step may have fetched it meanwhile, and the owner freed it.

@@ -298,7 +298,6 @@ class GraphOwner:
                 self._over(run)
 
     def _over(self, run: OwnerRun) -> None:
-        """Forget a run that is over, and let the next one begin."""
         if not self._runs.over(run):
             return
         run.release()
@@ -330,11 +329,9 @@ class GraphOwner:
         self._context.outgoing.look_again(run.lanes)
 
     def in_flight_with(self, remote: PeerId) -> int:
-        """The number of runs that use a process, including the waiting ones."""
         return sum(remote in (run.deployment or self._deployment).plans for run in self._runs.all.values())
 
     def lost(self, remote: PeerId, error: DaftError) -> None:
-        """Fail the results that a lost process has not reported."""
         for target in self._deployment.followed:
             target.not_found(remote)
         if remote in self._deployment.plans and type(error) is PeerLost:

@@ -163,7 +163,6 @@ class ParticipantRun(Share[Flowing]):
             call.deliver()
 
     def values_came(self, items: tuple[m.GraphItem, ...], route: Route) -> None:
-        """Take values that another process sent."""
         for item in items:
             if len(item) == m.PLAIN_VALUE:
                 self._take(item[0], item[1])
@@ -262,7 +261,6 @@ class ParticipantRun(Share[Flowing]):
     # Ends.
 
     def lost(self, remote: PeerId, error: DaftError) -> None:
-        """Fail the values that a lost process has not sent."""
         expected = self.expected_from(remote)
         for index in expected:
             self._take(index, GraphValue.of_error(copy_error(error), executed=error.executed), at_once=False)
@@ -303,7 +301,6 @@ class ParticipantRun(Share[Flowing]):
     is_local = True
 
     def answer(self, call: InboundCall, result: Any) -> None:
-        """Note that a strand is over."""
         assert isinstance(call, StrandCall)
         if call.rules.on_thread:
             call.flush()

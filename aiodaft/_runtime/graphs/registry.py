@@ -116,7 +116,6 @@ class Graphs:
     # As the owner.
 
     def step_failed(self, number: int, run: int, why: DaftError) -> None:
-        """Tell all processes of a run that one of its steps has failed."""
         own = self.own.get(number)
         if own is not None:
             own.step_failed(run, why)

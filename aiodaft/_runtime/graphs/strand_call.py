@@ -90,7 +90,6 @@ class StrandCall(InboundCall):
 
     @property
     def within(self) -> Hashable:
-        """The run."""
         return self.run.key
 
     # For the deadlock search.
@@ -115,7 +114,6 @@ class StrandCall(InboundCall):
     # Execution.
 
     def deliver(self) -> None:
-        """Put the strand into the mailbox of its actor."""
         if self.strand.is_gone:
             self.run.fail(self, ActorDied("the actor was stopped", executed=False), executed=False)
             return
@@ -211,7 +209,6 @@ class StrandCall(InboundCall):
         return stored
 
     async def _fetch_own(self, step: BoundStep) -> None:
-        """Fetch the arguments of a step that this process made."""
         for slot in step.slots:
             value = self.run.values.get(slot)
             if type(value) is GraphValue and value.stored is not None:
@@ -273,7 +270,6 @@ class StrandCall(InboundCall):
     # Results, on the loop.
 
     def flush(self) -> None:
-        """Give the results that the thread has made."""
         while self.rules.on_thread and self._batch:
             self._give(self._batch.popleft())
 

@@ -238,7 +238,6 @@ def _is_dense(value: Any) -> bool:
 
 @cache
 def _numpy_sees_tensors() -> bool:
-    """Whether this torch works with this numpy."""
     torch: Any = loaded_torch()
     try:
         torch.empty(0).numpy()

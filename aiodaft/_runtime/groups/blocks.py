@@ -39,7 +39,6 @@ class Gathering:
         self._begun: Begun | None = None
 
     def __len__(self) -> int:
-        """The number of members that wait."""
         return len(self._came)
 
     async def come(self, rank: int, patience: float, begun: Begun | None = None) -> Begun:
@@ -120,7 +119,6 @@ class Blocks(Actor):
 
     @method(ordered=False)
     async def left(self, actor: int, block: str) -> Left:
-        """Wait until a member has left a block."""
         if not self._enlisted.has(ActorId(actor)):
             return Left(gone=True)
         return await asyncio.shield(self._how_left(ActorId(actor), block))
@@ -159,7 +157,6 @@ class Blocks(Actor):
         return await self._come(actor, epoch, within, size, 0, patience, begun)
 
     def leave(self, actor: ActorId, block: str, how: Left) -> None:
-        """The member leaves a block."""
         left = self._how_left(actor, block)
         if not left.done():
             left.set_result(how)
@@ -215,5 +212,4 @@ class Blocks(Actor):
 
 
 def blocks_of(caller: Caller, remote: PeerId) -> Blocks:
-    """The blocks of a process, for calls."""
     return cast("Blocks", caller.handle(remote, BLOCKS, f"blocks of {remote}", Blocks))

@@ -51,11 +51,9 @@ class Collectives(Actor):
     @method(ordered=False)
     @passes_on
     async def take(self, value: Any) -> Any:
-        """Give a whole value of another member, in memory of this process."""
         return value
 
     def carry_out(self, plan: Plan, values: Sequence[Any], op: Reducer, title: str) -> list[Any]:
-        """Do all steps of a plan here, on values that are here."""
         found = list(values)
         for step in plan.steps:
             ranks = tuple(plan.rank_of(number) for number in step.inputs)
@@ -147,7 +145,6 @@ class Members:
 
 @lru_cache
 def _spec(name: str, title: str) -> MethodSpec:
-    """A method of `Collectives` under the name of the collective."""
     return _SPECS[name].named(title)
 
 
@@ -156,7 +153,6 @@ def _job(step: Step, plan: Plan) -> Job:
 
 
 def place_of(ref: Ref[Any]) -> Place:
-    """The place of a value, now or when it is made."""
     state = state_of(ref)
     if isinstance(state, CallState) and (state.status is PENDING or _is_captured(state.target)):
         return place_beside(state.target)
@@ -164,7 +160,6 @@ def place_of(ref: Ref[Any]) -> Place:
 
 
 def place_beside(target: Target) -> Place:
-    """The place of an actor, now or when it is made."""
     host = target.host
     if _is_captured(target):
         return AlwaysBeside(host, COLLECTIVES)

@@ -108,7 +108,6 @@ class GroupMap:
             raise
 
     def _begin_calls(self) -> None:
-        """Make calls while members are free and the bounds allow it."""
         most = _RESULTS * max(1, self._count())
         while self._open and len(self._over) < most and self._stored_bytes < _RESULT_BYTES:
             unit = self._choose(self._full)

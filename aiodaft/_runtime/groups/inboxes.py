@@ -128,7 +128,6 @@ class Inboxes(Actor):
 
     @method(ordered=False)
     async def ended(self, actor: int) -> None:
-        """Wait until a member is gone."""
         number = ActorId(actor)
         if self._enlisted.has(number):
             if number not in self._ends:
@@ -209,7 +208,6 @@ class Inboxes(Actor):
         return self._ending(end)
 
     def limit(self, group: str, member: ActorId, messages: int, nbytes: int) -> None:
-        """Bound the inbox of a member."""
         box = self._box(group, member)
         box.run(box.inbox.limit(messages, nbytes))
 

@@ -103,7 +103,6 @@ class Keyed(Actor):
         return outcome
 
     def _over(self, state: Any) -> None:
-        """A call of `take_part` is over."""
         taking = self._open.pop(state)
         process = self._process
         if taking.has_begun or taking.withdrawn is not None or self._is_late(taking) or process.closed is not None:
@@ -251,7 +250,6 @@ class Keyed(Actor):
     # Unordered: a call that waits for its value does not hold up the next one.
     @method(ordered=False)
     async def take_part(self, given: Opaque, value: Any) -> Any:
-        """Take part for a member of this process."""
         taking: Taking = given.content
         taking.has_begun = True
         part = taking.part
@@ -351,12 +349,10 @@ class Keyed(Actor):
 
     @method(ordered=False)
     async def gone(self, actor: int) -> None:
-        """Wait until a member in this process is gone."""
         await self._places.wait_gone(ActorId(actor))
 
     @property
     def meetings(self) -> int:
-        """The number of meetings here that some members have not come to."""
         return len(self._places)
 
     def open_meetings(self) -> tuple[str, ...]:

@@ -210,7 +210,6 @@ class MeetingPlaces:
         enlisted.on_forgotten.append(self._forgotten)
 
     def __len__(self) -> int:
-        """The number of meetings that some members have not come to."""
         return sum(len(place) for place, _ in self._places.values())
 
     def open(self) -> list[str]:
@@ -244,7 +243,6 @@ class MeetingPlaces:
             found[0].leave(joining.coming, missed)
 
     async def wait_gone(self, actor: ActorId) -> None:
-        """Wait until a member in this process is gone."""
         if self._enlisted.find(actor) is not None:
             await self._gone.setdefault(actor, asyncio.Event()).wait()
 

@@ -42,7 +42,6 @@ class MeetingValues:
         return nbytes, self._kept(value, part.title)
 
     async def unpack(self, answer: Packed) -> Any:
-        """The result of a member, from the answer to it."""
         match answer:
             case Opaque():
                 return await answer.content
@@ -68,7 +67,6 @@ class MeetingValues:
     def _compute(
         self, operation: str, root: int, op: Reducer, title: str, given: Sequence[Brought], places: Sequence[PeerId]
     ) -> list[Packed]:
-        """Do all steps here, and encode each result once."""
         size = len(places)
         plan = plan_of(operation, size, root, 0, one_memory=True, elementwise=True)
         if operation == "all_reduce":
@@ -90,7 +88,6 @@ class MeetingValues:
     def _carry_out(
         self, operation: str, root: int, op: Reducer, title: str, given: Sequence[Brought], places: Sequence[PeerId]
     ) -> list[Opaque]:
-        """Have the members do the steps."""
         refs = [
             one.value.content if isinstance(one.value, Opaque) else
             self._kept(self._given(cast("bytes | list[Any]", one.value)), title).content

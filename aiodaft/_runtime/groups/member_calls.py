@@ -32,7 +32,6 @@ class Unit(NamedTuple):
     others: tuple[CallTarget, ...]
 
     def health(self) -> int:
-        """The health of the sickest of them."""
         health = self.target.health().value
         return max(health, *(other.health().value for other in self.others)) if self.others else health
 
@@ -56,11 +55,9 @@ class MemberCalls:
         call.watch(under_way.discard)
 
     def of(self, member: CallTarget) -> Collection[Any]:
-        """The calls of a member that are under way."""
         return self._under_way.get(member, ())
 
     def under_way(self, member: CallTarget) -> int:
-        """Their number."""
         return len(self.of(member))
 
     def choose(self, units: list[Unit], policy: Policy, full: Collection[CallTarget]) -> Unit:
@@ -87,7 +84,6 @@ class MemberCalls:
         return Refs([first for first, *_ in units], [other for _, *others in units for other in others])
 
     def call(self, unit: Unit, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
-        """Call one unit."""
         targets = (unit.target, *unit.others)
         numbers = siblings.numbers(unit.target, len(targets)) if unit.others else _ALONE
         ref, *others = self._make([(target, args) for target in targets], spec, kwargs, numbers)

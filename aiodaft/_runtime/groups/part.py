@@ -54,7 +54,6 @@ class Part:
 
     @property
     def title(self) -> str:
-        """The name of the collective in errors."""
         return f"{self.label} of {self.roster.id}"
 
     @property
@@ -66,7 +65,6 @@ class Part:
         return self.operation != "barrier" and self.rank in values_of(self.operation, self.roster.size, self.root)
 
     def terms(self, value: Any) -> dict[str, Hashable]:
-        """The terms on which all members have to agree."""
         terms: dict[str, Hashable] = {"operation": self.operation, "root": self.root}
         if self.reduces:
             op = self.op

@@ -46,17 +46,14 @@ def _slices(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
 
 
 def target_part(tensors: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
-    """The target of a piece, in the new shard."""
     return tensors[piece.name][_slices(piece.target_start, piece.size)]
 
 
 def source_part(shard: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
-    """The content of a piece, in a shard of the source."""
     return shard[piece.name].detach()[_slices(piece.source_start, piece.size)]
 
 
 def shaped(flat: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """Bytes as a tensor."""
     import torch  # noqa: PLC0415 - optional package
 
     kind: torch.dtype = getattr(torch, dtype)
@@ -75,7 +72,6 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pack(flat: torch.Tensor, shard: Mapping[str, torch.Tensor], pieces: Sequence[Piece]) -> None:
-    """Copy pieces of a shard into a parcel, one after the other."""
     at = 0
     for piece in pieces:
         given = source_part(shard, piece)
@@ -84,7 +80,6 @@ def pack(flat: torch.Tensor, shard: Mapping[str, torch.Tensor], pieces: Sequence
 
 
 def unpack(tensors: Mapping[str, torch.Tensor], flat: torch.Tensor, pieces: Sequence[Piece]) -> None:
-    """Copy the pieces of a parcel into the new shard."""
     at = 0
     for piece in pieces:
         place = target_part(tensors, piece)
@@ -95,7 +90,6 @@ def unpack(tensors: Mapping[str, torch.Tensor], flat: torch.Tensor, pieces: Sequ
 def copy_pieces(
     tensors: Mapping[str, torch.Tensor], shard: Mapping[str, torch.Tensor], pieces: Sequence[Piece]
 ) -> None:
-    """Copy pieces of a shard into the new shard."""
     for piece in pieces:
         target_part(tensors, piece).copy_(source_part(shard, piece))
 

@@ -124,7 +124,6 @@ class Membership:
         self._break()
 
     def end(self) -> None:
-        """Nothing of the block is left in this process."""
         for task in (*self._watching, *([self._breaking] if self._breaking else [])):
             task.cancel()
 

@@ -57,7 +57,6 @@ class Siblings:
         self._again: list[weakref.ref[CallState]] = []
 
     def over(self, state: CallState) -> None:
-        """A call is over."""
         if self.failed is not None:
             return
         error = state.error

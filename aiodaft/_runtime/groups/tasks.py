@@ -65,7 +65,6 @@ class TaskQueue(Target):
             self.hand_out()
 
     def forget(self, number: CallId) -> None:
-        """A task was cancelled."""
         self._backlog.forget(number)
 
     def hand_out(self) -> None:

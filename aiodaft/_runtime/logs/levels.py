@@ -42,7 +42,6 @@ class LevelWatch:
         self._known = levels_here()
 
     def look(self) -> None:
-        """Look whether it has."""
         now = levels_here()
         if now != self._known:
             changed, self._known = changes(self._known, now), now

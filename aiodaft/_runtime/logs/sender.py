@@ -81,7 +81,6 @@ def _prints(handler: logging.Handler) -> bool:
 
 
 def _plain(record: logging.LogRecord, who: Mapping[str, Any]) -> dict[str, Any]:
-    """A record as plain data."""
     extras = [(name, value) for name, value in record.__dict__.items() if name not in STANDARD]
     sent = {
         name: _text(value) if isinstance(value, str) else value

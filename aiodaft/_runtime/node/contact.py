@@ -95,7 +95,6 @@ class CoordinatorContact:
         return may_be
 
     async def _is_at(self, address: str, network: Network) -> bool:
-        """Whether the node at an address has the coordinator, or knows another one."""
         process, nodes = self._caller.process, self._nodes
         found = await who_listens(network, process.id, address)
         if found.has_coordinator:

@@ -72,7 +72,6 @@ class Draining:
             self.tell(owner, self._process.id, grace)
 
     def note(self) -> None:
-        """Something may have changed."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -86,7 +86,6 @@ def _terminal() -> str:
 
 
 def change_environment(base: dict[str, str], changes: dict[str, str | None]) -> None:
-    """Set this process's environment to an earlier one with changes."""
     wanted = {name: value for name, value in {**base, **changes}.items() if value is not None}
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]

@@ -42,7 +42,6 @@ class Heartbeat:
         self._since = 0.0
 
     def start(self) -> None:
-        """Start the thread, which answers until the process ends."""
         threading.Thread(target=self._answer_all, name="aiodaft heartbeat", daemon=True).start()
 
     def _answer_all(self) -> None:

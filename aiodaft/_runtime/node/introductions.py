@@ -91,5 +91,4 @@ class Introductions:
         return ""
 
     def forget(self, peer: PeerId) -> None:
-        """A process is gone."""
         self._connected = {pair for pair in self._connected if peer not in pair}

@@ -191,7 +191,6 @@ class Membership:
         self._settled()
 
     async def leave(self) -> None:
-        """Give up the lease, if the coordinator answers."""
         with suppress(DaftError, TimeoutError):
             async with asyncio.timeout(_LEAVING):
                 await self._coordinator.now.leave(self._holder.epoch)
@@ -205,7 +204,6 @@ class Membership:
                 await asyncio.sleep(_PAUSE)
 
     def note_name(self, granted: NamedActor) -> None:
-        """An actor of the node has got a name."""
         self._names[granted.name] = granted
 
     def process_ended(self, process: PeerId) -> None:
@@ -235,7 +233,6 @@ async def _is_there(held: NamedActor) -> bool:  # noqa: RUF029 - others have to 
 
 
 async def watch_members(coordinator: CoordinatorContact, nodes: Nodes) -> None:
-    """Know the nodes of the cluster until this is cancelled."""
     view, loop = View(Kind.MEMBER), asyncio.get_running_loop()
     while True:
         try:

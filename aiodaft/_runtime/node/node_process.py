@@ -184,7 +184,6 @@ class NodeProcess:
         self._membership.on_alone = alone
 
     async def run(self) -> None:
-        """Serve until `end`."""
         await self._over.wait()
 
     async def wait_nodes(self, is_right: Callable[[int], bool]) -> None:

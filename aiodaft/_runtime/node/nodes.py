@@ -50,7 +50,6 @@ class Nodes:
         self.on_gone: Callable[[str], object] = lambda name: None
 
     def add(self, member: Member) -> None:
-        """A node has come, or has changed."""
         before = self._members.get(member.name)
         self._members[member.name] = member
         self._wake()
@@ -107,7 +106,6 @@ class Nodes:
         return name in self._members
 
     def members(self) -> list[Member]:
-        """All nodes, by name."""
         return sorted(self._members.values(), key=lambda member: member.name)
 
     def named(self, name: str) -> NodeAgent:
@@ -223,7 +221,6 @@ class Nodes:
     # The sites for actors.
 
     def known(self) -> list[Site[NodeAgent]]:
-        """The nodes, by name."""
         return [self._site(member) for member in self.members()]
 
     def differ(self, known: Sequence[Site[NodeAgent]]) -> Coroutine[Any, Any, None] | None:

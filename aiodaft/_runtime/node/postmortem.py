@@ -23,13 +23,11 @@ def activity(worker: Worker, connection: Connection) -> Activity:
 
 
 def is_of_a_user(state: PendingCall) -> bool:
-    """Whether the program, not the runtime, has made a call."""
     # The call that makes an actor goes to the agent, and is labelled with the class alone.
     return not isinstance(state, CallState) or state.target.actor >= FIRST_USER_ACTOR or "." not in state.label
 
 
 def died(worker: Worker, ending: Ending, doing: Activity, *, oom: bool) -> ActorDied:
-    """The error for callers of a worker that ended."""
     wanted = worker.state is WorkerState.STOPPING
     how = f"was stopped: {worker.stop_reason}" if wanted else how_it_ended(ending.exit_code, ending.signal, oom=oom)
     error = ActorDied(f"{worker} {how}" + (f"; {doing}" if doing.method and not wanted else ""))
@@ -41,7 +39,6 @@ def died(worker: Worker, ending: Ending, doing: Activity, *, oom: bool) -> Actor
 
 
 def silence(worker: Worker, doing: Activity) -> str:
-    """The warning about a worker that does not answer."""
     heartbeat = worker.heartbeat
     warning = f"{worker} has not answered for {heartbeat.last().silent_for:.1f} s: {condition_of(worker.pid)}; {doing}"
     if heartbeat.liveness.patience.give_up is not None or heartbeat.is_stopped(worker.pid):
@@ -50,7 +47,6 @@ def silence(worker: Worker, doing: Activity) -> str:
 
 
 def given_up(worker: Worker, doing: Activity) -> PeerLost:
-    """The error for callers of a worker that was silent for too long."""
     heartbeat = worker.heartbeat
     error = PeerLost(
         f"{worker} has not answered for {heartbeat.last().silent_for:.1f} s and was killed, as "
@@ -88,7 +84,6 @@ def watch_oom_kills(kills: OomKills, pid: int) -> str | None:
 
 
 def was_oom_kill(kills: OomKills, counter: str | None) -> bool:
-    """Whether the kernel has counted one more kill."""
     return counter is not None and kills.take(counter, oom_kills(_read(counter)))
 
 

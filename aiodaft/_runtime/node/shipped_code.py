@@ -152,8 +152,6 @@ class ShippedCode(Actor):
 
 
 def host_code(peer: Peer) -> ShippedCode:
-    """Let a process offer code, and get the code of others."""
-
     async def fetch(source: PeerId, digest: str) -> bytes:
         offer = cast("ShippedCode", peer.caller.handle(source, CODE, f"code of {source}", ShippedCode))
         return await offer.archive(digest)

@@ -35,9 +35,7 @@ class Offer(Protocol):
     @property
     def resources(self) -> Resources[Tenant]: ...
     @property
-    def gpu_names(self) -> Sequence[str]:
-        """The names of the GPUs in CUDA_VISIBLE_DEVICES."""
-        ...
+    def gpu_names(self) -> Sequence[str]: ...
 
     @property
     def claims(self) -> GpuClaims: ...
@@ -46,13 +44,9 @@ class Offer(Protocol):
 class OtherNodes(Addresses, Protocol):
     """The nodes of the cluster."""
 
-    def members(self) -> list[Member]:
-        """All that are known."""
-        ...
+    def members(self) -> list[Member]: ...
 
-    def is_member(self, name: str) -> bool:
-        """Whether a node is in the cluster."""
-        ...
+    def is_member(self, name: str) -> bool: ...
 
     def process_of(self, peer: PeerId) -> PeerId:
         """The process that serves the node of a process.

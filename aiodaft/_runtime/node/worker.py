@@ -28,7 +28,6 @@ class Tenant(NamedTuple):
 
     @classmethod
     def of(cls, owner: str, actor: int) -> Tenant:
-        """The tenant that an incarnation belongs to."""
         return cls(PeerId(owner), number_of(ActorId(actor)))
 
 
@@ -109,7 +108,6 @@ class Worker:
 
     @property
     def names(self) -> str:
-        """The names of its actors, for errors."""
         # An actor that was restarted here was placed more than once.
         return " and ".join(dict.fromkeys(self.placed.values())) or self.label
 

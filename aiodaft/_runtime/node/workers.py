@@ -130,7 +130,6 @@ class Launcher(ABC):
         return True
 
     def _forget(self, worker: Worker, ending: Ending) -> None:
-        """Note the end of a worker, and ignore later reports of it."""
         if self.workers.pop(worker.id, None) is not None:
             worker.heartbeat.close()
             # The owner of its actors hears of it before callers, which then find them being restarted.

@@ -54,7 +54,6 @@ class IntoTensor:
         return alike and not (target.is_conj() or target.is_neg()) and fills_its_span(target)
 
     async def fill(self, fetching: Awaitable[None]) -> None:
-        """Let a transport write to the target."""
         # The version tells autograd, and code that reads the target at the same time, of the change.
         self._count_write()
         try:

@@ -41,7 +41,6 @@ class ReceivedValue:
 
     @property
     def on_device(self) -> bool:
-        """Whether a part of it is in memory of an accelerator."""
         return not all(isinstance(blob, memoryview) for blob in self.blobs)
 
 

@@ -190,7 +190,6 @@ class RefState(Value):
     # Settling.
 
     def on_error(self, error: BaseException) -> None:
-        """Settle with an error."""
         if not self.settled:
             self.error, self._traceback = error, error.__traceback__
             self.failed = self.process.next_number()
@@ -221,7 +220,6 @@ class RefState(Value):
     # Holding and freeing.
 
     def hold(self) -> Self:
-        """Count one more `Ref` object."""
         self.handles += 1
         return self
 
@@ -266,7 +264,6 @@ class RefState(Value):
         self.advance(FREED)
 
     def free_if_unheld(self) -> None:
-        """Free the value if it is there and has no holders."""
         if self._idle is not None and not self.in_use:
             self._idle.set()
             self._idle = None
@@ -289,7 +286,6 @@ class RefState(Value):
     # Errors.
 
     def mark_seen(self) -> None:
-        """Note that code was told of the error."""
         if not self.seen:
             self.seen = True
             if self.sink is not None:
@@ -392,7 +388,6 @@ class RefState(Value):
         return self.error is None
 
     def wait_released(self) -> Generator[Any, None, None]:
-        """Wait until no process reads the value."""
         self.check_loop()
         yield from self.wait_settled()
         while self.in_use:
@@ -566,7 +561,6 @@ def release_inputs(call: UsesInputs, error: BaseException | None = None) -> None
 
 
 def state_of(ref: Ref[Any]) -> RefState:
-    """The state of a ref in this process."""
     return cast("RefState", ref._state)
 
 

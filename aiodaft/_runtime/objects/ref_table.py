@@ -84,7 +84,6 @@ class BorrowedState(RefState):
             self.objects.owner.give_back(self._owner, self.number)
 
     def _cancel(self, why: str) -> bool:
-        """Ask the owner to cancel the call."""
         self.objects.owner.cancel_remote(self._owner, self.number)
         return True
 
@@ -116,7 +115,6 @@ class RefTable:
         self.lend(m.read_borrow(message), connection.remote)
 
     def take_back(self, number: CallId, peer: PeerId) -> None:
-        """Another process dropped a ref of this one."""
         self._returned(self._borrowing.take_back(number, peer))
 
     def peer_lost(self, remote: PeerId) -> None:
@@ -130,7 +128,6 @@ class RefTable:
 
     @property
     def are_lent(self) -> bool:
-        """Whether other processes hold refs of this one."""
         return self._borrowing.are_lent
 
     # Values of refs of this process.
@@ -160,7 +157,6 @@ class RefTable:
             state.on_ready()
 
     def put_values(self) -> list[StoredValue]:
-        """The large values of `put` that are stored."""
         return [state.stored for state in self._puts if state.stored is not None]
 
     def stored(self, state: RefState) -> StoredValue:

@@ -205,7 +205,6 @@ class Store:
             await self._helper_thread.run(lambda: self.pack_here(stored))
 
     async def make_ready(self, stored: StoredValue) -> None:
-        """Prepare a value to be granted."""
         await self.pack(stored)
         if not stored.packed:
             await wait_passed()
@@ -287,12 +286,10 @@ class Store:
         await self._helper_thread.run_to_end(partial(self._run_in_order, self.current_streams(), job))
 
     def decline(self, connection: Route, blobs: Any) -> None:
-        """Return the grants in a message that came too late."""
         for name, grant in blobs if isinstance(blobs, tuple) else ():
             self.transport_named(name).decline(grant, connection)
 
     def revoke(self, connection: Route, blobs: Any) -> None:
-        """Take back the grants in a message that is not sent."""
         for name, grant in blobs if isinstance(blobs, tuple) else ():
             self.transport_named(name).revoke(grant, connection)
 
@@ -302,7 +299,6 @@ class Store:
             self.drop((route.remote, number))
 
     def drop(self, key: Key) -> None:
-        """Free a value that its owner needs no more."""
         stored = self.entries.pop(key, None)
         if stored is not None:
             stored.release()
@@ -314,7 +310,6 @@ class Store:
             self._freed.set()
 
     async def wait_freed(self) -> None:
-        """Wait until something more is freed."""
         self._freed = asyncio.Event()
         await self._freed.wait()
 
@@ -322,7 +317,6 @@ class Store:
         return sum(stored.size for stored in self.entries.values())
 
     def relayed_bytes(self) -> int:
-        """Bytes of copies that are stored for other consumers."""
         return sum(stored.size for stored in self.entries.values() if stored.root is not None)
 
     def drop_relayed(self, key: Key, root: PeerId) -> None:

@@ -95,7 +95,6 @@ class StoredValue:
 
     @classmethod
     def again(cls, received: ReceivedValue) -> StoredValue:
-        """A small received value, to pass on as it is."""
         encoded, inline = Encoded(received.payload, refs=received.refs), received.inline
         if encoded.payload[0] == NAMED:
             # Its next receiver was not told the names.
@@ -175,7 +174,6 @@ class StoredValue:
 
     @property
     def shared(self) -> bool:
-        """Whether the processes of one machine read one block of it."""
         return self._transport is not None and self._transport.shared
 
     def can_be_relayed(self, limit: int, connection: Route) -> bool:
@@ -199,7 +197,6 @@ class StoredValue:
             waiting[0].on_filled(lambda: self.when_filled(callback))
 
     async def wait_filled(self) -> None:
-        """Wait until the accelerators have copied their part, or have failed."""
         filled = asyncio.Event()
         self.when_filled(filled.set)
         await filled.wait()
@@ -355,7 +352,6 @@ class StoredValue:
             waiting[0].on_unread(lambda: self.when_unread(callback))
 
     async def wait_unread(self) -> None:
-        """Wait until no peer reads the buffers."""
         unread = asyncio.Event()
         self.when_unread(unread.set)
         await unread.wait()

@@ -151,7 +151,6 @@ class StreamState:
             self.objects.owner.credit_local(self.number, credit)
 
     def loop(self) -> StreamLoop:
-        """An `async for` over the stream begins."""
         loop = StreamLoop(self)
         self.consumption.begin_loop(loop)
         return loop

@@ -282,7 +282,6 @@ class Transfer:
         _ask_owners(self.handover.doubt(remote))
 
     def connection_lost(self, connection: Connection, error: DaftError) -> None:
-        """Fail the pulls over a lost connection."""
         # A new one in its place was cause to ask, too.
         if self._connections.get(connection.remote) in (None, connection):
             _ask_owners(self.handover.lost(connection.remote))
@@ -423,7 +422,6 @@ class Transfer:
         found(copy_error(await self._connections.explanation(connection)))
 
     def asked(self, connection: Connection, message: m.Message) -> None:
-        """Handle PULL."""
         _, owner, number = message
         key = (owner, number)
         self.locate(key, lambda place: self._tell(connection, key, place))

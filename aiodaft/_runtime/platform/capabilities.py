@@ -16,7 +16,6 @@ from aiodaft_transport.system import shares_memory
 
 @cache
 def keeps_messages_apart() -> bool:
-    """Whether there are connections within this machine that keep messages apart."""
     # Some systems know the name and refuse the socket.
     try:
         for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET):

@@ -77,7 +77,6 @@ def debug_addresses() -> list[str]:
 
 
 def other_end(connection: socket.socket) -> OtherEnd:
-    """The process at the other end of a connection."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return OtherEnd(pid, uid)

@@ -29,7 +29,6 @@ def log_error(what: str, error: BaseException, level: int = logging.ERROR) -> No
 
 
 def text_of(error: BaseException) -> str:
-    """An exception with its traceback and its causes, as Python prints it."""
     try:
         return "".join(traceback.format_exception(error))
     except Exception as problem:  # noqa: BLE001 - a user's __str__ may raise anything

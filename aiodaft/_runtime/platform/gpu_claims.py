@@ -104,7 +104,6 @@ def _settle(future: asyncio.Future[None]) -> None:
 
 
 def _holder(name: str) -> str:
-    """The process that listens, with its command."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as question:
         question.setblocking(False)
         try:

@@ -38,7 +38,6 @@ def fill_standard_streams() -> None:
 
 
 def importable_path() -> list[str]:
-    """`sys.path` as text."""
     # Import hooks may add other objects.
     return [str(entry) for entry in sys.path]
 
@@ -79,7 +78,6 @@ def is_thread(process: int, thread: int) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants that lose their own parent."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -90,7 +88,6 @@ def children() -> list[int]:
 
 
 def visible_pid(child: int | None = None) -> int:
-    """The pid of this process, or of a child, outside of this PID namespace."""
     try:
         own = int(os.readlink("/proc/self"))
     except OSError:

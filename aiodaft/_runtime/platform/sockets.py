@@ -34,7 +34,6 @@ class Sockets:
         return socket.socketpair()
 
     def of_fd(self, fd: int) -> socket.socket:
-        """The socket with a descriptor, which it owns from now on."""
         return socket.socket(fileno=fd)
 
     def dup(self, fd: int) -> int:

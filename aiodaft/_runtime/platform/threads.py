@@ -37,7 +37,6 @@ class HelperThread:
 
     @property
     def backlog(self) -> int:
-        """The number of jobs behind the one under way."""
         return self._jobs.qsize()
 
     def submit(self, job: Callable[[], object]) -> None:

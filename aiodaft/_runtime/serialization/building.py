@@ -42,7 +42,6 @@ def builder_name(function: object) -> str | None:
 
 
 def builder_named(name: str) -> Callable[..., Any]:
-    """The marked function of this name."""
     module = name.partition(":")[0]
     if module in _MODULES:
         import_module(module)

@@ -177,7 +177,6 @@ def fill_dispatcher(dispatcher: Any, filling: tuple[dict[type, Any], dict[str, A
 
 
 def fill_object(value: Any, state: Any) -> None:
-    """Give an object its state, as pickle does."""
     if hasattr(value, "__setstate__"):
         value.__setstate__(state)
         return

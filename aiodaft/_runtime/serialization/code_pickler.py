@@ -189,7 +189,6 @@ def _of_struct(cls: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]
 
 
 def pickle_code(thing: Any) -> bytes:
-    """Pickle a class or function by value."""
     file = io.BytesIO()
     CodePickler(file).dump(thing)
     return file.getvalue()

@@ -33,7 +33,6 @@ def text_size(values: Iterable[Any]) -> int:
 
 
 def contains_ref(value: Any) -> bool:
-    """Whether a value is a ref or has one in its containers and records."""
     if isinstance(value, Ref):
         return True
     return any(contains_ref(part) for part in _parts_of(value) if type(part) not in FLAT)
@@ -104,7 +103,6 @@ def rebuild(
     pairs: dict[Any, Any],
     setter: Any,
 ) -> Any:
-    """Make a container or record again, as pickle does."""
     made = function(*args)
     for item in items:
         made.append(item)

@@ -48,7 +48,6 @@ def is_tensor(payload: bytes) -> bool:
 
 
 def spec_of(payload: bytes) -> Spec:
-    """The spec of the value that is one tensor."""
     spec: Spec = _SMALL_DECODER.unpack(memoryview(payload)[1:])
     return spec
 
@@ -75,7 +74,6 @@ class Decoder:
         del self.unpack
 
     def decode(self, payload: bytes, origin: Callable[[int], Any]) -> Any:
-        """Return the value."""
         body = memoryview(payload)[1:]
         if payload[0] & ~wire.HEAVY in _WHOLE:
             return self.unpack(body)
@@ -84,7 +82,6 @@ class Decoder:
         return self.unpack(self.code(-1, skeleton) if payload[0] & ~wire.HEAVY == wire.FAR else skeleton)
 
     def buffer(self, index: int) -> memoryview:
-        """One of the value's buffers."""
         blob, offset, nbytes = self._table[index]
         return self.blobs[blob][offset : offset + nbytes] if nbytes else memoryview(b"")
 
@@ -96,12 +93,10 @@ class Decoder:
         return found
 
     def tensor(self, index: int) -> Any:
-        """The tensor with this number."""
         assert self.tensors is not None
         return self.tensors.make(index)
 
     def ref(self, index: int) -> Any:
-        """The ref with this number."""
         return self.refs[index]
 
     def thing(self, where: str | bytes) -> Any:
@@ -176,7 +171,6 @@ class Decoder:
 
 
 def _load_tensor(content: bytes) -> Any:
-    """A tensor as `SmallEncoder.tensor` encodes it."""
     import torch  # noqa: PLC0415 - optional package
 
     data, dtype, dim = memoryview(content)[2:], content[0], content[1]

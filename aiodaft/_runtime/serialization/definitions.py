@@ -130,7 +130,6 @@ def _recorded(thing: Thing, earlier: _Record | None) -> _Record | None:
 
 
 def find(name: bytes, heard: Mapping[bytes, Definition]) -> Any:
-    """The class or function that has a name."""
     thing = _by_name.get(name)
     if thing is None:
         definition = heard[name]
@@ -245,7 +244,6 @@ class _Survey:
         return refers
 
     def follow(self, thing: Thing) -> None:
-        """Take a class or function, and the objects that it refers to."""
         self._seen.add(id(thing))
         fresh = [thing]
         while fresh:

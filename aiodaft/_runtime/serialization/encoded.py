@@ -59,7 +59,6 @@ class Source:
         return cls(view.nbytes, address_of(view), view)
 
     def write_to(self, address: int) -> None:
-        """Copy the content to an address."""
         if self.fill is not None:
             self.fill(address)
         else:
@@ -90,17 +89,14 @@ class Encoded:
 
     @property
     def on_device(self) -> bool:
-        """Whether an accelerator has a buffer of it."""
         return any(source.device is not None for source in self.sources)
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
         return len(self.payload) + sum(source.nbytes for source in self.sources)
 
     @property
     def is_apart(self) -> bool:
-        """Whether a buffer is a separate blob."""
         return any(source.is_apart for source in self.sources)
 
     @property

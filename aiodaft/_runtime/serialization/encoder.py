@@ -117,7 +117,6 @@ class Encoder(SmallEncoder):
         return pack(self._pickle(value))
 
     def add_source(self, buffer: Any) -> int:
-        """Take a separate buffer and return its number."""
         self.sources.append(Source.of(buffer))
         return len(self.sources) - 1
 
@@ -135,7 +134,6 @@ class Encoder(SmallEncoder):
         return index
 
     def add_tensor(self, tensor: Any) -> int:
-        """Take a tensor and return its number."""
         return self.tensors.add(tensor)
 
     def check_home(self, owned: Owned, what: object, instead: str) -> None:
@@ -148,7 +146,6 @@ class Encoder(SmallEncoder):
             raise TypeError(f"{what!r} belongs to another runtime, that of {owned.process.runtime_name}: {instead}")
 
     def add_ref(self, ref: Any) -> int:
-        """Take a ref that travels as a ref, and return its number."""
         self._check_ref(ref)
         self.refs.append(ref)
         return len(self.refs) - 1
@@ -364,7 +361,6 @@ def _is_value_of_runtime(cls: type) -> bool:
 
 
 def _is_built(cls: type) -> bool:
-    """Whether the runtime says how an instance is built."""
     return cls.__module__.startswith("aiodaft.") and "__reduce__" in vars(cls) and not issubclass(cls, Ref)
 
 
@@ -405,12 +401,10 @@ def is_plain(value: Any) -> bool:
 
 
 def plain_payload(value: Any) -> bytes:
-    """The payload of a plain value."""
     return bytes((PLAIN,)) + pack(value)
 
 
 def all_plain(values: Sequence[Any]) -> bool:
-    """Whether arguments are fields of a message as they are."""
     if len(values) > FEW_ARGS and not are_short(values):
         return False
     for value in values:  # noqa: SIM110 - on the path of every call: all() with a generator costs twice as much

@@ -62,13 +62,11 @@ class _Layout(NamedTuple):
     fields: Mapping[str, tuple[_Field, bool]]
 
     def arguments(self, args: Sequence[Any], fields: Mapping[str, Any]) -> Sequence[Any]:
-        """The arguments for the constructor of the maker."""
         found = [fields[name] for name in self.parameters if name in fields]
         return found if len(found) == len(self.parameters) else args[: len(self.parameters)]
 
 
 def parts_of_error(error: BaseException) -> Parts:
-    """Take an exception apart."""
     layout = _layout_of(type(error))
     fields: dict[str, Any] = {}
     for name, (field, may_lack) in layout.fields.items():

@@ -49,7 +49,6 @@ def encode_error(error: BaseException) -> bytes:
 
 
 def encoded_text(data: bytes) -> str:
-    """The text of an encoded exception, with its traceback."""
     return str(unpack(data)[2])
 
 
@@ -127,7 +126,6 @@ def copy_error(error: ErrorT) -> ErrorT:
 
 
 def passed_on(error: BaseException, *, executed: bool | None) -> BaseException:
-    """The error of one call as the error of another, with its own `.executed`."""
     if not isinstance(error, DaftError) or error.executed is executed:
         return error
     return copy_error(error).with_traceback(error.__traceback__).with_executed(executed)

@@ -88,7 +88,6 @@ def _made_of(frames: list[FrameData]) -> Generator[TracebackType | None]:
 
 @lru_cache(256)
 def _code(frame: FrameData) -> CodeType:
-    """Code that raises at the position of a frame."""
     # Code counts its lines from the first.
     lines = frame.line - frame.first_line + 1, frame.end_line - frame.first_line + 1
     at = {"lineno": lines[0], "end_lineno": lines[1], "col_offset": frame.column, "end_col_offset": frame.end_column}

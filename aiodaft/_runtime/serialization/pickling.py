@@ -58,9 +58,7 @@ class Owned(Protocol):
     """The state of a ref, or the target of a handle."""
 
     @property
-    def process(self) -> Process:
-        """The process that it belongs to."""
-        ...
+    def process(self) -> Process: ...
 
 
 class Aside(Protocol):
@@ -214,9 +212,7 @@ class Context(Protocol):
     """The value that a pickle is part of; the decoder."""
 
     @property
-    def home(self) -> Process | None:
-        """The peer that decodes."""
-        ...
+    def home(self) -> Process | None: ...
 
     def tensor(self, index: int) -> Any: ...
 

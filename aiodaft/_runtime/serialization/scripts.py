@@ -87,12 +87,10 @@ class Script:
         return thing if known == number else None
 
     def take(self, name: str, number: int, value: Any) -> None:
-        """A name came, with the value that it had in another process."""
         if self._names.take(name, number) or (not self._names.at_home and name not in self.namespace):
             self.namespace[name] = value
 
     def made(self, name: str, number: int, thing: Any) -> None:
-        """A function or object came under a name."""
         if not self._names.at_home:
             self._made[name] = number, thing
             self.take(name, number, thing)
@@ -145,7 +143,6 @@ def script_of(namespace: dict[str, Any]) -> Script | None:
 
 
 def script_named(module: str | None) -> Script | None:
-    """The script that a class or an object says it is from."""
     found = sys.modules.get(module) if isinstance(module, str) else None
     return script_of(vars(found)) if isinstance(found, ModuleType) else None
 
@@ -169,7 +166,6 @@ def can_be_found(module: str) -> bool:
 
 
 def importable(value: Any) -> bool:
-    """Whether another process can import this class or function by its name."""
     module, name = value.__module__, value.__qualname__
     if module in MAIN:
         return False
@@ -199,7 +195,6 @@ def mark_of(value: Any, progress: Callable[[int], object] = bool) -> object:
 
 
 def token_of(thing: Any) -> int:
-    """The number of an object, which no other one gets."""
     known = _tokens.get(id(thing))
     if known is None or known[0]() is not thing:
         key = id(thing)

@@ -132,7 +132,6 @@ class TensorTable:
         return index
 
     def finish(self, sources: list[Source]) -> list[Spec]:
-        """Append the tensors' memory to `sources` and return one spec for each tensor."""
         specs: dict[int, Spec] = {}
         for members in self._by_storage():
             for group in _groups(members):
@@ -181,7 +180,6 @@ class TensorMaker:
         self._made: dict[int, torch.Tensor] = {}
 
     def make(self, index: int) -> torch.Tensor:
-        """Return the tensor with this number."""
         if index not in self._made:
             self._made[index] = self._build(index)
         return self._made[index]
@@ -198,7 +196,6 @@ class TensorMaker:
 
 
 def as_bytes(memory: Any) -> torch.Tensor:
-    """Memory as a tensor of bytes."""
     import torch  # noqa: PLC0415 - optional package
 
     # Memory that was received on an accelerator is one already.
@@ -288,7 +285,6 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _span(size: Any, stride: Any) -> int:
-    """Elements from the first to the last, inclusive."""
     if 0 in size:
         return 0
     return 1 + sum((int(length) - 1) * int(step) for length, step in zip(size, stride, strict=True))
@@ -349,7 +345,6 @@ def _origin(tensor: torch.Tensor) -> Callable[[], Any]:
 
 
 def kind_in(spec: Spec) -> str:
-    """The `kind_of` the tensor with this spec."""
     _, dtype, size, *_ = spec
     return f"{dtype}{size}"
 

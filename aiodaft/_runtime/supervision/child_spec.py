@@ -140,7 +140,6 @@ class ChildSpec:
 
     @property
     def is_member(self) -> bool:
-        """Whether the actor has a place in a group."""
         return self._enrolment is not None
 
     @property

@@ -125,7 +125,6 @@ class Directory(OwnerContact):
         return child.target if child.supervisor.policy.follow else PinnedTarget(child.target, found)
 
     def begin(self, child: Child) -> Child:
-        """Add a child that is being made for the first time."""
         self._children[child.number] = child
         return child
 
@@ -150,7 +149,6 @@ class Directory(OwnerContact):
 
     @method
     async def process_ended(self, peer: str, error: OutcomeUnknown, wanted: bool) -> None:
-        """Restart the actors of a process that ended, or end them if that was wanted."""
         self.ended(PeerId(peer), error, wanted=wanted)
 
     def ended(self, peer: PeerId, error: OutcomeUnknown, *, wanted: bool) -> None:
@@ -270,7 +268,6 @@ class Directory(OwnerContact):
         return child
 
     def close(self, target: Target) -> None:
-        """End an actor that its owner has stopped."""
         child = self.find(target)
         if child is not None and child.final is not None:
             self.end(child, child.final)

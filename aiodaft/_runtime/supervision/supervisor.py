@@ -187,7 +187,6 @@ class Supervisor:
     # Deciding.
 
     def crashed(self, child: Child, error: BaseException) -> None:
-        """An actor died, or could not be made again."""
         child.last_error = error
         child.target.leave()
         child.handle(ChildEvent.FAILED)

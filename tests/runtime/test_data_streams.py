@@ -10,9 +10,13 @@ import pytest
 from rooms import ELSEWHERE, HERE, THERE, Bench
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.connections.data_streams import UNASKED, DataStreams
+from aiodaft._runtime.connections import data_streams
+from aiodaft._runtime.connections.data_streams import FROM_AFAR, UNASKED, DataStreams
 from aiodaft.exceptions import ActorDied, DaftError, ResourceExhausted
 from aiodaft_transport import PeerGone
+
+
+ATTACHED = PeerId("controller-1@there")
 
 
 class Agency(Bench):
@@ -108,6 +112,26 @@ async def test_the_loss_of_a_process_fails_its_streams_and_no_others(agency: Age
         await lost
     assert not other.done()
     other.cancel()
+
+
+async def test_a_stream_of_a_controller_that_cannot_be_taken_fails_those_that_wait_for_one(agency: Agency) -> None:
+    waiting, other = await agency.opening(ATTACHED), await agency.opening(THERE, 2)
+    # One that this process connects to itself: streams that the other one opens were not asked for.
+    agency.streams.lost(THERE, FROM_AFAR, ResourceExhausted("no descriptors"))
+    agency.streams.lost(ATTACHED, FROM_AFAR, ResourceExhausted("no descriptors"))
+    with pytest.raises(ResourceExhausted, match="no descriptors"):
+        await waiting
+    agency.streams.lost(THERE, 2, ResourceExhausted("none for it"))
+    with pytest.raises(ResourceExhausted, match="none for it"):
+        await other
+
+
+async def test_a_stream_that_is_lost_on_its_way_is_not_waited_for(
+    agency: Agency, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_streams, "_PATIENCE", 0.01)
+    with pytest.raises(PeerGone, match=f"a stream of {ATTACHED} did not come within 0.01 s"):
+        await agency.streams.open(ATTACHED)
 
 
 async def test_a_process_opens_a_stream_to_itself_alone(agency: Agency) -> None:

@@ -25,7 +25,7 @@ from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.exceptions import DaftError, PeerLost, ProtocolError, RemoteProtocolError, RuntimeClosed
-from aiodaft_transport import Key, TransportError
+from aiodaft_transport import Key, PeerGone, TransportError
 
 # Seconds that the processes of a node get to show that they are there, when the coordinator says that it is gone.
 _LAST_WORD: Final = 2.0
@@ -256,8 +256,8 @@ class Connections(dict[PeerId, Connection]):
         try:
             number, stream = await self.far.accept_stream(stream, session)
         except (DaftError, OSError) as error:
-            # The transport that asked for it asks again, or learns that the other process is gone.
             logger.debug("a stream of %s ended: %s", remote, error)
+            self.data_streams.lost(remote, FROM_AFAR, PeerGone(f"a stream of {remote} ended: {error}"))
         else:
             self.data_streams.came(remote, number, stream)
 
@@ -271,7 +271,7 @@ class Connections(dict[PeerId, Connection]):
             if stream is None:
                 self.setdefault(remote, self.make(remote)).close(refused)
             else:
-                self.data_streams.failed(stream, refused)
+                self.data_streams.lost(remote, stream, refused)
             return None
         sock = self._process.env.sockets.of_fd(fd)
         if connection.remote != self._process.options.agent:

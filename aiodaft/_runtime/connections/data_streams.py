@@ -8,7 +8,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.ids import PeerId, is_attached
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError, ResourceExhausted
 from aiodaft_transport import PeerGone
@@ -17,6 +17,8 @@ from aiodaft_transport import PeerGone
 UNASKED: Final = 0
 # The number of a stream of another machine: the first bytes on it say it.
 FROM_AFAR: Final = -1
+# Seconds in which a stream comes that the other process has opened.
+_PATIENCE: Final = 20.0
 
 
 class DataStreams:
@@ -67,6 +69,11 @@ class DataStreams:
             self.failed(number, error)
         except (DaftError, OSError) as error:
             self.failed(number, PeerGone(f"there is no stream to {peer}: {error}"))
+        else:
+            if number in self._asked:
+                # The other process has opened it, and it may be lost on its way to this one.
+                late = PeerGone(f"a stream of {peer} did not come within {_PATIENCE:g} s")
+                self._process.loop.call_later(_PATIENCE, self.failed, number, late)
 
     def came(self, peer: PeerId, number: int, stream: socket.socket) -> None:
         """A stream came: the one that was asked for under a number, or one that the other process asked for."""
@@ -85,6 +92,16 @@ class DataStreams:
         if waiting is not None and not waiting.done():
             waiting.set_exception(error)
 
+    def lost(self, peer: PeerId, number: int, error: Exception) -> None:
+        """A stream could not be taken. Of one from afar it is not known under which number it was asked for, if it was."""
+        if number != FROM_AFAR:
+            self.failed(number, error)
+        elif is_attached(peer):
+            self._fail_all(peer, error)
+
     def peer_lost(self, peer: PeerId) -> None:
+        self._fail_all(peer, PeerGone(f"{peer} is gone"))
+
+    def _fail_all(self, peer: PeerId, error: Exception) -> None:
         for number in [number for number, (asked, _) in self._asked.items() if asked == peer]:
-            self.failed(number, PeerGone(f"{peer} is gone"))
+            self.failed(number, error)

@@ -196,6 +196,9 @@ async def _one_op(op: Op, actors: Cast) -> BaseException | None:
             await DEEDS[op.deed](op, actors)
     except (DaftError, OSError, WrongValue) as error:
         return Hang(f"no end after {_HANG:g} s") if limit.expired() else error
+    except ExceptionGroup as errors:
+        # Of a task group in a method.
+        return errors.exceptions[0]
     return None
 
 

@@ -329,6 +329,16 @@ class Agent(Actor):
         """A step of a run of a graph of the calling process has failed, in some process."""
         self._graphs.run_failed(serving().caller, number, run, why)
 
+    @method(ordered=False)
+    async def edge_cut(self, number: int, receiver: str, why: DaftError) -> None:
+        """The calling process cannot send values of a graph of this process to another one."""
+        self._graphs.edge_cut(number, serving().caller, PeerId(receiver), why)
+
+    @method(ordered=False)
+    async def edge_failed(self, number: int, sender: str, why: DaftError) -> None:
+        """Another process sends no values of a graph of the calling process any more."""
+        self._graphs.edge_failed(serving().caller, number, PeerId(sender), why)
+
     @method
     async def graph_notes(self, number: int) -> dict[int, ValueNote]:
         return self._graphs.notes(serving().caller, number)

@@ -15,7 +15,6 @@ from aiodaft._runtime.connections.data_streams import FROM_AFAR, UNASKED, DataSt
 from aiodaft.exceptions import ActorDied, DaftError, ResourceExhausted
 from aiodaft_transport import PeerGone
 
-
 ATTACHED = PeerId("controller-1@there")
 
 

@@ -461,3 +461,21 @@ async def test_each_step_that_needs_a_failed_value_gets_an_exception_of_its_own(
     assert first is not second
     assert first.__notes__[-1].startswith("needed by a step, which did not run")
     assert second.__notes__[-1].startswith("needed by another step")
+
+
+async def test_a_process_does_not_wait_for_one_that_alone_has_lost_the_connection_between_them(site: Site) -> None:
+    async with aiodaft.compile(lambda x: site.a.note(site.b.wait(x))) as graph:
+        run = graph("x")
+        while not site.actors[1].seen:
+            await asyncio.sleep(0)
+        # The other end may be a newer connection, of which nothing is lost.
+        site.far.to(THERE).lost = reset = PeerLost("it was reset")
+        site.far.graphs.connection_lost(THERE, reset)
+        assert type(await error_of(run)) is PeerLost
+        # Also a run that begins there later fails.
+        (part,) = site.near.graphs.participants.values()
+        assert part.run(2).values
+        part.forget(part.run(2))
+        site.actors[1].gate.set()
+    await turns()
+    assert left(site) == (0, 0, 0)

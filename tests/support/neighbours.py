@@ -169,7 +169,15 @@ class Neighbour(Bench):
         def run_failed(number: int, run: int, why: DaftError) -> None:
             self.process.call_soon(partial(graphs.run_failed, owner, number, run, why))
 
+        def edge_cut(number: int, receiver: PeerId, why: DaftError) -> None:
+            self.process.call_soon(partial(graphs.edge_cut, number, owner, receiver, why))
+
+        def edge_failed(number: int, sender: PeerId, why: DaftError) -> None:
+            self.process.call_soon(partial(graphs.edge_failed, owner, number, sender, why))
+
         return SimpleNamespace(
+            edge_cut=SimpleNamespace(tell=edge_cut),
+            edge_failed=SimpleNamespace(tell=edge_failed),
             install=install,
             uninstall=uninstall,
             step_failed=SimpleNamespace(tell=step_failed),

@@ -93,7 +93,7 @@ class DataStreams:
             waiting.set_exception(error)
 
     def lost(self, peer: PeerId, number: int, error: Exception) -> None:
-        """A stream could not be taken. Of one from afar it is not known under which number it was asked for, if it was."""
+        """A stream could not be taken. It is not known under which number one from afar was asked for, if it was."""
         if number != FROM_AFAR:
             self.failed(number, error)
         elif is_attached(peer):

@@ -24,6 +24,12 @@ class Tell(Protocol):
     def tell(self, number: int, run: int, why: DaftError, /) -> None: ...
 
 
+class TellOfEdge(Protocol):
+    """Tells an agent, without an answer, that one process sends nothing to another one any more."""
+
+    def tell(self, number: int, process: str, why: DaftError, /) -> None: ...
+
+
 class GraphAgent(Protocol):
     """The methods of a process's agent that serve graphs; see `Graphs`."""
 
@@ -32,6 +38,12 @@ class GraphAgent(Protocol):
 
     @property
     def run_failed(self) -> Tell: ...
+
+    @property
+    def edge_cut(self) -> TellOfEdge: ...
+
+    @property
+    def edge_failed(self) -> TellOfEdge: ...
 
     def install(self, number: int, plan: Opaque, /) -> Awaitable[None]: ...
 

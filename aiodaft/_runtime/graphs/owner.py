@@ -312,6 +312,12 @@ class GraphOwner:
 
     # Failures and cancellation.
 
+    def edge_cut(self, number: int, sender: PeerId, receiver: PeerId, why: DaftError) -> None:
+        """A process of a deployment cannot send values to another one any more, which may not know it."""
+        if number == self._deployment.number:
+            self._deployment.is_cut = True
+        self._context.agent_of(receiver).edge_failed.tell(number, sender, why)
+
     def step_failed(self, number: int, why: DaftError) -> None:
         """Tell the processes of a run, at its first error, that a step has failed."""
         run = self._runs.all.get(number)

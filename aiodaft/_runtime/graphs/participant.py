@@ -35,7 +35,7 @@ from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import received_terms
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.serialization.small import Small
-from aiodaft.exceptions import ActorDied, DaftError
+from aiodaft.exceptions import ActorDied, DaftError, PeerLost, ResourceExhausted
 
 
 class Participant:
@@ -53,7 +53,8 @@ class Participant:
         self.plan = plan
         self.needs = Needs(plan, owner, number)
         self.runs: dict[int, ParticipantRun] = {}
-        others = {owner, *plan.receives, *itertools.chain.from_iterable(result.sends for result in plan.results)}
+        self._receivers = set(itertools.chain.from_iterable(result.sends for result in plan.results))
+        others = {owner, *plan.receives, *self._receivers}
         self.routes = {remote: context.connections.route_to(remote) for remote in others}
         self.route = self.routes[owner]
         self.strands = [BoundStrand(context, plan, strand, self.routes, StrandCall.execute) for strand in plan.strands]
@@ -63,6 +64,8 @@ class Participant:
         self._finished: Callable[[], object] | None = None
         # Refs inside results, by run: kept until the receivers have registered them.
         self.pins: dict[int, list[Any]] = {}
+        # The processes whose values come no more, each with the reason.
+        self._cut: dict[PeerId, DaftError] = {}
 
     def run(self, number: int) -> ParticipantRun:
         """Return a run, or make it: its values can come before RUN does."""
@@ -72,9 +75,32 @@ class Participant:
             run.number = number
             self.runs[number] = run
             for remote in self.plan.receives:
-                if self.routes[remote].lost is not None:
+                if remote in self._cut:
+                    run.lost(remote, self._cut[remote])
+                elif self.routes[remote].lost is not None:
                     self.context.when_explained(self.routes[remote], partial(run.lost, remote))
         return run
+
+    def expects(self, remote: PeerId) -> bool:
+        """Whether values of a process may come."""
+        return remote not in self._cut
+
+    def connection_lost(self, remote: PeerId, error: DaftError) -> None:
+        """Fail the values that come from a process; if it lives and needs values of this one, tell the owner.
+
+        It may have another connection to this process already, which it does not lose.
+        """
+        for run in list(self.runs.values()):
+            run.lost(remote, error)
+        lives = isinstance(error, PeerLost | ResourceExhausted)
+        if lives and remote in self._receivers and self.routes[remote].lost is not None:
+            self.context.agent_of(self.owner).edge_cut.tell(self.number, remote, error)
+
+    def edge_cut(self, remote: PeerId, error: DaftError) -> None:
+        """Expect no values of a process any more: its connection to this one is lost."""
+        self._cut[remote] = error
+        for run in list(self.runs.values()):
+            run.lost(remote, error)
 
     def forget(self, run: ParticipantRun) -> None:
         if self.runs.pop(run.number, None) is None:

@@ -93,7 +93,7 @@ class Graphs:
     def _flow_came(self, route: Route, message: m.Message) -> None:
         _, owner, graph, number, items = message
         participant = self.participants.get((owner, graph))
-        if participant is None:
+        if participant is None or not participant.expects(route.remote):
             for _, _, blobs, *_ in (item for item in items if len(item) == m.ENCODED_VALUE):
                 self._context.objects.store.decline(route, blobs)
             return
@@ -113,7 +113,19 @@ class Graphs:
         if found is not None:
             found.note_failure(why)
 
+    def edge_failed(self, owner: PeerId, number: int, sender: PeerId, why: DaftError) -> None:
+        """Another process sends no values of a graph any more."""
+        participant = self.participants.get((owner, number))
+        if participant is not None:
+            participant.edge_cut(sender, why)
+
     # As the owner.
+
+    def edge_cut(self, number: int, sender: PeerId, receiver: PeerId, why: DaftError) -> None:
+        """Tell a process that another one cannot send it values any more."""
+        own = self.own.get(number)
+        if own is not None:
+            own.edge_cut(number, sender, receiver, why)
 
     def step_failed(self, number: int, run: int, why: DaftError) -> None:
         own = self.own.get(number)
@@ -157,7 +169,6 @@ class Graphs:
     def connection_lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone for this reason: its values do not come."""
         for participant in list(self.participants.values()):
-            for run in list(participant.runs.values()):
-                run.lost(remote, error)
+            participant.connection_lost(remote, error)
         for own in list(self.own.values()):
             own.lost(remote, error)

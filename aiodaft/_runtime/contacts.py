@@ -24,7 +24,6 @@ class NodeContact(Actor):
 
     @method
     async def open_stream(self, other: str, number: int) -> str:
-        """As `introduce`, for a stream for payload."""
         raise NotImplementedError
 
     @method
@@ -34,7 +33,6 @@ class NodeContact(Actor):
 
     @method
     async def wait_end(self, peer: str) -> None:
-        """Wait until a process that the node has started is gone."""
         raise NotImplementedError
 
     @method

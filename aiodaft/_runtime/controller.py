@@ -215,7 +215,6 @@ class Controller(Owner):
 
     @property
     def is_open(self) -> bool:
-        """Whether actors can be made and called."""
         return self._stage is Stage.OPEN
 
     @property

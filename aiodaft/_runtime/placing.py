@@ -32,9 +32,7 @@ _FEW: Final = 64
 class Agent(Protocol):
     """The view that placing has of the agent of a node."""
 
-    def state(self, within: Any) -> Awaitable[NodeState]:
-        """The resources now, of the node or of a slice of it."""
-        ...
+    def state(self, within: Any) -> Awaitable[NodeState]: ...
 
     def changed(self, revision: int) -> Awaitable[None]:
         """Wait until something was given back since a view with this revision."""

@@ -382,7 +382,6 @@ class ScopeActors:
         await asyncio.gather(*(nodes.kill(target.remote, why) for target in self))
 
     def stop_waiting(self) -> None:
-        """End the wait for resources."""
         self._over.set()
 
     async def stop_all(self, *, graceful: bool) -> None:

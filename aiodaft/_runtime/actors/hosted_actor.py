@@ -139,7 +139,6 @@ class InboundCall(Life, Paced):
 
     @property
     def label(self) -> str:
-        """The name of the called method, such as "Model.execute"."""
         return self.spec.label
 
     @property

@@ -131,7 +131,6 @@ class RemoteResponder:
             self._before, self._last = self._last, {}
 
     def recall(self, number: CallId) -> Place | None:
-        """The result of a call that was just answered, if it is small."""
         found = self._last.get(number, _NONE)
         if found is _NONE:
             found = self._before.get(number, _NONE)

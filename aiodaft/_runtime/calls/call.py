@@ -207,7 +207,6 @@ class CallState(RefState):
             self._serve_waiters()
 
     def on_stored(self) -> None:
-        """The value exists, at its producer."""
         self._settle(THERE)
 
     def _settle(self, status: Status) -> None:
@@ -231,7 +230,6 @@ class CallState(RefState):
         super().on_error(error)
 
     def on_lost(self, error: DaftError) -> None:
-        """The connection to the callee ended before it answered."""
         self.on_error(error)
 
     def on_away(self, remote: PeerId) -> None:

@@ -223,14 +223,12 @@ class Connections(dict[PeerId, Connection]):
         connection.reached_by = tuple(name for name in m.read_reach(message) if name in ours)
 
     def introduction_came(self, connection: Connection, message: Message) -> None:
-        """Handle INTRODUCE, which brings the socket to another process."""
         remote = m.read_introduce(message)
         sock = self._socket_with(connection, remote)
         if sock is not None:
             self.attach(remote, sock)
 
     def admission_came(self, connection: Connection, message: Message) -> None:
-        """Handle ADMIT, which brings the socket of a process of another machine."""
         remote, session = m.read_admit(message)
         sock = self._socket_with(connection, remote)
         if sock is not None and self.far is not None:
@@ -238,7 +236,6 @@ class Connections(dict[PeerId, Connection]):
             self._process.tasks.create_task(accepting, name=f"be connected to {remote}")
 
     def stream_came(self, connection: Connection, message: Message) -> None:
-        """Handle DATA, which brings a stream for payload."""
         remote, number, session = m.read_data(message)
         stream = self._socket_with(connection, remote, number)
         if stream is not None and number == FROM_AFAR:

@@ -90,7 +90,6 @@ class Welcome(NamedTuple):
 
     @property
     def has_coordinator(self) -> bool:
-        """Whether the node that listens has the coordinator itself."""
         return self.node == self.coordinator
 
 

@@ -19,9 +19,7 @@ class Route(Control, Protocol):
     @property
     def remote(self) -> PeerId: ...
     @property
-    def shares_memory(self) -> bool:
-        """Whether both processes are on one machine."""
-        ...
+    def shares_memory(self) -> bool: ...
 
     @property
     def reached_by(self) -> tuple[str, ...]:

@@ -162,7 +162,6 @@ class RingPair:
         os.eventfd_write(self._theirs, 1)
 
     def quiet(self) -> None:
-        """Reset the doorbell."""
         try:
             os.eventfd_read(self.doorbell)
         except BlockingIOError:

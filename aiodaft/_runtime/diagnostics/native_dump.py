@@ -65,7 +65,6 @@ def withdraw_dump() -> None:
 
 
 def offers_dump(pid: int) -> bool:
-    """Whether `take_dump` works for a process of this user."""
     return _find(pid) is not None
 
 

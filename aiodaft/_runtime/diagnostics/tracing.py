@@ -100,7 +100,6 @@ class Tracing:
         watch(hosted)
 
     def spread(self, remote: PeerId, label: str) -> None:
-        """Have a process record that is to get an actor."""
         if self.session is not None:
             self.told.setdefault(remote, label)
             self._tell(remote, *self.session, self._limit)
@@ -119,7 +118,6 @@ class Tracing:
             self.add(trace.ran(times, key_of(call), call.hosted.id, what, outcome))
 
     def traced(self, strand: BoundStrand) -> BoundStrand:
-        """A strand whose steps are recorded."""
         found = self._strands.get(strand)
         if found is None:
             found = self._strands[strand] = copy(strand)
@@ -228,7 +226,6 @@ class TracedOutgoing(Outgoing):
     """Records the calls that this process makes."""
 
     def submit_at_once(self, *_: object, **__: object) -> bool:
-        """Each call is recorded by `submit`."""
         return False
 
     def submit(self, request: Request) -> None:

@@ -290,7 +290,6 @@ class GraphOwner:
             self._over(run)
 
     async def _adopt(self, run: OwnerRun, item: m.GraphItem, route: Route) -> None:
-        """Register the refs inside a result before it settles."""
         refs = await self._context.objects.refs.adopt(item[3], route)
         if run.missing.pop(item[0], None) is not None:
             run.settle(item, refs)

@@ -223,7 +223,6 @@ class ParticipantRun(Share[Flowing]):
     # Results of the steps of this process.
 
     def give(self, step: BoundStep, value: GraphValue, stored: StoredValue) -> None:
-        """Send an encoded result to its receivers, as soon as it is ready."""
         if stored.ready and not step.result.outlives(is_inline=stored.is_inline):
             self.tell(step, value, stored)
         else:
@@ -299,7 +298,6 @@ class ParticipantRun(Share[Flowing]):
         participant.context.agent_of(self.owner).step_failed.tell(participant.number, self.number, why)
 
     def note_failure(self, why: DaftError) -> None:
-        """Another step of the run has failed, in some process."""
         for call in self.calls:
             if not call.answered:
                 call.hosted.undone(call, why)

@@ -68,7 +68,6 @@ class Gathering:
                 self._begun = None
 
     def fail(self, error: Exception) -> None:
-        """Not all will come."""
         for future in self._came.values():
             if not future.done():
                 future.set_exception(error)
@@ -99,7 +98,6 @@ class Blocks(Actor):
 
     @property
     def gatherings(self) -> int:
-        """The number of blocks that members wait here to begin."""
         return len(self._gatherings)
 
     # For the other members.

@@ -65,14 +65,12 @@ class Box:
                 command.receive.waiter.set_result(command.message)
 
     def lose(self, source: ActorId, error: DaftError) -> None:
-        """A member that may have sent is gone."""
         self.watches.pop(source, None)
         for receive in self.inbox.lose(source):
             if not receive.waiter.done():
                 receive.waiter.set_exception(copy_error(error))
 
     def close(self, error: DaftError) -> None:
-        """End all waits."""
         self.closed = error
         for watch in self.watches.values():
             watch.cancel()

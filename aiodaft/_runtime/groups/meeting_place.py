@@ -63,7 +63,6 @@ class MeetingPlace:
         self._watching: list[asyncio.Task[None]] = []
 
     def __len__(self) -> int:
-        """The number of meetings that some members have not come to."""
         return len(self._table)
 
     def open(self) -> list[str]:
@@ -135,7 +134,6 @@ class MeetingPlace:
                     self._watching.append(Context().run(watch))
 
     def close(self, error: Exception) -> None:
-        """Nobody meets here any more."""
         for task in self._watching:
             task.cancel()
         self._tell(self._table.close(error))

@@ -51,7 +51,6 @@ class MeetingValues:
                 return self._given(answer)
 
     def conclude(self, coming: Coming, size: int, op: Reducer, brought: Sequence[Brought]) -> list[Packed]:
-        """The results of the members, by rank, from their values."""
         operation, root = cast("str", coming.terms["operation"]), cast("int", coming.terms["root"])
         answers: list[Packed] = [None] * size
         if operation == "barrier":

@@ -158,7 +158,6 @@ class Membership:
             self._waiting = None
 
     def give_up(self, why: DaftError) -> None:
-        """Do not wait for the others, if not all have come."""
         self._given_up = copy_error(why)
         add_note(self._given_up, f"raised for process_group() of {self.name}")
         if self._waiting is not None:

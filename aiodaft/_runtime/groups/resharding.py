@@ -281,7 +281,6 @@ class Resharding(Actor):
         source: Source,
         grants: Mapping[str, Grant],
     ) -> None:
-        """Have a source write its pieces into place."""
         actor = resharding_of(self._caller, source.peer, source.label)
         places: dict[str, Memory] = {
             name: (grant, dtype_name(tensors[name].dtype), tuple(tensors[name].shape)) for name, grant in grants.items()

@@ -35,7 +35,6 @@ def numbers(first: CallTarget, count: int) -> Iterator[CallId | None]:
 
 
 def join(refs: Sequence[Ref[Any]]) -> None:
-    """Tell the other members when the call of one fails."""
     states = [state for state in map(state_of, refs) if isinstance(state, CallState)]
     if len(states) > 1:
         siblings = Siblings(states)

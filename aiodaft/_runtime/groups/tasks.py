@@ -51,7 +51,6 @@ class TaskQueue(Target):
     def call(
         self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], number: CallId | None = None
     ) -> Ref[Any]:
-        """See `Target.call`."""
         state = FollowingCall(self, spec, self.caller.next_number() if number is None else number)
         request = state.request = Request(self, spec, args, kwargs, state.number, WANT_REPLY, state)
         # The state of the call frees the arguments.
@@ -108,5 +107,4 @@ class TaskQueue(Target):
         return found
 
     def close(self, error: Exception) -> None:
-        """Fail the tasks that wait."""
         self._backlog.fail(error)

@@ -53,7 +53,6 @@ class Console:
         self._lock = threading.Lock()
 
     def write(self, source: Source, entries: Sequence[Entry]) -> None:
-        """Show the entries of a process."""
         with self._lock:
             for entry in entries:
                 self._take(source, entry)
@@ -64,13 +63,11 @@ class Console:
         return self._merging.get_timer()
 
     def handle_timer(self) -> None:
-        """Show the lines that have waited for long enough."""
         with self._lock:
             self._merging.handle_timer(time.monotonic())
             self._print()
 
     def close(self) -> None:
-        """Show the waiting lines, and close the files."""
         with self._lock:
             self._merging.flush()
             self._print()

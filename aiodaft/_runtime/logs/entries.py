@@ -36,7 +36,6 @@ class Source(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The name that its lines are shown with."""
         return f"{self.shown_name} pid={self.pid}"
 
     @property

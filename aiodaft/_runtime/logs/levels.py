@@ -11,7 +11,6 @@ Levels: TypeAlias = Mapping[str, int]
 
 
 def levels_here() -> dict[str, int]:
-    """The levels that loggers of this process were given."""
     # A copy: any thread may make loggers.
     loggers = list(logging.root.manager.loggerDict.items())
     levels = {name: one.level for name, one in loggers if isinstance(one, logging.Logger) and one.level}
@@ -25,7 +24,6 @@ def changes(before: Levels, now: Levels) -> dict[str, int]:
 
 
 def set_levels(levels: Levels) -> None:
-    """Give loggers of this process these levels."""
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
 

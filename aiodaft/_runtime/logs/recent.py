@@ -37,7 +37,6 @@ class Said(NamedTuple):
         return name in names or name in {member.group for member in members}
 
     def as_json(self) -> str:
-        """The same as a JSON object."""
         return json_of(*self)
 
 
@@ -80,7 +79,6 @@ class Recent:
         self._lock = threading.Lock()
 
     def add(self, said: Said) -> None:
-        """Keep one more, and pass it to the followers."""
         process = said.source.process
         with self._lock:
             kept = self._kept.setdefault(process, deque(maxlen=_MAX_OF_PROCESS))
@@ -117,6 +115,5 @@ class Recent:
         return [said for _, said in kept], follower
 
     def leave(self, follower: Follower) -> None:
-        """Pass nothing more to a follower."""
         with self._lock:
             self._followers.remove(follower)

@@ -115,7 +115,6 @@ class ConsoleThread:
             self._process.tasks.create_task(self.show(()), name="show the output of actors")
 
     async def aclose(self) -> None:
-        """Show the waiting entries, and end the thread."""
         if self._thread.ident is not None:
             await self._thread.run(self._console.close)
         self.abandon()

@@ -45,12 +45,10 @@ class WorkerOutput:
         self._passing = threading.Lock()
 
     def rename(self, names: str, pid: int) -> None:
-        """The names of its actors have changed."""
         self._source = self._source._replace(names=names, pid=pid)
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """The last lines on standard error up to now, log records among them."""
         self.catch_up()
         return tuple(self._last)
 
@@ -109,7 +107,6 @@ class WorkerOutput:
                 self._display.write(self._source, entries)
 
     def close(self, stream: int) -> None:
-        """Stop reading a stream."""
         with self._lock:
             os.close(self._reading.pop(stream))
             if not self._reading:
@@ -162,7 +159,6 @@ class OutputReader:
         return output, ends[0], ends[1]
 
     def close(self) -> None:
-        """Have the available output shown, and end the thread."""
         self._closing = True
         if self._thread is not None:
             self._wakeup_end.send(b"\0")

@@ -66,7 +66,6 @@ class Introductions:
         return ""
 
     def is_attached(self, peer: PeerId) -> bool:
-        """Whether a process is a controller that has connected to this node."""
         connection = self._connections.get(peer)
         return connection is not None and connection.far and connection.lost is None
 

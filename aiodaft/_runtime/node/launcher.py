@@ -73,7 +73,6 @@ class WorkerLauncher(Launcher):
 
     @property
     def pid(self) -> int | None:
-        """The pid of the fork server, once it has started."""
         return None if self._process is None else self._process.pid
 
     async def spawn(

@@ -207,7 +207,6 @@ class Membership:
         self._names[granted.name] = granted
 
     def process_ended(self, process: PeerId) -> None:
-        """The names of its actors are free."""
         for names in (self._names, self._lost):
             for name in [name for name, held in names.items() if held.peer == process]:
                 del names[name]

@@ -105,7 +105,6 @@ class NodeAgent(NodeContact):
 
     @method
     async def state(self, within: Tenant | None = None) -> NodeState:
-        """The resources now, of the node or of a slice of it."""
         held = self._resources
         return NodeState(held.stock(within), len(held), held.revision, self.draining.begun)
 

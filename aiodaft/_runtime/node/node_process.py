@@ -129,7 +129,6 @@ class NodeProcess:
         return address
 
     def _stay(self, peer: Peer, nodes: Nodes, coordinator: CoordinatorContact, member: Member) -> None:
-        """Make the parts that keep the node a member and know the others."""
         self._membership = Membership(peer.process, coordinator, member, self._machine.resources.free)
         self._membership.on_ousted = self._ousted
         Fencing(peer, self._local, self._membership)
@@ -206,7 +205,6 @@ class NodeProcess:
         return [member.name for member in self._nodes.members() if member.name != self._options.name]
 
     async def aclose(self) -> None:
-        """Leave the cluster, and end all workers."""
         self._door.close()
         for task in self._member_tasks:
             task.cancel()

@@ -97,7 +97,6 @@ def _read(path: str) -> str:
 
 
 def report_stall(worker: Worker, culprit: str, line: str, seconds: float) -> None:
-    """Log which code of a worker keeps its loop from turning."""
     logger.warning(
         "%s (pid %d) has kept the event loop of its process from turning for %.1f s: %s. Other calls, streams and "
         "cancellations wait for it. Make it a `def` method, which runs on a thread, or await asyncio.to_thread(...)",

@@ -118,7 +118,6 @@ class Worker:
         self.state = next_state(TRANSITIONS, self.state, event)
 
     def fail(self, error: SpawnFailed) -> None:
-        """It did not start."""
         self.heartbeat.close()
         if not self.started.done():
             self.started.set_exception(error)

@@ -50,7 +50,6 @@ class RefHost:
             self.process.call_soon(self.drop_now)
 
     def drop_now(self) -> None:
-        """Call `drop_handle` for all `Ref` objects that are gone."""
         self._draining = False
         while self._dropped:
             self._dropped.popleft().drop_handle()

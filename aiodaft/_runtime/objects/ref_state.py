@@ -126,7 +126,6 @@ class RefState(Value):
 
     @property
     def _home(self) -> str:
-        """The process that stores the value, for people."""
         return self.producer
 
     def _size_known(self) -> int | None:
@@ -401,7 +400,6 @@ class RefState(Value):
             yield from self.stored.wait_unread().__await__()
 
     def _add_waiter(self) -> Wakeup:
-        """Make a wakeup for when the value is here or has failed."""
         if self.process.closed is not None:
             self.process.check_open(f"{self.label} cannot be awaited")
         self.check_loop()
@@ -488,7 +486,6 @@ class RefState(Value):
         return await self.objects.store.decode(received, refs=received.refs)
 
     async def copy_into(self, target: Any) -> None:
-        """Write the value, a tensor, into another tensor."""
         self.check_loop()
         into = IntoTensor(target, self.label)
         here: Ref[Any] = Ref(self.hold())

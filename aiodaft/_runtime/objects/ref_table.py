@@ -106,7 +106,6 @@ class RefTable:
         self.use = self._borrowing.use
 
     def find(self, number: CallId) -> RefState | None:
-        """A ref of this process that others know of."""
         return self._borrowing.find(self.process.id, number)
 
     # Borrowers of refs of this process.
@@ -118,7 +117,6 @@ class RefTable:
         self._returned(self._borrowing.take_back(number, peer))
 
     def peer_lost(self, remote: PeerId) -> None:
-        """A process is gone, and with it its borrowed refs."""
         self._returned(self._borrowing.peer_lost(remote))
 
     def _returned(self, states: Iterable[RefState]) -> None:

@@ -192,7 +192,6 @@ class Store:
         return True
 
     def pack_here(self, stored: StoredValue) -> None:
-        """Pack the part in host memory, in this thread. May take long."""
         stored.pack(self.transport_named(stored.via or self._preferred), partial(self.carrier, stored.via))
 
     def landed(self, received: ReceivedValue, block: Block, root: PeerId | None) -> StoredValue:
@@ -305,7 +304,6 @@ class Store:
             self.note_freed()
 
     def note_freed(self) -> None:
-        """Something that others need of this process is freed."""
         if self._freed is not None:
             self._freed.set()
 
@@ -320,7 +318,6 @@ class Store:
         return sum(stored.size for stored in self.entries.values() if stored.root is not None)
 
     def drop_relayed(self, key: Key, root: PeerId) -> None:
-        """Free the copy of a value that its producer has freed."""
         stored = self.entries.get(key)
         if stored is not None and stored.root == root:
             self.drop(key)

@@ -149,7 +149,6 @@ class StoredValue:
         return blobs + [(block, True) for block in self._captured]
 
     def _grants(self, connection: Route) -> Generator[tuple[Transport, Grant]]:
-        """Grant the packed buffers to a peer one after the other."""
         for block, on_device in self.blobs():
             if on_device:
                 yield cast("Devices", self._devices).grant(cast("DeviceBlock", block), connection)

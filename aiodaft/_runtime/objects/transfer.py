@@ -315,7 +315,6 @@ class Transfer:
         return ReceivedValue(delivery.payload, delivery.inline, delivery.blobs, refs)
 
     async def _fetch(self, delivery: Delivery, into: IntoTensor | None, landing: Block | None) -> None:
-        """Fetch the next blob, into the tensor if it fits, or into the block."""
         (name, grant), connection = delivery.granted[0], delivery.connection
         transport, began = self._store.transport_named(name), self._process.env.monotonic()
         try:

@@ -256,7 +256,6 @@ def _stat_of(pid: int) -> list[bytes] | None:
 
 
 def describe_status(status: int) -> tuple[int | None, str | None]:
-    """Exit code, or name of the signal, of an ended process."""
     return describe_exit(os.waitstatus_to_exitcode(status))
 
 

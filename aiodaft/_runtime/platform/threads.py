@@ -32,7 +32,6 @@ class HelperThread:
 
     @property
     def ident(self) -> int | None:
-        """The thread's ident, once it has begun."""
         return None if self._thread is None else self._thread.ident
 
     @property

@@ -38,12 +38,10 @@ _new_bytearray.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
 
 
 def is_heavy(payload: bytes) -> bool:
-    """Whether decoding takes long and belongs in a helper thread."""
     return bool(payload[0] & wire.HEAVY)
 
 
 def is_tensor(payload: bytes) -> bool:
-    """Whether the value is one tensor and nothing else."""
     return payload[0] == wire.SOLE
 
 
@@ -69,7 +67,6 @@ class Decoder:
         self.unpack: Callable[[bytes | memoryview], Any] = unpacker(self._extension)
 
     def close(self) -> None:
-        """Drop the references to this object, which would keep the buffers alive."""
         self.tensors = None
         del self.unpack
 

@@ -49,12 +49,10 @@ class Source:
 
     @property
     def is_apart(self) -> bool:
-        """Whether it is a separate blob."""
         return self.block is not None or (self.lent and self.device is not None)
 
     @classmethod
     def of(cls, buffer: Any) -> Source:
-        """The memory of a contiguous buffer object."""
         view = memoryview(buffer)
         return cls(view.nbytes, address_of(view), view)
 

@@ -37,7 +37,6 @@ class _Raised(Exception):
 
 
 def frames_of(entry: TracebackType | None) -> list[FrameData]:
-    """The frames of a traceback, outermost first."""
     found: list[FrameData] = []
     while entry is not None:
         code, line = entry.tb_frame.f_code, entry.tb_lineno or 0

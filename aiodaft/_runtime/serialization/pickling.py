@@ -299,7 +299,6 @@ def _reduce_error(value: BaseException | TracebackType) -> Any:
 
 
 def _fill_error(error: BaseException, filling: tuple[Any, ...]) -> None:
-    """Give an error that pickle has made its attributes."""
     (args, state, fields), cause, frames, context, suppressed = filling
     fill_error(error, Parts(args, state, fields))
     if state and type(error).__setstate__ is not BaseException.__setstate__:

@@ -81,7 +81,6 @@ class SmallEncoder:
     _seen: set[int] | None = None
 
     def walk(self, value: Any) -> Any:
-        """The replacement of a part."""
         kind = type(value)
         if kind is list:
             return self.sequence(value)
@@ -130,7 +129,6 @@ class SmallEncoder:
         seen.add(key)
 
     def sequence(self, value: Any) -> Any:
-        """The parts of a list, a tuple or a set as a list."""
         if self._enter(value, value):
             return value if type(value) is list else list(value)
         return [part if type(part) in _NUMBERS else self.walk(part) for part in value]

@@ -276,7 +276,6 @@ def _groups(members: list[tuple[int, torch.Tensor]]) -> list[list[tuple[int, tor
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and end of a tensor in its storage."""
     itemsize = tensor.element_size()
     low = int(tensor.storage_offset()) * itemsize
     # The usual case is the cheap one.

@@ -153,7 +153,6 @@ class ChildSpec:
             self._enrolment.begin_anew()
 
     def catch_up(self, caller: Caller, remote: PeerId, actor: ActorId) -> Ref[None]:
-        """Tell an incarnation of its group as that is now."""
         assert self._enrolment is not None
         return self._enrolment.tell(caller, remote, actor)
 

@@ -195,7 +195,6 @@ class Directory(OwnerContact):
         return None if may_live else connection.explanation.result()
 
     def processes_on(self, name: str) -> set[PeerId]:
-        """The processes of a node in which there are actors that take calls."""
         return {
             child.place.peer
             for child in self._children.values()
@@ -203,7 +202,6 @@ class Directory(OwnerContact):
         }
 
     def node_gone(self, name: str, error: OutcomeUnknown) -> None:
-        """Restart the actors that were on a node, elsewhere if that is possible."""
         lost = [child for child in self._children.values() if node_of(child.place.peer) == name]
         for child in lost:
             # It may run on there, if only the others do not hear the node.
@@ -213,7 +211,6 @@ class Directory(OwnerContact):
 
     @method
     async def node_draining(self, node: str, grace: float) -> None:
-        """Make the actors of a node again on others."""
         if self._nodes.server_of(node_of(PeerId(node))) != node:
             return
         self._nodes.draining[PeerId(node)] = self._caller.process.env.monotonic() + grace

@@ -6,8 +6,8 @@ A rank writes into a half of its own, signals the others, and reads theirs when 
 when a rank writes into one again, all others have signalled once more since, and so have read it.
 
 A rank has one eventfd, which all others write to. It counts signals, and not their senders: no rank can signal again
-before all have signalled as often, so the count is full only when each has come. What a rank writes before its signal
-is seen by those that read the signal, on any processor.
+before all have signalled as often, so the count is full only when each has come. Bytes that a rank writes before its
+signal are seen by those that read the signal, on any processor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WINDOW: Final = 1 << 20
 TERMS: Final = PAGESIZE
 _HALF: Final = TERMS + WINDOW
 _RANK: Final = PAGESIZE + 2 * _HALF
-# What is added to the signals of a rank that sends no more.
+# Added to the signals of a rank that sends no more.
 _LEFT: Final = 1 << 32
 # Bytes of the number of signals that a rank has sent.
 _COUNT: Final = 8
@@ -97,7 +97,7 @@ class Line:
         # Held to write when this is not the turn, and to close.
         self._gate = threading.Lock()
         self._views: dict[Any, list[Any]] = {}
-        # What the loop watches: uvloop would make reads of the signals themselves fail where a thread has to block.
+        # Watched by the loop: uvloop would make reads of the signals themselves fail where a thread has to block.
         self._poll: select.epoll | None = None
 
     # An exchange, by the holder of the turn.
@@ -147,7 +147,7 @@ class Line:
         """Block this thread until all others have signalled.
 
         Raises:
-            BaseException: What has ended the line.
+            BaseException: The error that has ended the line.
         """
         missing = self.size - 1
         while self._came < missing:
@@ -215,7 +215,7 @@ class Line:
             self.close()
 
     def close(self) -> None:
-        """Free what it owns, now or at the end of the turn under way. Idempotent."""
+        """Free its memory, now or at the end of the turn under way. Idempotent."""
         self._closing = True
         if self.turn.acquire(blocking=False):
             with self._gate:

@@ -270,7 +270,7 @@ class MeetingPlaces:
 
 
 async def loss_of(member: Target, who: str, ask_gone: AskGone) -> DaftError:
-    """Wait until a member is gone; returns the error, with a note of who this was."""
+    """Wait until a member is gone; returns the error, with a note of the member."""
     try:
         await ask_gone(*await whereabouts_of(member))
         lost: DaftError = ActorDied(f"{member.label} was stopped")

@@ -2,7 +2,7 @@
 
 On one host nothing meets: each rank writes its part into its place in shared memory, signals the others, and reads
 theirs (`Line`). An exchange is a generator of steps: it writes, yields to have all ranks signal, and reads. A thread or
-a task carries it out. Where members do not share memory, its one step is a keyed collective.
+a task carries it out. If members do not share memory, its one step is a keyed collective.
 """
 
 # ruff: noqa: B901 - a generator of steps returns its result
@@ -40,7 +40,7 @@ Meet: TypeAlias = Callable[[str, Any, str, int], Ref[Any]]
 # Of one rank: the operation, the dtype, and the shapes of its parts.
 Terms: TypeAlias = tuple[str, str, list[list[int]]]
 
-# Of three members or more, each reduces a part of what is larger than this.
+# Of three members or more, each reduces a part of tensors larger than this.
 _BY_PARTS: Final = 1 << 17
 # Results from this size are in memory that other processes can map.
 _MAPPED: Final = 1 << 16
@@ -75,7 +75,7 @@ class Planned:
     """Collectives of tensors that all members of a group do in one order, at the speed of their shared memory.
 
     `plan = await current_group().plan()` once, and then in each step `await plan.all_reduce(grads)`, or in threads
-    `plan.all_reduce(grads).result()`. Members on one host send no message: use it for what is repeated. Members on
+    `plan.all_reduce(grads).result()`. Members on one host send no message: use it for repeated exchanges. Members on
     several hosts meet as in the collectives of the group.
 
     All members begin the same collectives of a plan in the same order, one after the other; a thread or a task waits
@@ -84,7 +84,7 @@ class Planned:
     result, a member must not write to its tensor; after that it may.
 
     Each method takes:
-        out: Where the result goes, of its dtype and shape; it may be the tensor itself. Default: a new tensor.
+        out: The tensor for the result, of its dtype and shape; it may be the tensor itself. Default: a new tensor.
 
     A collective raises, for awaiting it or for its result:
         ValueError: The members disagree on the operation, the dtype or the shape; it names two ranks, and all members
@@ -139,7 +139,7 @@ class Planned:
         return Exchange(self, "all_gather", steps)
 
     def broadcast(self, tensor: Tensor | None = None, root: int = 0, *, out: Tensor | None = None) -> Exchange[Tensor]:
-        """Give each member the tensor of the one with rank `root`; what the others pass is ignored.
+        """Give each member the tensor of the one with rank `root`; the tensors of the others are ignored.
 
         Raises:
             ValueError: There is no such rank.
@@ -165,7 +165,7 @@ class Planned:
         return Exchange(self, "barrier", self._barrier())
 
     def close(self) -> None:
-        """Free the shared memory. What the others begin in this plan ends with CallCancelled. Idempotent.
+        """Free the shared memory. Exchanges that the others begin in this plan end with CallCancelled. Idempotent.
 
         It is also freed when nothing refers to the plan, at the next epoch of the group, and with the member.
         """
@@ -175,7 +175,7 @@ class Planned:
 
     __del__ = close
 
-    # How an exchange is carried out.
+    # The steps of an exchange.
 
     def _in_thread(self, title: str, steps: Steps[T]) -> T:
         line = self._line
@@ -240,7 +240,7 @@ class Planned:
         return target.filled()
 
     def _by_parts(self, title: str, tensor: Tensor, op: str, out: Tensor | None) -> Steps[Tensor]:
-        """Combine a part of each window, and take the other parts from who has combined them."""
+        """Combine a part of each window, and take the other parts from the members that have combined them."""
         line, flat = self._at(), _flat(title, tensor)
         dtype, item, length = tensor.dtype, tensor.dtype.itemsize, tensor.numel()
         target = self._room(title, tensor, out)
@@ -366,7 +366,7 @@ class Planned:
 
 
 class _Room:
-    """Where a result goes: `flat` is memory of the host, which is filled before `filled` is called."""
+    """The memory for a result: `flat` is memory of the host, which is filled before `filled` is called."""
 
     def __init__(
         self, allocate: Allocate, title: str, dtype: Any, shape: Sequence[int], device: Any, out: Tensor | None
@@ -388,7 +388,7 @@ class _Room:
         self.flat = torch.empty(size, dtype=dtype) if small else allocate(torch.Size([size]), dtype)
 
     def filled(self, given: Tensor | None = None) -> Tensor:
-        """The result; what is `given` goes there first."""
+        """The result; `given` is copied there first."""
         if self._out is None:
             return self.flat.view(self._shape).to(self._device) if given is None else given
         if given is not None or not self._in_place:

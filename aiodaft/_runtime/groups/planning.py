@@ -33,7 +33,7 @@ T = TypeVar("T")
 PLANS: Final = "plans"
 _AT_ONCE: Final = 8
 
-# Gives what all members bring, by rank.
+# Gives the values of all members, by rank.
 Meet: TypeAlias = Callable[[Any], Awaitable[Sequence[Any]]]
 
 
@@ -68,7 +68,8 @@ class Planning(Actor):
         self._process = caller.process
         self._enlisted = enlisted
         self._lines: dict[Line, _Use] = {}
-        # What rank 0 has made, by a number; what has come here, by the process of rank 0, that number, and the rank.
+        # The descriptors that rank 0 has made, by a number; those that have come here, by the process of rank 0, that
+        # number, and the rank.
         self._offered: dict[int, list[int]] = {}
         self._came: dict[tuple[PeerId, int, int], list[int]] = {}
         keyed.on_withdrawn.append(self._withdraw)
@@ -159,7 +160,7 @@ class Planning(Actor):
             route.send_note(PLANS, f"{number} {rank}".encode(), fds[at : at + _AT_ONCE])
 
     def descriptors_came(self, peer: PeerId, note: bytes, fds: list[int]) -> None:
-        """Keep what `give` of another process has sent, if a member still waits for it."""
+        """Keep the descriptors that `give` of another process has sent, if a member still waits for it."""
         number, rank = map(int, note.split())
         keep = self._came.get((peer, number, rank))
         if keep is None:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import index
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, cast
+from weakref import ref
 
 from aiodaft._protocol.groups.inbox import BYTES, MESSAGES, Tag
-from aiodaft._protocol.groups.roster import Roster
+from aiodaft._protocol.groups.roster import Roster, Steps
 from aiodaft._runtime.actors.enlisted import Enlisted, Standing, changed
-from aiodaft._runtime.agent import acting
-from aiodaft._runtime.calls.call import Caller, Target
+from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, current_call
+from aiodaft._runtime.agent import acting, attended
+from aiodaft._runtime.calls.call import Target
+from aiodaft._runtime.groups.arithmetic import written
 from aiodaft._runtime.groups.inboxes import Inboxes, Mail
-from aiodaft._runtime.groups.keyed import Keyed
+from aiodaft._runtime.groups.keyed import Keyed, belongs_to
 from aiodaft._runtime.groups.part import Part
 from aiodaft._runtime.groups.planned import Exchange, Planned
 from aiodaft._runtime.groups.planning import Opening, Planning
 from aiodaft._runtime.groups.process_group import Membership, process_group
 from aiodaft._runtime.process import Process
 from aiodaft.actor import handle_of, target_of
-from aiodaft.member_collectives import Key, MemberCollectives, plain_key
+from aiodaft.member_collectives import How, Key, MemberCollectives, plain_key
 from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
@@ -52,18 +56,22 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
     `changed()`; an object that was asked for before stays as it was.
     """
 
-    __slots__ = ("_axes_along", "_mail", "_standing")
+    __slots__ = ("_asked_in", "_hosted", "_mail", "_standing", "_steps")
 
-    def __init__(self, standing: Standing, axes_along: tuple[tuple[str, ...], ...] = ()) -> None:
+    def __init__(self, hosted: HostedActor, standing: Standing, steps: Steps = ()) -> None:
+        self._hosted = hosted
         self._standing = standing
-        # The names that `along` was given, one after another.
-        self._axes_along = axes_along
+        # The arguments of `along` and `part`, one after another.
+        self._steps = steps
+        call = current_call.get()
+        # The call that got it: kept, it must not keep what that one was given.
+        self._asked_in = None if call is None else ref(call)
         self._mail: Mail | None = None
 
     @property
     def _place(self) -> tuple[Roster[Any], int]:
         # Not kept: the members become known later.
-        return self._standing.roster.along_all(self._standing.rank, self._axes_along)
+        return self._standing.roster.narrowed(self._standing.rank, self._steps)
 
     @property
     def id(self) -> str:
@@ -89,11 +97,10 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         Cancellation: only this wait ends.
         """
         await self._standing.over.wait()
-        hosted = acting()
-        now = None if hosted is None else hosted._process.part(Enlisted).find(hosted.id)
+        now = self._hosted._process.part(Enlisted).find(self._hosted.id)
         if now is None or not now.is_current:
             raise RuntimeError(f"this member has left {self.id}, and is about to be stopped")
-        return CurrentGroup(now, self._axes_along)
+        return CurrentGroup(self._hosted, now, self._steps)
 
     @property
     def rank(self) -> int:
@@ -137,7 +144,19 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
             ValueError: The group has no such axis.
         """
         self._place[0].axes.pick(axes)
-        return CurrentGroup(self._standing, (*self._axes_along, axes))
+        return CurrentGroup(self._hosted, self._standing, (*self._steps, axes))
+
+    def part(self, ranks: Iterable[int]) -> CurrentGroup[ActorT]:
+        """The members with these ranks, this one among them: a group of its own, with ranks from 0 in this order.
+
+        All of them ask for it with the same ranks. It costs no message.
+
+        Raises:
+            ValueError: There is no such rank, one comes twice, or that of this member is none of them.
+        """
+        numbers, (roster, rank) = tuple(map(index, ranks)), self._place
+        roster.some(rank, numbers)
+        return CurrentGroup(self._hosted, self._standing, (*self._steps, numbers))
 
     @contextmanager
     def process_group(
@@ -173,11 +192,9 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
 
         Cancellation: an operation of torch that is under way goes on; the wait for the others ends.
         """
-        hosted = acting()
-        if hosted is None:
-            raise RuntimeError("process_group() is for methods of members: no code of an actor runs here")
-        caller = hosted._process.part(Caller)
-        membership = Membership(caller, hosted, self.id, self.epoch, self._targets(), self.rank)
+        if not self._place[0].is_complete:
+            raise RuntimeError(f"process_group(): the members of {self.id} are being made: open it in a method")
+        membership = Membership(self._hosted, self._standing, self._steps)
         with process_group(membership, backend, interface, patience) as group:
             yield group
 
@@ -196,12 +213,12 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         Cancellation: this member has not taken part, as in a collective.
         """
         key = ("plan",) if key is None else ("plan", plain_key(key))
-        part, process = self._part("plan", "sum", 0, key, None)
+        part, process = self._part("plan", How(key)), self._hosted._process
         return Opening(process, partial(self._open_plan, part, process, key))
 
     async def _open_plan(self, part: Part, process: Process, key: Key) -> Planned:
         def meet(operation: str, value: Any, op: Any, root: int) -> Ref[Any]:
-            return self._take_part(operation, value, op, root, key, None)
+            return self._take_part(operation, value, How(key, op=op, root=root))
 
         line = await process.part(Planning).open(part, lambda value: self.all_gather(value, key=key))
         return Planned(process, part.rank, part.roster.size, line, meet)
@@ -233,7 +250,7 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
 
         Cancellation: the message is withdrawn, unless it is in the inbox.
         """
-        await self._mailing().send(value, to, tag)
+        await self._mailing_here().send(value, to, tag)
 
     async def recv(self, *, source: int | None = None, tag: Tag | None = None) -> Any:
         """Receive the next message; waits until there is one.
@@ -252,13 +269,34 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
 
         Cancellation: no message is lost; the next receive gets it.
         """
-        message, _ = await self._mailing().receive(source, tag)
+        message, _ = await self._mailing_here().receive(source, tag)
         return message.value
 
     async def recv_message(self, *, source: int | None = None, tag: Tag | None = None) -> Message:
         """Receive the next message, with its sender and its tag. As `recv` in all else."""
-        message, rank = await self._mailing().receive(source, tag)
+        message, rank = await self._mailing_here().receive(source, tag)
         return Message(message.value, rank, message.tag)
+
+    def isend(self, value: Any, *, to: int, tag: Tag = 0) -> Ref[None]:
+        """As `send`, but begins at once, in any thread of the actor; returns a ref, for `result()` or `await`.
+
+        The value must not change before that is there. A ref that is dropped takes back no message.
+        """
+        mail = self._mailing()
+        return mail.begin("isend", partial(mail.send, value, to, tag), self._call())
+
+    def irecv(self, *, source: int | None = None, tag: Tag | None = None) -> Ref[Any]:
+        """As `recv`, but begins at once, in any thread of the actor; returns a ref, for `result()` or `await`.
+
+        Cancelling the ref loses no message; one that is only dropped still takes the next one.
+        """
+        mail = self._mailing()
+
+        async def value() -> Any:
+            message, _ = await mail.receive(source, tag)
+            return message.value
+
+        return mail.begin("irecv", value, self._call())
 
     def limit_inbox(self, *, messages: int = MESSAGES, nbytes: int = BYTES) -> None:
         """Bound the messages that wait in the inbox of this member; others wait with their senders.
@@ -274,44 +312,56 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         """
         if messages < 1 or nbytes < 1:
             raise ValueError(f"an inbox has room for a positive number of messages and bytes, not {messages}, {nbytes}")
-        self._mailing().limit(messages, nbytes)
+        self._mailing_here().limit(messages, nbytes)
 
     def _mailing(self) -> Mail:
         if self._mail is None:
             targets = self._targets()
             inboxes = targets[self.rank].process.part(Inboxes)
             self._mail = Mail(inboxes, self.id, targets, self.rank)
-        self._mail.check()
         return self._mail
+
+    def _mailing_here(self) -> Mail:
+        mail = self._mailing()
+        mail.check()
+        return mail
 
     def _targets(self) -> list[Target]:
         return [cast("Target", target_of(handle_of(member))) for member in self.members]
 
     # Collectives.
 
-    def _take_part(self, operation: str, value: Any, op: Any, root: int, key: Key, timeout: float | None) -> Ref[Any]:
-        part, process = self._part(operation, op, root, key, timeout)
-        return process.part(Keyed).begin(part, value)
+    def _take_part(self, operation: str, value: Any, how: How) -> Ref[Any]:
+        part, call = self._part(operation, how), self._call()
+        return self._hosted._process.part(Keyed).begin(part, value, call, belongs_to(call))
 
-    def _part(self, operation: str, op: Any, root: int, key: Key, timeout: float | None) -> tuple[Part, Process]:
-        """What this member does in a collective, and its process."""
+    def _part(self, operation: str, how: How) -> Part:
+        """The part of this member in a collective."""
         roster, rank = self._place
-        hosted = acting()
-        if hosted is None:
-            raise RuntimeError(f"{operation}() is for methods of members: no code of an actor runs here")
         if not self.is_current:
             raise changed(roster.id, self.epoch, what=f"this {operation}")
         if not roster.is_complete:
             raise RuntimeError(
                 f"{operation}: the members of {roster.id} are being made: call it in the first call, or later"
             )
-        key = plain_key(key)
+        _, timeout, out, op, root, lengths = how
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout={timeout}: seconds, not negative")
         if not 0 <= root < roster.size:
             raise ValueError(f"root is the rank of one of {roster.size} members, from 0, not {root}")
-        part = Part(operation, key, roster, self._axes_along, rank, self._standing, op, root, timeout)
-        return part, hosted._process
+        if lengths is not None and (len(lengths) != roster.size or min(lengths) < 0):
+            raise ValueError(f"lengths are those of the parts of {roster.size} members, not {list(lengths)}")
+        finish = None if out is None else partial(written, out)
+        return Part(
+            operation, plain_key(how.key), roster, self._steps, rank, self._standing, op, root, timeout, lengths, finish
+        )
+
+    def _call(self) -> InboundCall | None:
+        """The call that this code is part of; in a thread that knows none, the one that got this object."""
+        call = current_call.get()
+        if call is None and attended.get() is None and self._asked_in is not None:
+            call = self._asked_in()
+        return call
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CurrentGroup) and (self.id, self.epoch, self.rank) == (
@@ -343,4 +393,4 @@ def current_group() -> CurrentGroup[Any]:
     standing = hosted._process.part(Enlisted).find(hosted.id)
     if standing is None:
         raise RuntimeError(f"{hosted.name} is no member of a group: make it by `rt.group(n, Class, ...)`")
-    return CurrentGroup(standing)
+    return CurrentGroup(hosted, standing)

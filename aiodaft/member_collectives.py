@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from aiodaft._runtime.groups.arithmetic import check_reducer
 from aiodaft.ref import Ref
 
-__all__ = ["Key", "MemberCollectives"]
+__all__ = ["How", "Key", "MemberCollectives"]
 
 T = TypeVar("T")
 
 Key: TypeAlias = str | int | tuple[Any, ...] | None
 Op: TypeAlias = Literal["sum", "product", "min", "max"] | Callable[[T, T], T]
+
+
+class How(NamedTuple):
+    """The options of a collective; see `MemberCollectives`."""
+
+    key: Key = None
+    timeout: float | None = None
+    out: Any = None
+    op: Any = "sum"
+    root: int = 0
+    lengths: tuple[int, ...] | None = None
 
 
 class MemberCollectives:
@@ -23,6 +34,9 @@ class MemberCollectives:
     be called in any order, at the same time, and in groups that share members: they do not wait for each other. (A
     member that awaits one before it calls the next takes part in that one later.) The same key may be used again; a
     member that is ahead waits in the next collective with that key.
+
+    They may be called in any thread of the actor. A thread that belongs to no call, such as one of autograd, takes part
+    for the call that has asked for this object, `current_group()`.
 
     In a call of `all`, `each` or `split` of a `Group`, or of members that are called as one, a collective only meets
     those of the same call at the other members; in a run of a compiled graph, only those of the same run. So these may
@@ -35,6 +49,8 @@ class MemberCollectives:
     Each method takes:
         key: A string, an integer, or a tuple of these. Without a key, the n-th call of each member belongs to the n-th
             calls of the others: then all members have to call in one order, all collectives without a key together.
+        out: A tensor or an array of the kind of the result, which is written to and is the result; where that is a
+            list, a list of these. It may be the value.
         timeout: Seconds that this member waits for the others to come, counted from its call. When the time of one is
             over, the collective fails at all members. The member where they meet notes the time; if that one does not
             answer either, those that wait for it give up 5 seconds later.
@@ -50,8 +66,8 @@ class MemberCollectives:
     At once:
         GroupChanged: This object is of an earlier epoch: `current_group()` gives the group as it is now.
         TypeError: The key is of another type.
-        ValueError: There is no such op or root, or the timeout is negative.
-        RuntimeError: This is a constructor, or no method of a member.
+        ValueError: There is no such op or root, the timeout is negative, or there are not as many lengths as members.
+        RuntimeError: This is a constructor, or the actor of this object has ended.
 
     The restart of a supervised member gives the group a new epoch, in which members begin anew: collectives that are
     open at the death end with ActorDied or GroupChanged, by the news that comes first, and those that begin after that
@@ -72,10 +88,12 @@ class MemberCollectives:
         """The number of members."""
         raise NotImplementedError
 
-    def _take_part(self, operation: str, value: Any, op: Any, root: int, key: Key, timeout: float | None) -> Ref[Any]:
+    def _take_part(self, operation: str, value: Any, how: How) -> Ref[Any]:
         raise NotImplementedError
 
-    def all_reduce(self, value: T, op: Op[T] = "sum", *, key: Key = None, timeout: float | None = None) -> Ref[T]:
+    def all_reduce(
+        self, value: T, op: Op[T] = "sum", *, key: Key = None, timeout: float | None = None, out: T | None = None
+    ) -> Ref[T]:
         """Combine the values of all members in the order of ranks; each member gets the result.
 
         Args:
@@ -83,49 +101,89 @@ class MemberCollectives:
             op: "sum", "product", "min", "max", or a function of two values, which must not change them.
             key: See the class.
             timeout: See the class.
+            out: See the class.
         """
-        return self._take_part("all_reduce", value, check_reducer(op), 0, key, timeout)
+        return self._take_part("all_reduce", value, How(key, timeout, out, check_reducer(op)))
 
     def reduce(
-        self, value: T, op: Op[T] = "sum", *, root: int = 0, key: Key = None, timeout: float | None = None
+        self,
+        value: T,
+        op: Op[T] = "sum",
+        *,
+        root: int = 0,
+        key: Key = None,
+        timeout: float | None = None,
+        out: T | None = None,
     ) -> Ref[T | None]:
         """Combine the values as `all_reduce` does; the member with rank `root` gets the result, the others None."""
-        return self._take_part("reduce", value, check_reducer(op), root, key, timeout)
+        return self._take_part("reduce", value, How(key, timeout, out, check_reducer(op), root))
 
-    def reduce_scatter(self, value: T, op: Op[T] = "sum", *, key: Key = None, timeout: float | None = None) -> Ref[T]:
+    def reduce_scatter(
+        self,
+        value: T,
+        op: Op[T] = "sum",
+        *,
+        lengths: Sequence[int] | None = None,
+        key: Key = None,
+        timeout: float | None = None,
+        out: T | None = None,
+    ) -> Ref[T]:
         """Combine tensors or arrays; member i gets part i of the result, cut along its first dimension.
 
         The parts are those of `torch.tensor_split`: the first ones are longer by one if the length cannot be divided.
+        With `lengths`, the same at all members, part i has length i of these.
         """
-        return self._take_part("reduce_scatter", value, check_reducer(op), 0, key, timeout)
+        parts = None if lengths is None else tuple(map(int, lengths))
+        return self._take_part("reduce_scatter", value, How(key, timeout, out, check_reducer(op), lengths=parts))
 
-    def all_gather(self, value: T, *, key: Key = None, timeout: float | None = None) -> Ref[list[T]]:
+    def all_gather(
+        self, value: T, *, key: Key = None, timeout: float | None = None, out: list[T] | None = None
+    ) -> Ref[list[T]]:
         """Give each member the list of the values of all. They may be of different kinds."""
-        return self._take_part("all_gather", value, "sum", 0, key, timeout)
+        return self._take_part("all_gather", value, How(key, timeout, out))
 
-    def gather(self, value: T, *, root: int = 0, key: Key = None, timeout: float | None = None) -> Ref[list[T] | None]:
+    def gather(
+        self, value: T, *, root: int = 0, key: Key = None, timeout: float | None = None, out: list[T] | None = None
+    ) -> Ref[list[T] | None]:
         """Give the member with rank `root` the list of the values of all; the others get None."""
-        return self._take_part("gather", value, "sum", root, key, timeout)
+        return self._take_part("gather", value, How(key, timeout, out, root=root))
 
     def broadcast(
-        self, value: T | None = None, *, root: int = 0, key: Key = None, timeout: float | None = None
+        self,
+        value: T | None = None,
+        *,
+        root: int = 0,
+        key: Key = None,
+        timeout: float | None = None,
+        out: T | None = None,
     ) -> Ref[T]:
         """Give each member the value of the one with rank `root`; values of the others are ignored."""
-        return self._take_part("broadcast", value, "sum", root, key, timeout)
+        return self._take_part("broadcast", value, How(key, timeout, out, root=root))
 
     def scatter(
-        self, items: Sequence[T] | None = None, *, root: int = 0, key: Key = None, timeout: float | None = None
+        self,
+        items: Sequence[T] | None = None,
+        *,
+        root: int = 0,
+        key: Key = None,
+        timeout: float | None = None,
+        out: T | None = None,
     ) -> Ref[T]:
         """Give member i item i of the list of the member with rank `root`; lists of the others are ignored."""
-        return self._take_part("scatter", items, "sum", root, key, timeout)
+        return self._take_part("scatter", items, How(key, timeout, out, root=root))
 
-    def all_to_all(self, items: Sequence[T], *, key: Key = None, timeout: float | None = None) -> Ref[list[T]]:
-        """Exchange items: each member has one item for each member, and gets the list of those for it, by rank."""
-        return self._take_part("all_to_all", items, "sum", 0, key, timeout)
+    def all_to_all(
+        self, items: Sequence[T], *, key: Key = None, timeout: float | None = None, out: list[T] | None = None
+    ) -> Ref[list[T]]:
+        """Exchange items: each member has one item for each member, and gets the list of those for it, by rank.
+
+        Tensors may have any lengths.
+        """
+        return self._take_part("all_to_all", items, How(key, timeout, out))
 
     def barrier(self, *, key: Key = None, timeout: float | None = None) -> Ref[None]:
         """Wait until all members have called it."""
-        return self._take_part("barrier", None, "sum", 0, key, timeout)
+        return self._take_part("barrier", None, How(key, timeout))
 
 
 def plain_key(key: object) -> Key:

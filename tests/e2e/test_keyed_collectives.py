@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from enum import StrEnum
 from functools import partial, reduce
@@ -509,3 +510,73 @@ async def test_wrong_arguments_are_refused_at_the_line(rt: aiodaft.Runtime) -> N
         await member.do("all_reduce", 1, "avg")
     with pytest.raises(TypeError, match="reduce_scatter of .*: expected a tensor or an array to be cut, not int"):
         await member.do("reduce_scatter", 1)
+
+
+async def test_threads_of_an_actor_take_part_for_the_call_that_has_asked_for_the_group(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Keyer)
+    assert await group.all(Keyer.do_beside, "all_reduce", 3) == [6, 6]
+    # In one call of the group: the thread of one meets the coroutine of the other only if both belong to that.
+    refs = group.each(Keyer.do_beside, ["all_gather"] * 2, "a")
+    assert await group.all(Keyer.do, "all_gather", "b") == [["b", "b"]] * 2
+    assert await refs == [["a", "a"]] * 2
+
+
+async def test_ranks_make_a_part_of_a_group_in_their_order(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(4, Keyer)
+    first, _, _, last = await asyncio.gather(
+        group[0].do_in_part([[3, 0]], "all_gather", "a"),
+        group[1].do_in_part([[1, 2]], "all_gather", "c"),
+        group[2].do_in_part([[1, 2]], "all_gather", "d"),
+        group[3].do_in_part([[3, 0]], "all_gather", "b"),
+    )
+    assert (first, last) == (("3:-3:-3", 1, ["b", "a"]), ("3:-3:-3", 0, ["b", "a"]))
+    # A part of a part, by the ranks in that.
+    ends = [group[rank].do_in_part([[0, 1, 3], [2, 0]], "all_reduce", rank) for rank in (0, 3)]
+    assert await asyncio.gather(*ends) == [("0,1,3/2:-2:-2", 1, 3), ("0,1,3/2:-2:-2", 0, 3)]
+    for ranks, wrong in (
+        ([1, 1, 0], "different ranks"),
+        ([0, 4], "from 0 to 3"),
+        ([1, 2], "is none of them"),
+        ([], "none of"),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            await group[0].do_in_part([ranks], "barrier")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_results_are_written_where_the_member_wants_them(rt: aiodaft.Runtime, shape: tuple[int, ...]) -> None:
+    group = await rt.group(2, Keyer)
+    empty = torch.zeros(shape)
+    for is_there, out in await group.each(Keyer.sum_into, values(shape, 2)):
+        assert is_there
+        assert torch.equal(out, in_order(shape, 2))
+    for is_there, out in await group.all(Keyer.do_into, "all_gather", made(7, *shape), [empty, empty.clone()]):
+        assert is_there
+        assert all(torch.equal(one, made(7, *shape)) for one in out)
+    for refs in (
+        group.all(Keyer.do_into, "all_reduce", empty, torch.zeros(3)),
+        group.all(Keyer.do_into, "all_gather", empty, [empty]),
+        group.all(Keyer.do_into, "all_reduce", 1, torch.zeros(3)),
+    ):
+        for error in await errors_of(refs):
+            assert "out has to be of the kind of the result" in str(error)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_the_parts_of_a_reduce_scatter_may_have_any_lengths(rt: aiodaft.Runtime, shape: tuple[int, ...]) -> None:
+    group = await rt.group(3, Keyer)
+    # As DTensor and `chunk` cut 7 rows: 3, 3, 1.
+    lengths = [len(part) for part in torch.empty(shape).chunk(3)]
+    parts = await group.all(Keyer.on_tensor, "reduce_scatter", shape, lengths=lengths)
+    assert list(map(len, parts)) == lengths
+    assert torch.equal(torch.cat(parts), in_order(shape, 3))
+    for wrong, says in (
+        ([1, 2, 1], "are not those of parts of"),
+        ([1, 2], "of the parts of 3 members"),
+        ([9, -1, 1], "3 members"),
+    ):
+        for error in await errors_of(group.all(Keyer.on_tensor, "reduce_scatter", (7, 2), lengths=wrong)):
+            assert says in str(error)
+    each = group.each(Keyer.on_lengths, [[3, 3, 1], [3, 3, 1], [1, 3, 3]])
+    for error in await errors_of(each):
+        assert re.search(r"the members disagree: .*rank \d has lengths \(\d, 3, \d\)", str(error))

@@ -416,3 +416,24 @@ async def test_the_end_of_the_runtime_ends_what_waits() -> None:
     for ref in waiting:
         with pytest.raises(aiodaft.DaftError):
             await ref
+
+
+async def test_messages_go_between_threads_in_the_order_of_the_sends(rt: aiodaft.Runtime) -> None:
+    members = await rt.group(2, Member)
+    for values in ([1, "two", [3]], [torch.full((MIB,), float(number)) for number in range(3)]):
+        for received in await members.all(Member.swap_in_threads, values):
+            assert len(received) == len(values)
+            for one, value in zip(received, values, strict=True):
+                assert torch.equal(one, value) if isinstance(value, torch.Tensor) else one == value
+    # A ref that is dropped takes nothing back.
+    await members[0].send_and_drop(1, "dropped")
+    assert await members[1].recv_beside(0) == "dropped"
+
+
+async def test_a_thread_that_receives_hears_of_the_end_of_the_sender(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.on(restart="temporary").group(2, Member)
+    receiving = b.recv_beside(0)
+    await until_waiting(b)
+    await kill(a)
+    with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
+        await receiving

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.groups.block import Left, Others, torchrun_variables
+from aiodaft._protocol.groups.block import Left, Others, address_variables, torchrun_variables
 from aiodaft._protocol.ids import PeerId
 from aiodaft.exceptions import ActorDied
 
@@ -67,7 +67,7 @@ def test_an_error_follows_from_a_loss_if_torch_failed_or_the_block_had_not_begun
 
 def test_the_variables_of_torchrun_count_the_ranks_of_each_node() -> None:
     processes = [PeerId(name) for name in ("w1@a", "w2@b", "w3@a", "w4@b", "w5@b")]
-    found = [torchrun_variables(rank, processes, "10.0.0.1", 4711, "eth0") for rank in range(5)]
+    found = [torchrun_variables(rank, processes) | address_variables("10.0.0.1", 4711, "eth0") for rank in range(5)]
     assert [one["RANK"] for one in found] == ["0", "1", "2", "3", "4"]
     assert [one["LOCAL_RANK"] for one in found] == ["0", "0", "1", "1", "2"]
     assert [one["LOCAL_WORLD_SIZE"] for one in found] == ["2", "3", "2", "3", "3"]

@@ -70,6 +70,39 @@ class Keyer(Actor):
         return getattr(self.group, operation)(*args, **options).result()
 
     @method
+    def do_beside(self, operation: str, *args: Any, **options: Any) -> Any:
+        """In a thread that knows of no call."""
+        group, results = self.group, list[Any]()
+        thread = threading.Thread(target=lambda: results.append(getattr(group, operation)(*args, **options).result()))
+        thread.start()
+        thread.join()
+        return results[0]
+
+    @method
+    async def do_in_part(self, parts: list[list[int]], operation: str, *args: Any, **options: Any) -> Any:
+        """In the part that some ranks give, and of that other ranks, and so on; its id comes, too."""
+        group = self.group
+        for ranks in parts:
+            group = group.part(ranks)
+        return group.id.partition("/")[2], group.rank, await getattr(group, operation)(*args, **options)
+
+    @method
+    async def do_into(self, operation: str, value: Any, out: Any, **options: Any) -> tuple[bool, Any]:
+        """Whether the result is where it was to be written, and what is there."""
+        result = await getattr(self.group, operation)(value, out=out, **options)
+        return result is out, out
+
+    @method
+    async def sum_into(self, value: Tensor) -> tuple[bool, Tensor]:
+        """The same, where its value is."""
+        return await self.group.all_reduce(value, out=value) is value, value
+
+    @method
+    async def on_lengths(self, lengths: list[int]) -> Tensor:
+        """Reduce and scatter seven rows."""
+        return await self.group.reduce_scatter(made(self.group.rank, 7, 2), lengths=lengths)
+
+    @method
     async def do_early(self, operation: str) -> None:
         """The same, in the group as it was for the constructor."""
         await getattr(self.early, operation)()

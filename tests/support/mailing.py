@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -32,6 +33,31 @@ class Member(Actor):
     @method
     async def send(self, to: int, value: Any, tag: int | str = 0) -> None:
         await self.group.send(value, to=to, tag=tag)
+
+    @method
+    def swap_in_threads(self, values: list[Any]) -> list[Any]:
+        """Send from the thread of a `def` method, and receive in another one, which knows of no call."""
+        other, received = 1 - self.group.rank, list[Any]()
+        group = aiodaft.current_group()
+
+        def receive() -> None:
+            received.extend(group.irecv(source=other, tag="swap").result() for _ in values)
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        sent = [group.isend(value, to=other, tag="swap") for value in values]
+        thread.join()
+        for ref in sent:
+            ref.result()
+        return received
+
+    @method
+    def recv_beside(self, source: int) -> Any:
+        return self.group.irecv(source=source).result()
+
+    @method
+    def send_and_drop(self, to: int, value: Any) -> None:
+        self.group.isend(value, to=to)
 
     @method
     async def send_all(self, to: int, values: list[Any], tag: int | str = 0) -> None:

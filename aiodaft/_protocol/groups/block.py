@@ -68,15 +68,12 @@ class Others:
         return ActorDied(f"{who} was stopped") if left.gone else RuntimeError(f"{who} left by an error: {left.error}")
 
 
-def torchrun_variables(rank: int, processes: Sequence[PeerId], host: str, port: int, interface: str) -> dict[str, str]:
-    """The environment that programs for torchrun read.
+def torchrun_variables(rank: int, processes: Sequence[PeerId]) -> dict[str, str]:
+    """The environment by which programs for torchrun know their place.
 
     Args:
         rank: The member.
         processes: Those of all members, by rank.
-        host: The host at which the store listens.
-        port: The port of the store.
-        interface: The network interface of gloo and NCCL.
     """
     beside = [other for other, process in enumerate(processes) if node_of(process) == node_of(processes[rank])]
     return {
@@ -84,6 +81,18 @@ def torchrun_variables(rank: int, processes: Sequence[PeerId], host: str, port: 
         "WORLD_SIZE": str(len(processes)),
         "LOCAL_RANK": str(beside.index(rank)),
         "LOCAL_WORLD_SIZE": str(len(beside)),
+    }
+
+
+def address_variables(host: str, port: int, interface: str) -> dict[str, str]:
+    """The environment by which programs for torchrun find each other.
+
+    Args:
+        host: The host at which the store listens.
+        port: The port of the store.
+        interface: The network interface of gloo and NCCL.
+    """
+    return {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": interface,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 # Bytes of a value up to which the number of messages counts, and members up to which each may read all values.
 SMALL: Final = 1 << 16
@@ -22,6 +22,10 @@ MEDIUM: Final = 1 << 20
 LARGE: Final = 1 << 28
 # Bytes of all values together up to which a member reduces them on its loop: that takes less than a millisecond.
 QUICK: Final = 4 << 20
+
+
+# The number of parts, of equal lengths; or their lengths.
+Parts: TypeAlias = int | tuple[int, ...]
 
 
 class Work(enum.IntEnum):
@@ -103,6 +107,8 @@ class Plan:
     def __init__(self, members: int, parts: int | None = None) -> None:
         self.members = members
         self.parts = members if parts is None else parts
+        # Of parts that are not equal.
+        self.lengths: tuple[int, ...] | None = None
         self.steps: list[Step] = []
         # The values that the collective gives.
         self.results: list[int] = []
@@ -262,9 +268,10 @@ def reduce(members: int, root: int, *, by_parts: bool) -> Plan:
     return plan
 
 
-def reduce_scatter(members: int, *, one_memory: bool) -> Plan:
+def reduce_scatter(members: int, lengths: tuple[int, ...] | None = None, *, one_memory: bool) -> Plan:
     """Each member reduces its rows, in the order of ranks."""
     plan = Plan(members)
+    plan.lengths = lengths
     if one_memory:
         plan.results = [plan.add(rank, Work.REDUCE, *plan.inputs, cut=Cut.ROWS, part=rank) for rank in plan.inputs]
     else:
@@ -330,7 +337,14 @@ def results_of(operation: str, members: int, root: int) -> tuple[int, ...]:
 
 
 def plan_of(
-    operation: str, members: int, root: int, nbytes: int | None, *, one_memory: bool, elementwise: bool
+    operation: str,
+    members: int,
+    root: int,
+    nbytes: int | None,
+    lengths: tuple[int, ...] | None = None,
+    *,
+    one_memory: bool,
+    elementwise: bool,
 ) -> Plan:
     """The plan of a collective by its name.
 
@@ -339,6 +353,7 @@ def plan_of(
         members: The number of members. Those of the plan of `broadcast` or `scatter` are the root, then all.
         root: The rank that alone has a value or gets a result, if that is so.
         nbytes: As for `choose`.
+        lengths: Of `reduce_scatter`: the rows of each member. Default: equal parts.
         one_memory: As for `choose`.
         elementwise: As for `choose`.
     """
@@ -349,7 +364,7 @@ def plan_of(
             by_parts = elementwise and one_memory and (nbytes is None or nbytes > SMALL)
             return reduce(members, root, by_parts=by_parts)
         case "reduce_scatter":
-            return reduce_scatter(members, one_memory=one_memory)
+            return reduce_scatter(members, lengths, one_memory=one_memory)
         case "all_gather":
             return all_gather(members)
         case "gather":

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar, cast
 
 from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.ids import PeerId
 
 T_co = TypeVar("T_co", covariant=True)
+
+# The steps to a part: in each, the axes along which its members differ, or their ranks.
+Steps: TypeAlias = tuple[tuple[str, ...] | tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,30 @@ class Roster(Generic[T_co]):
         where = ",".join(f"{name}={at[name]}" for name, _ in fixed)
         return self.part(ranks, f"{'+'.join(picked.sizes)}[{where}]", picked), ranks.index(rank)
 
-    def along_all(self, rank: int, uses: Iterable[tuple[str, ...]]) -> tuple[Roster[T_co], int]:
+    def some(self, rank: int, ranks: tuple[int, ...]) -> tuple[Roster[T_co], int]:
+        """The members with these ranks, and the rank of one of them among them. Their order counts.
+
+        Raises:
+            ValueError: There is no such rank, one comes twice, or that of the member is none of them.
+        """
+        if len(set(ranks)) < len(ranks) or not all(0 <= one < self.size for one in ranks):
+            raise ValueError(f"{list(ranks)}: a part of {self.id} has different ranks from 0 to {self.size - 1}")
+        if rank not in ranks:
+            raise ValueError(f"{list(ranks)}: rank {rank} of {self.id} is none of them, and so not in this part")
+        # Many ranks have a short name, too, if they are a slice.
+        step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        even = range(ranks[0], ranks[-1] + step, step)
+        name = f"{even.start}:{even.stop}:{step}" if tuple(even) == ranks else ",".join(map(str, ranks))
+        return self.part(ranks, name, Axes()), ranks.index(rank)
+
+    def narrowed(self, rank: int, steps: Steps) -> tuple[Roster[T_co], int]:
+        """The part of the group that several steps give, and the rank of a member in it."""
         roster = self
-        for names in uses:
-            roster, rank = roster.along(rank, names)
+        for step in steps:
+            if step and isinstance(step[0], int):
+                roster, rank = roster.some(rank, step)
+            else:
+                roster, rank = roster.along(rank, cast("tuple[str, ...]", step))
         return roster, rank
 
 

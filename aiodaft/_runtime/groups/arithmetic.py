@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any, Final, TypeAlias
 
-from aiodaft._protocol.groups.collective import QUICK, Cut
+from aiodaft._protocol.groups.collective import QUICK, Cut, Parts
 from aiodaft._runtime.serialization.tensors import loaded_torch
 
 # Makes an uninitialised tensor of a shape and a dtype.
@@ -79,8 +79,14 @@ def kind_of(value: Any) -> str:
     return f"{dtype} {shape}" if _is_dense(value) else f"{dtype} {shape} {value.layout}"
 
 
-def cut(value: Any, how: Cut, part: int, parts: int) -> Any:
+def cut(value: Any, how: Cut, part: int, parts: Parts) -> Any:
     """A part of a value. Tensors and arrays are cut as `torch.tensor_split` does; a number is given whole.
+
+    Args:
+        value: The value.
+        how: The kind of the parts.
+        part: The number of the part.
+        parts: The number of parts, or their lengths.
 
     Raises:
         TypeError, ValueError: The value has no such parts.
@@ -157,6 +163,29 @@ def nbytes_of(value: Any) -> int:
     return int(value.nbytes) if _is_array(value) else 0
 
 
+def bytes_in(value: Any) -> int:
+    """The same, of a value or of all values of a list."""
+    return sum(map(nbytes_of, value)) if isinstance(value, list) else nbytes_of(value)
+
+
+def written(out: Any, value: Any) -> Any:
+    """Write a result, or each of a list of results, to where the member wants it; returns that.
+
+    Raises:
+        ValueError: They are not of one kind.
+    """
+    if isinstance(value, list) and isinstance(out, list | tuple) and len(out) == len(value):
+        for one, result in zip(out, value, strict=True):
+            written(one, result)
+    elif value is not None:
+        if not _is_array(out) or kind_of(out) != kind_of(value):
+            kind = f"a list of {len(value)}" if isinstance(value, list) else kind_of(value)
+            raise ValueError(f"out has to be of the kind of the result: it is {kind_of(out)}, the result is {kind}")
+        with no_gradients():
+            out[...] = value
+    return out
+
+
 def _combined(values: Sequence[Any], op: Reducer, allocate: Allocate) -> Any:
     if callable(op):
         return reduce(op, values)
@@ -209,8 +238,12 @@ def _like(value: Any, allocate: Allocate) -> Any:
     return allocate(value.shape, value.dtype)
 
 
-def _bounds(length: int, part: int, parts: int) -> tuple[int, int]:
+def _bounds(length: int, part: int, parts: Parts) -> tuple[int, int]:
     """The bounds of a part; the first ones are longer by one if the length cannot be divided."""
+    if isinstance(parts, tuple):
+        if sum(parts) != length:
+            raise ValueError(f"the lengths {list(parts)} are not those of parts of {length} rows")
+        return sum(parts[:part]), sum(parts[: part + 1])
     size, longer = divmod(length, parts)
     start = part * size + min(part, longer)
     return start, start + size + (part < longer)

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, Final, TypeAlias, cast
 
 from aiodaft._protocol.calls.following import NOWHERE
-from aiodaft._protocol.groups.collective import Cut, Plan, Step, Work, runs_on_loop
+from aiodaft._protocol.groups.collective import Cut, Parts, Plan, Step, Work, runs_on_loop
 from aiodaft._protocol.ids import COLLECTIVES, PeerId, can_share_memory
 from aiodaft._protocol.objects.value import PENDING
 from aiodaft._runtime.actors.hosted_actor import serving
@@ -28,8 +28,8 @@ from aiodaft.exceptions import ActorDied, OwnerDied, PeerLost
 from aiodaft.methods import MethodSpec, method, passes_on, specs_of
 from aiodaft.ref import Ref
 
-# The work, the cut and the part of a step, and the number of parts.
-Job: TypeAlias = tuple[int, int, int, int]
+# The work, the cut and the part of a step, and the number of parts, or their lengths.
+Job: TypeAlias = tuple[int, int, int, Parts]
 
 
 class Collectives(Actor):
@@ -40,7 +40,7 @@ class Collectives(Actor):
 
     # Unordered: a step of one collective does not wait for the inputs of another.
     @method(ordered=False)
-    async def step(self, work: int, how: int, part: int, parts: int, op: Reducer, title: str, *inputs: Any) -> Any:
+    async def step(self, work: int, how: int, part: int, parts: Parts, op: Reducer, title: str, *inputs: Any) -> Any:
         """Do a step; `inputs` are ranks, each with its value. Plain arguments and refs need no encoding."""
         values = inputs[1::2]
         do = partial(self._do, (work, how, part, parts), inputs[::2], op, title, values)
@@ -149,7 +149,7 @@ def _spec(name: str, title: str) -> MethodSpec:
 
 
 def _job(step: Step, plan: Plan) -> Job:
-    return int(step.work), int(step.cut), step.part, plan.parts
+    return int(step.work), int(step.cut), step.part, plan.lengths or plan.parts
 
 
 def place_of(ref: Ref[Any]) -> Place:

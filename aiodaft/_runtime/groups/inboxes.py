@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -20,10 +20,11 @@ from typing import Any, Final, TypeAlias
 from aiodaft._protocol.groups.inbox import BYTES, Admit, Command, Inbox, Message, Stage, Tag, Wish
 from aiodaft._protocol.ids import INBOXES, ActorId, number_of
 from aiodaft._runtime.actors.enlisted import Enlisted
-from aiodaft._runtime.actors.hosted_actor import current_call
+from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.channels import QueuedItem
+from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.groups.keyed import Keyed, apart, belongs_to
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
@@ -134,8 +135,16 @@ class Inboxes(Actor):
 
     # For members of this process.
 
-    async def send(self, group: str, to: Target, source: ActorId, tag: Tag, value: Any) -> None:
-        """Send a message to a member. Raises as `CurrentGroup.send` does."""
+    async def send(self, group: str, to: Target, source: tuple[ActorId, Hashable], tag: Tag, value: Any) -> None:
+        """Send a message to a member. Raises as `CurrentGroup.send` does.
+
+        Args:
+            group: The name of the group.
+            to: The member.
+            source: Its sender, and its `within`, see `Coming`.
+            tag: Its tag.
+            value: Its value.
+        """
         # In a call that hears that another one of its call of a group has failed, nothing waits for room.
         call = current_call.get()
         try:
@@ -148,12 +157,14 @@ class Inboxes(Actor):
         assert call.apart is not None
         raise apart(f"send of {group} to {to.label}", call.apart)
 
-    async def _send(self, group: str, to: Target, source: ActorId, tag: Tag, value: Any, *, waits: bool) -> bool:
-        number, within = number_of(to.actor), belongs_to()
+    async def _send(
+        self, group: str, to: Target, source: tuple[ActorId, Hashable], tag: Tag, value: Any, *, waits: bool
+    ) -> bool:
+        number, (member, within) = number_of(to.actor), source
         if self._enlisted.has(number):
-            return bool(await self.put(group, number, (source, tag, 0, within), value, waits))
+            return bool(await self.put(group, number, (member, tag, 0, within), value, waits))
         nbytes, packed = self._pack(value)
-        return bool(await self._ask(to, _PUT, group, number, (source, tag, nbytes, within), packed, waits))
+        return bool(await self._ask(to, _PUT, group, number, (member, tag, nbytes, within), packed, waits))
 
     async def receive(self, group: str, member: ActorId, wish: Wish, senders: Mapping[ActorId, Target]) -> Message:
         """Wait for a message; `senders` are the other members that may send it.
@@ -184,6 +195,18 @@ class Inboxes(Actor):
                 box.inbox.give_up(receive)
             raise
 
+    def begin(self, title: str, what: Callable[[], Awaitable[Any]], call: InboundCall | None) -> Ref[Any]:
+        """Run a coroutine function of this file for a call of a member, in any thread."""
+        target = Target(self._caller, self.process.id, INBOXES, title, None)
+        return target.call(_RUN.named(title), (Opaque((what, call)),), {})
+
+    @method(ordered=False)
+    async def run(self, given: Opaque) -> Any:
+        """Run a coroutine function for `begin`."""
+        what, call = given.content
+        current_call.set(call)
+        return await what()
+
     def _ending(self, end: Callable[[DaftError], object]) -> AbstractContextManager[None]:
         """In the block, `end` is called if another call of the same call of a group fails, or has failed."""
         call = current_call.get()
@@ -208,6 +231,12 @@ class Inboxes(Actor):
     def limit(self, group: str, member: ActorId, messages: int, nbytes: int) -> None:
         box = self._box(group, member)
         box.run(box.inbox.limit(messages, nbytes))
+
+    def drop(self, group: str, member: ActorId, error: DaftError) -> None:
+        """A member needs an inbox no more."""
+        box = self._boxes.pop((group, member), None)
+        if box is not None:
+            box.close(error)
 
     def close(self, reason: str) -> None:
         """End every wait, because the runtime is closed."""
@@ -280,6 +309,7 @@ class Inboxes(Actor):
 
 _PUT: Final = specs_of(Inboxes)["put"]
 _ENDED: Final = specs_of(Inboxes)["ended"]
+_RUN: Final = specs_of(Inboxes)["run"]
 
 
 def _is_absence(error: DaftError) -> bool:
@@ -288,9 +318,20 @@ def _is_absence(error: DaftError) -> bool:
 
 
 class Mail:
-    """The messages of one member, at one epoch of its group."""
+    """The messages of one member, at one epoch of its group.
 
-    def __init__(self, inboxes: Inboxes, group: str, members: Sequence[Target], rank: int) -> None:
+    Args:
+        inboxes: Those of this process.
+        group: The name of its inbox; that of the group.
+        members: The members by rank.
+        rank: The member.
+        by_calls: Whether messages of different calls of the group do not mix.
+    """
+
+    def __init__(
+        self, inboxes: Inboxes, group: str, members: Sequence[Target], rank: int, *, by_calls: bool = True
+    ) -> None:
+        self._by_calls = by_calls
         self._inboxes = inboxes
         self._group = group
         self._members = members
@@ -303,7 +344,19 @@ class Mail:
         process = self._inboxes.process
         process.check_open("messages cannot be used")
         if asyncio._get_running_loop() is not process.loop:
-            raise RuntimeError("messages are for the event loop of the runtime: use an `async def` method")
+            raise RuntimeError(
+                "send and recv are for the event loop of the runtime: use an `async def` method, or isend and irecv, "
+                "as in `group.irecv(source=0).result()`"
+            )
+
+    def begin(self, operation: str, what: Callable[[], Awaitable[Any]], call: InboundCall | None) -> Ref[Any]:
+        """Run a coroutine function of this object, in any thread; see `Inboxes.begin`."""
+        self._inboxes.process.check_open("messages cannot be used")
+        begun = self._inboxes.begin(f"{operation} of {self._group}", what, call)
+        if operation == "isend":
+            # It goes on if its ref is dropped.
+            state_of(begun).watch(lambda _: None, interested=True)
+        return begun
 
     async def send(self, value: Any, to: int, tag: Tag) -> None:
         """Send a message to a rank. Raises as `CurrentGroup.send` does."""
@@ -311,7 +364,8 @@ class Mail:
         _check_tag(tag)
         member = self._members[to]
         try:
-            await self._inboxes.send(self._group, member, self._numbers[self._rank], tag, value)
+            source = self._numbers[self._rank], self._within()
+            await self._inboxes.send(self._group, member, source, tag, value)
         except (ActorDied, PeerLost) as error:
             who = f"{member.label}, rank {to} of {self._group}"
             if not _is_absence(error):
@@ -330,12 +384,19 @@ class Mail:
         me = self._numbers[self._rank]
         ranks = range(len(self._members)) if source is None else (source,)
         senders = {self._numbers[rank]: self._members[rank] for rank in ranks if rank != self._rank}
-        wish = Wish(None if source is None else self._numbers[source], tag, belongs_to())
+        wish = Wish(None if source is None else self._numbers[source], tag, self._within())
         message = await self._inboxes.receive(self._group, me, wish, senders)
         return message, self._ranks.get(message.source)
 
     def limit(self, messages: int, nbytes: int) -> None:
         self._inboxes.limit(self._group, self._numbers[self._rank], messages, nbytes)
+
+    def close(self, error: DaftError) -> None:
+        """Drop the messages, and end the receives."""
+        self._inboxes.drop(self._group, self._numbers[self._rank], error)
+
+    def _within(self) -> Hashable:
+        return belongs_to(current_call.get()) if self._by_calls else None
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < len(self._members):

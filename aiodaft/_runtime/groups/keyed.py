@@ -18,14 +18,15 @@ from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+from aiodaft._protocol.groups.collective import Work, runs_on_loop
 from aiodaft._protocol.groups.meeting import Coming
 from aiodaft._protocol.ids import KEYED, ActorId, CallId, PeerId
 from aiodaft._runtime.actors.enlisted import Enlisted
-from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call, serving
+from aiodaft._runtime.actors.hosted_actor import InboundCall, serving
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.graphs.captured_call import Opaque
-from aiodaft._runtime.groups.arithmetic import Reducer
+from aiodaft._runtime.groups.arithmetic import Reducer, bytes_in
 from aiodaft._runtime.groups.collectives import Collectives
 from aiodaft._runtime.groups.meeting_place import MeetingPlaces, Whereabouts, target_of_member, whereabouts_of
 from aiodaft._runtime.groups.meeting_values import MeetingValues
@@ -76,13 +77,18 @@ class Keyed(Actor):
 
     # For members.
 
-    def begin(self, part: Part, value: Any) -> Ref[Any]:
-        """Take part; returns a ref of the member's result, at once and in any thread."""
-        call = current_call.get()
+    def begin(self, part: Part, value: Any, call: InboundCall | None, within: Hashable) -> Ref[Any]:
+        """Take part; returns a ref of the member's result, at once and in any thread.
+
+        Args:
+            part: The part of the member.
+            value: Its value.
+            call: Its call, with which this ends.
+            within: See `Coming`.
+        """
         if call is not None and call.apart is not None:
             raise apart(part.title, call.apart)
         target = Target(self._caller, self._process.id, KEYED, part.roster.id, None)
-        within = belongs_to()
         taking = Taking(part, call, within, self._process.next_number())
         line = part.roster.id, part.roster.epoch, part.rank, part.key, within
         taking.before, self._last[line] = self._last.get(line), taking.told
@@ -266,10 +272,18 @@ class Keyed(Actor):
             if isinstance(brought, Opaque):
                 # From now on the member may write to it.
                 await brought.content.ready()
-            return await self._values.unpack(answer)
+            return await self._finished(part, await self._values.unpack(answer))
         except DaftError as error:
             add_note(error, f"raised for {part.title}")
             raise
+
+    async def _finished(self, part: Part, value: Any) -> Any:
+        if part.finish is None:
+            return value
+        finish = partial(part.finish, value)
+        if runs_on_loop(Work.JOIN, bytes_in(value), by_function=False):
+            return finish()
+        return await serving().hosted.thread.run(finish)
 
     async def _join(self, taking: Taking, op: Reducer, coming: Coming, nbytes: int | None, brought: Packed) -> Any:
         part, roster = taking.part, taking.part.roster
@@ -277,7 +291,7 @@ class Keyed(Actor):
         peer, actor = _known_place(member) or await _find(part, member)
         while True:
             coming, brought = taking.now(coming, brought)
-            where = actor, roster.id, roster.epoch, part.along, roster.size
+            where = actor, roster.id, roster.epoch, part.steps, roster.size
             joining = Joining(*where, coming, part.timeout, nbytes)
             target = Target(self._caller, peer, KEYED, roster.id, None)
             try:
@@ -394,12 +408,11 @@ async def _ready_in_time(part: Part, answer: Ref[Any]) -> None:
         raise
 
 
-def belongs_to() -> Hashable:
-    """The call of a group, or the run of a graph, that this code is part of; None if it is of none.
+def belongs_to(call: InboundCall | None) -> Hashable:
+    """The call of a group, or the run of a graph, that the code of a call is part of; None if it is of none.
 
     Code that a call leaves behind is of none.
     """
-    call = current_call.get()
     return None if call is None or call.answered else call.within
 
 

@@ -16,12 +16,13 @@ from typing import Any, TypeAlias, cast
 
 from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.groups.meeting import Coming, Meetings, Outcome
+from aiodaft._protocol.groups.roster import Steps
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
 from aiodaft._runtime.actors.enlisted import Enlisted, changed
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.diagnostics.await_chains import Behind, Frames, add_rule, check_untimed
-from aiodaft._runtime.groups.part import Along, Joining
+from aiodaft._runtime.groups.part import Joining
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import add_note, copy_error
 from aiodaft.actor import handle_of, target_of
@@ -200,8 +201,8 @@ class MeetingPlaces:
         self._process = process
         self._enlisted = enlisted
         self._ask_gone = ask_gone
-        # By the actor where they meet, the group and the epoch; with the axes by which it is a part.
-        self._places: dict[tuple[ActorId, str, int], tuple[MeetingPlace, Along]] = {}
+        # By the actor where they meet, the group and the epoch; with the steps by which it is a part.
+        self._places: dict[tuple[ActorId, str, int], tuple[MeetingPlace, Steps]] = {}
         # Set when an actor of this process is gone, for members that have asked.
         self._gone: dict[ActorId, asyncio.Event] = {}
         enlisted.on_told.append(self._told)
@@ -230,7 +231,7 @@ class MeetingPlaces:
         if standing.roster.epoch > joining.epoch:
             raise changed(joining.group, joining.epoch, standing.roster.epoch)
         place = MeetingPlace(self._process, joining.group, joining.size, self._ask_gone)
-        self._places[where] = place, joining.along
+        self._places[where] = place, joining.steps
         self._told(where[0])
         return place
 
@@ -249,7 +250,7 @@ class MeetingPlaces:
         standing = self._enlisted.find(actor)
         if standing is None:
             return
-        for where, (place, along) in list(self._places.items()):
+        for where, (place, steps) in list(self._places.items()):
             at, group, epoch = where
             if at != actor:
                 continue
@@ -257,7 +258,7 @@ class MeetingPlaces:
                 del self._places[where]
                 place.close(changed(group, epoch, standing.roster.epoch))
             elif epoch == standing.roster.epoch and standing.roster.is_complete:
-                roster, rank = standing.roster.along_all(standing.rank, along)
+                roster, rank = standing.roster.narrowed(standing.rank, steps)
                 place.watch(map(target_of_member, roster.members), but=rank)
 
     def _forgotten(self, actor: ActorId) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from aiodaft._protocol.groups.collective import meets_with_values, plan_of, results_of, star, values_of
 from aiodaft._protocol.groups.meeting import Coming
@@ -18,6 +18,9 @@ from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.serialization.small import encode_small
 from aiodaft.ref import Ref
+
+# A collective: its name, its root, and the lengths of parts.
+_What: TypeAlias = tuple[str, int, tuple[int, ...] | None]
 
 
 class MeetingValues:
@@ -52,22 +55,23 @@ class MeetingValues:
 
     def conclude(self, coming: Coming, size: int, op: Reducer, brought: Sequence[Brought]) -> list[Packed]:
         operation, root = cast("str", coming.terms["operation"]), cast("int", coming.terms["root"])
+        lengths = cast("tuple[int, ...] | None", coming.terms.get("lengths"))
         answers: list[Packed] = [None] * size
         if operation == "barrier":
             return answers
         given = [brought[rank] for rank in values_of(operation, size, root)]
         here = not callable(op) and all(isinstance(one.value, bytes | list) for one in given)
         work = self._compute if here else self._carry_out
-        results = work(operation, root, op, coming.title, given, [one.process for one in brought])
+        results = work((operation, root, lengths), op, coming.title, given, [one.process for one in brought])
         for rank, result in zip(results_of(operation, size, root), results, strict=True):
             answers[rank] = result
         return answers
 
     def _compute(
-        self, operation: str, root: int, op: Reducer, title: str, given: Sequence[Brought], places: Sequence[PeerId]
+        self, what: _What, op: Reducer, title: str, given: Sequence[Brought], places: Sequence[PeerId]
     ) -> list[Packed]:
-        size = len(places)
-        plan = plan_of(operation, size, root, 0, one_memory=True, elementwise=True)
+        (operation, root, lengths), size = what, len(places)
+        plan = plan_of(operation, size, root, 0, lengths, one_memory=True, elementwise=True)
         if operation == "all_reduce":
             plan = star(size)
         values = [self._given(cast("bytes | list[Any]", one.value)) for one in given]
@@ -85,8 +89,9 @@ class MeetingValues:
         return [encoded[id(result)] for result in results]
 
     def _carry_out(
-        self, operation: str, root: int, op: Reducer, title: str, given: Sequence[Brought], places: Sequence[PeerId]
+        self, what: _What, op: Reducer, title: str, given: Sequence[Brought], places: Sequence[PeerId]
     ) -> list[Opaque]:
+        operation, root, lengths = what
         refs = [
             one.value.content if isinstance(one.value, Opaque) else
             self._kept(self._given(cast("bytes | list[Any]", one.value)), title).content
@@ -96,9 +101,8 @@ class MeetingValues:
         members = Members(refs, [places[root], *places] if len(given) < len(places) else places)
         sizes = [one.nbytes for one in given if one.nbytes is not None]
         nbytes = max(sizes) if len(sizes) == len(given) else None
-        plan = plan_of(
-            operation, len(places), root, nbytes, one_memory=members.one_memory, elementwise=not callable(op)
-        )
+        as_far = {"one_memory": members.one_memory, "elementwise": not callable(op)}
+        plan = plan_of(operation, len(places), root, nbytes, lengths, **as_far)
         results = members.carry_out(plan, op, title)
         for result in results:
             # Members get the errors; one that is gone, or does not wait any more, does not.

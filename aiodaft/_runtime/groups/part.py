@@ -10,16 +10,13 @@ from zlib import crc32
 
 from aiodaft._protocol.groups.collective import values_of
 from aiodaft._protocol.groups.meeting import Coming
-from aiodaft._protocol.groups.roster import Roster
+from aiodaft._protocol.groups.roster import Roster, Steps
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.actors.enlisted import Standing
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.groups.arithmetic import Reducer, kind_of
 from aiodaft.exceptions import DaftError
-
-# Names the axes of `along`, one use of it after another.
-Along = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +27,27 @@ class Part:
         operation: The name of the collective.
         key: Tells it from others of the group.
         roster: The group, or the part of it.
-        along: The axes by which that is a part of the whole group.
+        steps: By which that is a part of the whole group.
         rank: The member.
         standing: Its place in the whole group.
         op: The reduction of values.
         root: The rank that alone has a value or gets a result, if that is so.
         timeout: Seconds that the others may be late.
+        lengths: Of `reduce_scatter`: the rows of each member. None: equal parts.
+        finish: Makes the result of the value that comes. It may take long.
     """
 
     operation: str
     key: Hashable
     roster: Roster[Any]
-    along: Along
+    steps: Steps
     rank: int
     standing: Standing
-    op: Reducer
-    root: int
-    timeout: float | None
+    op: Reducer = "sum"
+    root: int = 0
+    timeout: float | None = None
+    lengths: tuple[int, ...] | None = None
+    finish: Callable[[Any], Any] | None = None
 
     @property
     def label(self) -> str:
@@ -70,6 +71,8 @@ class Part:
             op = self.op
             terms["op"] = _name_of(op) if callable(op) else op
             terms["value"] = kind_of(value)
+        if self.lengths is not None:
+            terms["lengths"] = self.lengths
         return terms
 
     @property
@@ -86,7 +89,7 @@ class Joining:
         at: The actor where they meet.
         group: The name of the group, or of the part of it.
         epoch: Its epoch.
-        along: As in `Part`.
+        steps: As in `Part`.
         size: The number of members.
         coming: The member, and the meeting.
         timeout: As in `Part`.
@@ -96,7 +99,7 @@ class Joining:
     at: int
     group: str
     epoch: int
-    along: Along
+    steps: Steps
     size: int
     coming: Coming
     timeout: float | None

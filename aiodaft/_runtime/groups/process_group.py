@@ -20,24 +20,29 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from aiodaft._protocol.groups.block import Left, Others, torchrun_variables
+from aiodaft._protocol.groups.block import Left, Others, address_variables, torchrun_variables
+from aiodaft._protocol.groups.roster import Steps
 from aiodaft._protocol.ids import can_share_memory
 from aiodaft._runtime.actors.blocking import block_on
+from aiodaft._runtime.actors.enlisted import Standing
 from aiodaft._runtime.actors.hosted_actor import HostedActor, current_call
-from aiodaft._runtime.calls.call import Caller, Target
+from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.groups.blocks import NO_BLOCK, Begun, Blocks, blocks_of
+from aiodaft._runtime.groups.exchanges import Exchanges
 from aiodaft._runtime.groups.keyed import Keyed, belongs_to
-from aiodaft._runtime.groups.meeting_place import Whereabouts, whereabouts_of
+from aiodaft._runtime.groups.meeting_place import Whereabouts, target_of_member, whereabouts_of
 from aiodaft._runtime.groups.torch_sockets import TorchSockets
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.serialization.errors import add_note, copy_error
-from aiodaft.exceptions import DaftError
+from aiodaft.exceptions import CallCancelled, DaftError
 from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# The backend that is aiodaft's own.
+_OWN: Final = "aiodaft"
 _LOOPBACK: Final = "lo"
 # After a member is lost: seconds between two looks at the sockets that torch has opened, and the looks at which the
 # thread of the block may stand at one place.
@@ -52,24 +57,30 @@ _NOT_OF_TORCH: Final = sys.stdlib_module_names | {"aiodaft"}
 
 
 class Membership:
-    """One member's part in one block: comes, watches the others, and leaves."""
+    """One member's part in one block: comes, watches the others, and leaves.
 
-    def __init__(
-        self, caller: Caller, hosted: HostedActor, group: str, epoch: int, members: Sequence[Target], rank: int
-    ):
-        self.process = caller.process
-        self.members = members
-        self.rank = rank
-        self.size = len(members)
-        self.group = group
-        self.name = f"{hosted.name}, rank {rank} of {group}"
-        self.others = Others(group, [member.label for member in members])
-        with _in_need_of_descriptors(self):
-            self.sockets = TorchSockets(self.size)
-        self._caller = caller
+    Args:
+        hosted: The member.
+        standing: Its place in its group.
+        steps: By which the members in the block are a part of the group.
+    """
+
+    def __init__(self, hosted: HostedActor, standing: Standing, steps: Steps) -> None:
+        self.process = hosted._process
+        roster, self.rank = standing.roster.narrowed(standing.rank, steps)
+        self.members = [target_of_member(member) for member in roster.members]
+        self.size = roster.size
+        self.group = roster.id
+        self.name = f"{hosted.name}, rank {self.rank} of {self.group}"
+        self.others = Others(self.group, [member.label for member in self.members])
+        # Torch waits for its sockets, or for exchanges: a lost member ends these.
+        self.sockets: TorchSockets | None = None
+        self.exchanges: Exchanges | None = None
+        self._of = hosted, standing, steps
+        self._caller = self.process.part(Caller)
         # The members meet those of the same call of the group.
-        self._place = hosted.id, epoch, belongs_to()
-        self.blocks = caller.process.part(Blocks)
+        self._place = hosted.id, standing.roster.epoch, belongs_to(current_call.get())
+        self.blocks = self.process.part(Blocks)
         self._thread = threading.get_ident()
         self._places: Sequence[Whereabouts] = ()
         self._watching: list[asyncio.Task[None]] = []
@@ -90,6 +101,11 @@ class Membership:
         begun = await self._begin(self._come(patience))
         return begun.address
 
+    def open_exchanges(self) -> Exchanges:
+        """What the members of the block exchanges, when all have come."""
+        self.exchanges = Exchanges(*self._of, self._block)
+        return self.exchanges
+
     async def meet(self, patience: float) -> None:
         """Wait until all are as far as this. Raises as `Blocks.come` does."""
         await self._wait(self._gather("", patience) if self.rank == 0 else self._come(patience))
@@ -101,7 +117,7 @@ class Membership:
             await watching
             if self.others.lost is not None:
                 # Some have not left, and may ask later how this one has.
-                self.sockets.shut()
+                self._shut()
                 return
         self.blocks.forget(self._place[0], self._block)
 
@@ -116,7 +132,7 @@ class Membership:
         """Leave early, and let go of the others, in the thread of the block."""
         self.process.call_soon(partial(self._leave, how))
         # The loop may come to it when this member is out of the block, and breaks nothing then.
-        self.sockets.shut()
+        self._shut()
 
     def _leave(self, how: Left) -> None:
         if self._block != NO_BLOCK:
@@ -124,6 +140,8 @@ class Membership:
         self._break()
 
     def end(self) -> None:
+        if self.exchanges is not None:
+            self.exchanges.close()
         for task in (*self._watching, *([self._breaking] if self._breaking else [])):
             task.cancel()
 
@@ -208,8 +226,16 @@ class Membership:
                 self._waiting.cancel()
             self._break()
 
+    def _shut(self) -> None:
+        if self.sockets is not None:
+            self.sockets.shut()
+        if self.exchanges is not None:
+            self.exchanges.end(self.others.lost or CallCancelled(f"{self.name} leaves the process group by an error"))
+
     def _break(self) -> None:
-        if self._breaking is None:
+        if self.sockets is None:
+            self._shut()
+        elif self._breaking is None:
             self._breaking = self.process.tasks.create_task(
                 self._break_until_left(), name=f"break what waits for {self.group}"
             )
@@ -224,7 +250,7 @@ class Membership:
             self.abort()
         place, looks = None, 0
         while looks < _LOOKS:
-            self.sockets.shut()
+            self._shut()
             before, place = place, waits_at(self._thread)
             looks = looks + 1 if place is not None and place == before else 0
             await asyncio.sleep(_PAUSE)
@@ -255,9 +281,6 @@ def process_group(
     me, process = membership, membership.process
     if process.is_here:
         raise RuntimeError("process_group() is for `def` methods: torch.distributed would block the event loop")
-    if interface is None and not all(can_share_memory(process.id, member.remote) for member in me.members):
-        raise ValueError("the members are on several machines: name the network, process_group(interface='eth0')")
-    interface = interface or _LOOPBACK
     what = f"process_group() of {me.name}"
     inside = False
     with ExitStack() as stack:
@@ -268,18 +291,13 @@ def process_group(
         if call is not None:
             stack.enter_context(process.part(Keyed).ending(call, me.give_up))
         try:
-            store = _open_store(me, interface, patience, what)
-            processes = [member.remote for member in me.members]
-            variables = torchrun_variables(me.rank, processes, store.host, store.port, interface)
-            stack.enter_context(_environment(variables))
-            stack.callback(_destroy, me.blocks)
-            dist.init_process_group(
-                backend, store=store, rank=me.rank, world_size=me.size, timeout=timedelta(seconds=patience)
-            )
-            dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)
+            if backend == _OWN:
+                _open_own(me, stack, patience, what)
+            else:
+                _open_of_torch(me, stack, backend, interface, patience)
             # Those that are not as far would not hear of one that leaves.
             block_on(process, me.meet(patience), what)
-            if dist.get_backend() != "gloo":
+            if dist.get_backend() not in {"gloo", _OWN}:
                 # A wait on a GPU. With gloo, an operation that begins after an abort would wait for ever.
                 me.abort = dist.group.WORLD.abort
             inside = True
@@ -288,6 +306,9 @@ def process_group(
         except BaseException as error:
             failed = ConnectionError | RuntimeError if not inside else dist.DistError
             broken = isinstance(error, failed) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+            if me.exchanges is not None:
+                # torch may have put an error of its own in the place of that of an exchange.
+                broken = isinstance(error, DaftError) or me.exchanges.failed is not None
             if broken:
                 with suppress(asyncio.CancelledError, DaftError):
                     block_on(process, me.find_out(), what)
@@ -299,11 +320,44 @@ def process_group(
             raise
 
 
-def _open_store(me: Membership, interface: str, patience: float, what: str) -> Any:
+def _open_own(me: Membership, stack: ExitStack, patience: float, what: str) -> None:
+    """Have torch use the exchanges of aiodaft."""
+    from aiodaft._runtime.groups.torch_group import opened  # noqa: PLC0415 - torch is loaded by now
+
+    block_on(me.process, me.gather("", patience) if me.rank == 0 else me.come(patience), what)
+    variables = torchrun_variables(me.rank, [member.remote for member in me.members])
+    stack.enter_context(_environment(variables))
+    stack.enter_context(opened(me.open_exchanges(), me.rank, me.size))
+    stack.callback(_destroy, me.blocks)
+
+
+def _open_of_torch(
+    me: Membership, stack: ExitStack, backend: str | None, interface: str | None, patience: float
+) -> None:
+    """Have torch connect the members by its store, over a network."""
+    import torch.distributed  # noqa: PLC0415 - takes a second
+
+    dist: Any = torch.distributed
+    if interface is None and not all(can_share_memory(me.process.id, member.remote) for member in me.members):
+        raise ValueError("the members are on several machines: name the network, process_group(interface='eth0')")
+    interface = interface or _LOOPBACK
+    with _in_need_of_descriptors(me):
+        me.sockets = TorchSockets(me.size)
+    store = _open_store(me, me.sockets, interface, patience)
+    processes = [member.remote for member in me.members]
+    variables = torchrun_variables(me.rank, processes) | address_variables(store.host, store.port, interface)
+    stack.enter_context(_environment(variables))
+    stack.callback(_destroy, me.blocks)
+    dist.init_process_group(backend, store=store, rank=me.rank, world_size=me.size, timeout=timedelta(seconds=patience))
+    dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)
+
+
+def _open_store(me: Membership, sockets: TorchSockets, interface: str, patience: float) -> Any:
     """Come together at the store, which is at rank 0."""
+    what = f"process_group() of {me.name}"
     with _in_need_of_descriptors(me):
         if me.rank == 0:
-            return _serve_store(me, _ip_of(interface), patience, what)
+            return _serve_store(me, sockets, _ip_of(interface), patience, what)
         host, _, port = block_on(me.process, me.come(patience), what).rpartition(":")
         return _connect_store(host, int(port), me.size, patience)
 
@@ -318,13 +372,13 @@ def _in_need_of_descriptors(me: Membership) -> Generator[None]:
         raise
 
 
-def _serve_store(me: Membership, ip: str, patience: float, what: str) -> Any:
+def _serve_store(me: Membership, sockets: TorchSockets, ip: str, patience: float, what: str) -> Any:
     import torch.distributed  # noqa: PLC0415 - takes a second
 
     dist: Any = torch.distributed
     # A listener of torch is on all networks, and asks servers of names for each member that connects, one by one.
     with socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET) as listener:
-        port = me.sockets.store_port = listener.getsockname()[1]
+        port = sockets.store_port = listener.getsockname()[1]
         block_on(me.process, me.gather(f"{ip}:{port}", patience), what)
         return dist.TCPStore(
             ip,

@@ -1,0 +1,171 @@
+"""The exchanges of a member in one block: collectives and messages of all members, or of some, in any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+from aiodaft._protocol.groups.roster import Roster, Steps
+from aiodaft._runtime.actors.enlisted import Standing, changed
+from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, current_call
+from aiodaft._runtime.groups.arithmetic import Reducer
+from aiodaft._runtime.groups.inboxes import Inboxes, Mail
+from aiodaft._runtime.groups.keyed import Keyed
+from aiodaft._runtime.groups.meeting_place import target_of_member
+from aiodaft._runtime.groups.part import Part
+from aiodaft._runtime.serialization.errors import copy_error
+from aiodaft.exceptions import CallCancelled
+from aiodaft.ref import Ref
+
+# Makes the result of the values that come.
+Finish = Callable[[Any], Any]
+
+
+class Exchanges:
+    """The exchanges of one member in one block, and their end.
+
+    Args:
+        hosted: The member.
+        standing: Its place in its group.
+        steps: By which the members in the block are a part of the group.
+        block: The name of the block.
+    """
+
+    def __init__(self, hosted: HostedActor, standing: Standing, steps: Steps, block: str) -> None:
+        self.process = hosted._process
+        self.standing = standing
+        self.steps = steps
+        self.block = block
+        self.opened_in = current_call.get()
+        # The reason why nothing is exchanged any more; and the first error of an exchange.
+        self.over: Exception | None = None
+        self.failed: BaseException | None = None
+        self._under_way: WeakSet[Ref[Any]] = WeakSet()
+        self._mails: list[Mail] = []
+
+    def among(self, ranks: Sequence[int], name: str) -> Among:
+        """Exchanges of the members with these ranks; all of them use one name."""
+        everyone, _ = self.standing.roster.narrowed(self.standing.rank, self.steps)
+        whole = tuple(ranks) == tuple(range(everyone.size))
+        return Among(self, self.steps if whole else (*self.steps, tuple(ranks)), f"{name} of {self.block}")
+
+    def check_open(self) -> None:
+        """Raise the reason why nothing is exchanged any more, if there is one."""
+        if self.over is not None:
+            raise copy_error(self.over)
+
+    def begun(self, ref: Ref[Any]) -> Ref[Any]:
+        """Have a result end with the block."""
+        self._under_way.add(ref)
+        if self.over is not None:
+            ref.cancel(str(self.over))
+        return ref
+
+    def mailing(self, mail: Mail) -> Mail:
+        """Have the messages of a member end with the block."""
+        self._mails.append(mail)
+        return mail
+
+    def reason(self, error: BaseException) -> BaseException:
+        """Note that an exchange has failed; returns the reason."""
+        if self.over is not None:
+            return copy_error(self.over)
+        self.failed = self.failed or error
+        return error
+
+    def end(self, why: Exception) -> None:
+        """End all exchanges, those under way and later ones, in any thread."""
+        self.over = self.over or why
+        for ref in list(self._under_way):
+            ref.cancel(str(why))
+
+    def close(self) -> None:
+        """The block is over, on the loop."""
+        closed = CallCancelled(f"the block {self.block} is over")
+        self.end(closed)
+        for mail in self._mails:
+            mail.close(closed)
+
+
+class Among:
+    """The exchanges of some members in a block, one of them this one.
+
+    Args:
+        exchanges: The exchanges of the block.
+        steps: By which they are a part of the group.
+        key: Tells these exchanges from all others of the group.
+    """
+
+    def __init__(self, exchanges: Exchanges, steps: Steps, key: str) -> None:
+        self.exchanges = exchanges
+        self._steps = steps
+        self._key = key
+        self._roster: Roster[Any]
+        self._roster, self.rank = exchanges.standing.roster.narrowed(exchanges.standing.rank, steps)
+        self._keyed = exchanges.process.part(Keyed)
+        self._mail: Mail | None = None
+
+    def begin(
+        self,
+        operation: str,
+        value: Any,
+        finish: Finish,
+        op: Reducer = "sum",
+        root: int = 0,
+        lengths: tuple[int, ...] | None = None,
+    ) -> Ref[Any]:
+        """Begin a collective of the name; those of all members meet in their order."""
+        exchanges = self.exchanges
+        exchanges.check_open()
+        if not exchanges.standing.is_current:
+            raise changed(self._roster.id, self._roster.epoch, what=f"this {operation}")
+        part = Part(
+            operation,
+            self._key,
+            self._roster,
+            self._steps,
+            self.rank,
+            exchanges.standing,
+            op,
+            root,
+            None,
+            lengths,
+            finish,
+        )
+        return exchanges.begun(self._keyed.begin(part, value, self._call(), None))
+
+    def send(self, value: Any, to: int, tag: int) -> Ref[None]:
+        """Send a message."""
+        return self._post("isend", partial(self._mailing().send, value, to, tag))
+
+    def recv(self, source: int | None, tag: int, finish: Finish) -> Ref[int]:
+        """Receive a message; the ref gives the rank of its sender."""
+        mail = self._mailing()
+
+        async def rank() -> int | None:
+            message, sender = await mail.receive(source, tag)
+            finish(message.value)
+            return sender
+
+        return self._post("irecv", rank)
+
+    def _post(self, operation: str, what: Callable[[], Any]) -> Ref[Any]:
+        self.exchanges.check_open()
+        return self.exchanges.begun(self._mailing().begin(operation, what, self._call()))
+
+    def _mailing(self) -> Mail:
+        if self._mail is None:
+            targets = [target_of_member(member) for member in self._roster.members]
+            inboxes = self.exchanges.process.part(Inboxes)
+            # An inbox of its own: the code of a member never receives one of these messages.
+            self._mail = self.exchanges.mailing(
+                Mail(inboxes, f"{self._roster.id} in {self._key}", targets, self.rank, by_calls=False)
+            )
+        return self._mail
+
+    def _call(self) -> InboundCall | None:
+        """The call with which an exchange ends; in other threads, that in which the block was opened."""
+        call = current_call.get() or self.exchanges.opened_in
+        return None if call is None or call.answered else call

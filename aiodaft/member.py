@@ -174,10 +174,11 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         one place in C code (of torch, or called by the block itself) and uses no CPU.
 
         Args:
-            backend: "gloo", "nccl" or another backend of torch; None lets torch choose: "nccl" where it finds a GPU.
-                For tensors of both the GPU and the CPU it is "cpu:gloo,cuda:nccl".
+            backend: "aiodaft": collectives and messages of this group, for tensors of the CPU, without store and port,
+                and in its failures as they are; "gloo", "nccl" or another backend of torch; None lets torch choose:
+                "nccl" where it finds a GPU. For tensors of both the GPU and the CPU it is "cpu:gloo,cuda:nccl".
             interface: The network interface, such as "eth0", if the members are on several machines. torch neither
-                authenticates nor encrypts its traffic. On one machine nothing leaves it.
+                authenticates nor encrypts its traffic. On one machine nothing leaves it. Not used for "aiodaft".
             patience: Seconds that the other members have to come.
 
         Raises:

@@ -41,7 +41,7 @@ class TorchGroup(dist.ProcessGroup):  # type: ignore[misc]  # without types
     """A process group, or a part of one by `new_group`.
 
     Args:
-        among: What its members exchanges.
+        among: Those of the block.
         size: Their number.
         name: The name that torch gives it.
         executor: See `Handle`.
@@ -236,7 +236,7 @@ class Groups:
     """Makes the process groups of one block.
 
     Args:
-        exchanges: What its members exchanges.
+        exchanges: Those of the block.
     """
 
     def __init__(self, exchanges: Exchanges) -> None:

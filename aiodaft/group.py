@@ -128,8 +128,8 @@ class Group(Generic[ActorT]):
 
         If one of the calls fails, the others take part in no collective of `current_group` any more.
         """
-        spec = self._spec(m)
-        return self._call_all([(unit, args) for unit in self._seats()], spec, kwargs)
+        spec, (roster, units) = self._spec(m), self._seated()
+        return self._call_all(roster, [(unit, args) for unit in units], spec, kwargs)
 
     def each(self, m: Sig[Concatenate[A0, P1], R], a0: Items[A0], /, *args: P1.args, **kwargs: P1.kwargs) -> Refs[R]:
         """Call a method of every member, with one item each as its first argument.
@@ -137,11 +137,12 @@ class Group(Generic[ActorT]):
         Raises:
             ValueError: The number of items differs from that of members; no call was made.
         """
-        spec, units = self._spec(m), self._seats()
+        spec, (roster, units) = self._spec(m), self._seated()
         items = list(_plain_items(a0, spec))
         if len(items) != len(units):
             raise ValueError(f"{spec.label}: {len(items)} items for {len(units)} members")
-        return self._call_all([(unit, (item, *args)) for unit, item in zip(units, items, strict=True)], spec, kwargs)
+        calls = [(unit, (item, *args)) for unit, item in zip(units, items, strict=True)]
+        return self._call_all(roster, calls, spec, kwargs)
 
     def split(self, m: Sig[Concatenate[A0, P1], R], a0: A0, /, *args: P1.args, **kwargs: P1.kwargs) -> Refs[R]:
         """Call a method of every member, with a contiguous part each of a batch as its first argument.
@@ -158,14 +159,16 @@ class Group(Generic[ActorT]):
             TypeError: The batch has no length or slices; no call was made.
             ValueError: The group has no members.
         """
-        spec, units, batch = self._spec(m), self._some_seats(), cast("Any", a0)
+        spec, (roster, units), batch = self._spec(m), self._seated(), cast("Any", a0)
+        _check_some(units)
         try:
             parts = [batch[share] for share in even_shares(len(batch), len(units))]
         except (TypeError, KeyError) as error:
             raise TypeError(
                 f"{spec.label}: {type(batch).__name__} cannot be split into slices; use `each` with one item per member"
             ) from error
-        return self._call_all([(unit, (part, *args)) for unit, part in zip(units, parts, strict=True)], spec, kwargs)
+        calls = [(unit, (part, *args)) for unit, part in zip(units, parts, strict=True)]
+        return self._call_all(roster, calls, spec, kwargs)
 
     @overload
     def any(self, m: Sig[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
@@ -502,6 +505,10 @@ class Group(Generic[ActorT]):
 
     def _seats(self) -> list[Unit]:
         """The receivers of one item of `each`: the members, or those of a view that are called as one."""
+        return self._seated()[1]
+
+    def _seated(self) -> tuple[Roster[Any], list[Unit]]:
+        """The same, with the members of the group."""
         roster = self._roster
         known, units = self._units
         if known is not roster:
@@ -512,23 +519,23 @@ class Group(Generic[ActorT]):
                 leads = [(rank, ()) for rank in range(len(targets))]
             units = [Unit(rank, targets[rank], tuple(targets[other] for other in others)) for rank, others in leads]
             self._units = roster, units
-        return units
-
-    def _some_seats(self) -> list[Unit]:
-        units = self._seats()
-        if not units:
-            raise ValueError("the group has no members")
-        return units
+        return roster, units
 
     def _choose(self, full: Collection[CallTarget] = ()) -> Unit:
-        return self._calls.choose(self._some_seats(), self._view.policy, full)
+        units = self._seats()
+        _check_some(units)
+        return self._calls.choose(units, self._view.policy, full)
 
     def _call_all(
-        self, calls: Sequence[tuple[Unit, tuple[Any, ...]]], spec: MethodSpec, kwargs: dict[str, Any]
+        self,
+        roster: Roster[Any],
+        calls: Sequence[tuple[Unit, tuple[Any, ...]]],
+        spec: MethodSpec,
+        kwargs: dict[str, Any],
     ) -> Refs[Any]:
         whole = self if self._of is None else self._of
         # The members of a slice may meet the rest of the group in collectives.
-        return self._calls.call_all(calls, spec, kwargs, meet=whole._is_whole)
+        return self._calls.call_all(calls, spec, kwargs, roster if whole._is_whole else None)
 
 
 @builder
@@ -546,6 +553,11 @@ def _view_of(
 ) -> Group[ActorT]:
     view = group.along(*along, result=places) if along else group
     return view.with_policy(policy or fewest_in_flight)
+
+
+def _check_some(units: Sequence[Unit]) -> None:
+    if not units:
+        raise ValueError("the group has no members")
 
 
 def _plain_items(items: Any, spec: MethodSpec) -> Iterable[Any]:

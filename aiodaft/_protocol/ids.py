@@ -26,11 +26,15 @@ BLOCKS: Final = ActorId(8)
 INBOXES: Final = ActorId(9)
 KEYED: Final = ActorId(10)
 PLANNING: Final = ActorId(11)
+TURNS: Final = ActorId(12)
 FIRST_USER_ACTOR: Final = ActorId(16)
 
 _EPOCH_SHIFT: Final = 32
 # In the id of a call of a group: the field with the number of bits that the number of the member takes.
 _WIDTH_BITS: Final = 5
+# Beside these bits: the roster of the group that was called.
+_ROSTERS: Final = 15
+_TAIL_BITS: Final = _WIDTH_BITS + 4
 _UPPER_HALF: Final = 1 << 31
 
 
@@ -77,20 +81,31 @@ def epoch_of(actor: ActorId) -> int:
     return actor >> _EPOCH_SHIFT
 
 
-def sibling_ids(serial: CallId, count: int) -> Sequence[CallId]:
+def sibling_ids(serial: CallId, count: int, roster: int = 0) -> Sequence[CallId]:
     """The ids of the calls of one call of a group, which is told from others by a number that is its own.
 
-    So each of them says which call of the group it belongs to, and no message has to.
+    So each of them says which call of the group it belongs to, and no message has to. `roster`: see `roster_of`.
     """
     width = (count - 1).bit_length()
-    # Each is, with the sign turned: the serial number, that of the member, and how many bits the latter takes.
-    first = serial << width + _WIDTH_BITS | width
-    return cast("Sequence[CallId]", range(-first, -first - (count << _WIDTH_BITS), -1 << _WIDTH_BITS))
+    # Each is, with the sign turned: the serial number, that of the member, the roster, and how many bits the number of
+    # the member takes.
+    first = serial << width + _TAIL_BITS | roster << _WIDTH_BITS | width
+    return cast("Sequence[CallId]", range(-first, -first - (count << _TAIL_BITS), -1 << _TAIL_BITS))
+
+
+def roster_at(epoch: int) -> int:
+    """Tells the members of a group at one epoch from those of the epochs near it; never 0."""
+    return 1 + epoch % _ROSTERS
+
+
+def roster_of(call: CallId) -> int:
+    """`roster_at` the epoch of a call of all members whose method runs one at a time; 0 for another call."""
+    return 0 if call >= 0 else -call >> _WIDTH_BITS & (1 << _TAIL_BITS - _WIDTH_BITS) - 1
 
 
 def serial_of(call: CallId) -> int:
     """The place of a call in the order in which its process makes calls: one place for the calls of a group's call."""
-    return call if call >= 0 else -call >> _WIDTH_BITS + (-call & (1 << _WIDTH_BITS) - 1)
+    return call if call >= 0 else -call >> _TAIL_BITS + (-call & (1 << _WIDTH_BITS) - 1)
 
 
 def group_call_of(caller: PeerId, call: CallId) -> tuple[PeerId, int] | None:

@@ -21,6 +21,7 @@ from aiodaft._protocol.ids import (
     PLANNING,
     RESHARDING,
     SUPERVISOR,
+    TURNS,
     ActorId,
     CallId,
     PeerId,
@@ -56,6 +57,7 @@ from aiodaft._runtime.groups.inboxes import Inboxes
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.groups.planning import PLANS, Planning
 from aiodaft._runtime.groups.resharding import Resharding
+from aiodaft._runtime.groups.turns import TurnKeeper
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
@@ -133,6 +135,9 @@ class Peer:
         planning = Planning(self.caller, enlisted, keyed)
         process.provide(Planning, planning)
         self.add_actor(PLANNING, PLANS, planning)
+        self.turns = TurnKeeper(self.caller, self.host, enlisted)
+        self.host.gate_for = self.turns.gate_for
+        self.add_actor(TURNS, "turns of calls", self.turns)
 
     # Actors.
 
@@ -222,6 +227,7 @@ class Peer:
         self.channels.peer_lost(remote, leaving_of(connection))
         self.refs.peer_lost(remote)
         self.transfer.relays.connection_lost(remote)
+        self.turns.connection_lost(remote)
 
     def connection_explained(self, connection: Connection, error: DaftError) -> None:
         self.replies.connection_lost(connection, error)

@@ -11,6 +11,8 @@ from aiodaft._protocol.ids import (
     CallId,
     PeerId,
     group_call_of,
+    roster_at,
+    roster_of,
     serial_of,
     sibling_ids,
 )
@@ -26,7 +28,8 @@ def test_the_ids_of_the_calls_of_a_group_say_that_they_belong_together() -> None
     caller, seen = PeerId("controller"), set[CallId]()
     for serial in (1, 2, 3, 1 << 30):
         for count in (1, 2, 3, 4, 5, 64, 65, 1000):
-            numbers = sibling_ids(CallId(serial * 10_000 + count), count)
+            numbers = sibling_ids(CallId(serial * 10_000 + count), count, roster_at(count))
+            assert {roster_of(number) for number in numbers} == {roster_at(count)} != {0}
             assert len(numbers) == count
             assert seen.isdisjoint(numbers)
             seen.update(numbers)
@@ -37,3 +40,5 @@ def test_the_ids_of_the_calls_of_a_group_say_that_they_belong_together() -> None
     assert [serial_of(CallId(number)) for number in (0, 7)] == [0, 7]
     assert group_call_of(caller, CallId(0)) is group_call_of(caller, CallId(7)) is None
     assert not sibling_ids(CallId(1), 0)
+    assert roster_of(CallId(7)) == roster_of(sibling_ids(CallId(1), 2)[1]) == 0
+    assert len({roster_at(epoch) for epoch in range(1, 16)}) == 15

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
 from aiodaft._protocol.calls.call import FETCHING, QUEUED, WITHDRAWN, Stage
-from aiodaft._protocol.calls.mailbox import BoundedMailbox, Mailbox, Rules, check_concurrency, check_max_queue
+from aiodaft._protocol.calls.mailbox import BoundedMailbox, Gate, Mailbox, Rules, check_concurrency, check_max_queue
 from aiodaft._protocol.ids import PeerId
 
 _numbers: Final = count(1)
@@ -25,6 +25,7 @@ class Call:
     behind: bool = False
     begun: bool = False
     last_begun: bool = False
+    gate: Gate[Any] | None = None
     # Shown when a test fails.
     number: int = field(default_factory=lambda: next(_numbers))
 
@@ -89,6 +90,40 @@ def test_unordered_calls_that_wait_for_arguments_are_not_looked_at_again_and_aga
         assert mailbox.take_ready(one)
         assert not mailbox.finished(one)
     assert not mailbox.holds_some
+
+
+@dataclass
+class Doors:
+    """Lets in the calls that it is told to."""
+
+    open: set[int] = field(default_factory=set[int])
+    asked: list[int] = field(default_factory=list[int])
+    began_: list[int] = field(default_factory=list[int])
+
+    def admits(self, entry: Call) -> bool:
+        if entry.number not in self.asked:
+            self.asked.append(entry.number)
+        return entry.number in self.open
+
+    def began(self, entry: Call) -> None:
+        self.began_.append(entry.number)
+
+
+def test_a_gate_decides_about_the_first_calls_of_a_caller_and_holds_up_no_other_caller() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    doors = Doors()
+    first, second, plain, third = (call("a", on_thread=True) for _ in range(4))
+    for one in first, second, third:
+        one.gate = doors
+    kept(mailbox, first, second, plain, third)
+    started(mailbox, call("b", on_thread=True))
+    # Not the one behind a call without a gate.
+    assert doors.asked == [first.number, second.number]
+    doors.open = {second.number}
+    assert [*mailbox.startable()] == [second]
+    doors.open |= {first.number, third.number}
+    assert [*mailbox.startable()] == [first, plain, third]
+    assert doors.began_ == [second.number, first.number, third.number]
 
 
 def test_an_unordered_call_that_is_ready_waits_for_a_place() -> None:

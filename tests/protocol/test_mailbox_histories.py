@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from aiodaft._protocol.calls.call import FETCHING, QUEUED, WITHDRAWN, Stage
-from aiodaft._protocol.calls.mailbox import Mailbox, Rules
+from aiodaft._protocol.calls.mailbox import Gate, Mailbox, Rules
 from aiodaft._protocol.ids import PeerId
 
 _METHODS: Final = [
@@ -36,6 +36,7 @@ class Call:
     behind: bool = False
     begun: bool = False
     last_begun: bool = False
+    gate: Gate[Any] | None = None
     started: bool = False
     ended: bool = False
 

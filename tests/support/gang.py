@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
 import aiodaft
 from aiodaft import Actor, Group, method
@@ -19,6 +21,15 @@ class Gang(Actor):
         total: int = await aiodaft.current_group().all_reduce(x, key="k")
         return total
 
+    @method(concurrency=1, ordered=False)
+    async def step_in_any_order(self, x: int) -> int:
+        total: int = await aiodaft.current_group().all_reduce(x, key="k")
+        return total
+
+    @method
+    def alone(self, x: int) -> int:
+        return x
+
     @method(concurrency=1)
     async def step_after_asking(self) -> None:
         """The second member first asks the first one, which waits for it."""
@@ -29,6 +40,10 @@ class Gang(Actor):
 
     @method(ordered=False)
     async def ping(self) -> None: ...
+
+    @method(ordered=False)
+    async def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Other(Actor):
@@ -44,6 +59,34 @@ class Other(Actor):
         await group[-1].ping()
         self.is_sent.set()
         return await refs
+
+    @method
+    async def follow(self, group: Group[Gang], epoch: int) -> None:
+        """Wait until the change of the group has come here."""
+        while group.epoch < epoch:
+            await asyncio.sleep(0)
+
+    @method
+    async def drive_each(self, group: Group[Gang], holder: Other) -> list[int]:
+        refs = group.each(Gang.alone, [1, holder.held(2)])
+        await group[0].ping()
+        self.is_sent.set()
+        return await refs
+
+    @method
+    async def drive_often(self, group: Group[Gang], name: str, rounds: int) -> int:
+        """The sum of all results."""
+        return sum([sum(await group.all(getattr(Gang, name), 10)) for _ in range(rounds)])
+
+    @method(ordered=False)
+    async def drive_without_waiting(self, group: Group[Gang], name: str, rounds: int) -> int:
+        refs = [group.all(getattr(Gang, name), 10) for _ in range(rounds)]
+        return sum([sum(await one) for one in refs])
+
+    @method
+    def drive_from_thread(self, group: Group[Gang], name: str, rounds: int) -> int:
+        refs = [group.all(getattr(Gang, name), 10) for _ in range(rounds)]
+        return sum(one.result() for refs in refs for one in refs)
 
     @method(ordered=False)
     async def sent(self) -> None:

@@ -15,7 +15,7 @@ loop withdraws it, so each of them first has to claim the call.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 
 class Stage(Enum):
@@ -95,6 +95,8 @@ class Life:
     # `begun`: its first line has run. `last_begun`: the first line of the last step of a segment has run.
     begun = False
     last_begun = False
+    # See `Gate` of the mailbox.
+    gate: Any = None
     # Its caller has cancelled it, and drops its result.
     dropped = False
     # On the loop's clock.

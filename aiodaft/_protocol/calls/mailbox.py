@@ -6,6 +6,8 @@ arguments. Different callers do not block each other. `ordered=False` opts out.
 `def` methods run on the actor's one thread, `async def` methods on the loop; each of the two begins its calls in
 order. If two successive calls of a caller run on different ones, the later call waits until the earlier one has begun.
 A call after a segment (see `Rules.segment`) waits until the last call of the segment has begun.
+
+A call with a `Gate` also waits for that. The gate decides about the order of such calls of a caller that come in a row.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from itertools import islice
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from aiodaft._protocol.calls.call import GONE, QUEUED, Stage
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.numbers import is_count
+
+EntryT_contra = TypeVar("EntryT_contra", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,17 @@ class Rules:
     segment: bool = False
 
 
+class Gate(Protocol[EntryT_contra]):
+    """Says when calls may start that could do so otherwise."""
+
+    def admits(self, entry: EntryT_contra, /) -> bool:
+        """Whether it may start now; if not, the user of the mailbox asks for `startable` once it may."""
+        ...
+
+    def began(self, entry: EntryT_contra, /) -> None:
+        """It starts."""
+
+
 class Entry(Protocol):
     """The part of a call that the mailbox uses."""
 
@@ -44,9 +60,13 @@ class Entry(Protocol):
     behind: bool
     begun: bool
     last_begun: bool
+    gate: Gate[Any] | None
 
 
 EntryT = TypeVar("EntryT", bound=Entry)
+
+# The calls in a row whose gates are asked: so many are on their way at the same time.
+_ASKED_AT_ONCE: Final = 32
 
 
 class Mailbox(Generic[EntryT]):
@@ -81,6 +101,7 @@ class Mailbox(Generic[EntryT]):
             rules.ordered
             and rules.concurrency is None
             and entry.stage is QUEUED
+            and entry.gate is None
             and not (self._lanes or caller in self._last)
         ):
             # `_may_start` and `_start` for the usual case: there is no call to wait for.
@@ -96,6 +117,9 @@ class Mailbox(Generic[EntryT]):
             self._lanes[caller] = deque([entry])
         else:
             lane.append(entry)
+            if entry.gate is not None:
+                # It is asked early; whether the call may start, `startable` finds.
+                _let_gates_decide(lane)
         return False
 
     def take_ready(self, entry: EntryT) -> bool:
@@ -132,6 +156,7 @@ class Mailbox(Generic[EntryT]):
         """
         self.watching = False
         for caller, lane in list(self._lanes.items()):
+            _let_gates_decide(lane)
             first = lane[0]
             while lane and (lane[0].stage in GONE or self._may_start(lane[0])):
                 entry = lane.popleft()
@@ -197,14 +222,13 @@ class Mailbox(Generic[EntryT]):
             return False
         if rules.concurrency is not None and self._running[rules.name] >= rules.concurrency:
             return False
-        if not rules.ordered:
-            return True
-        last = self._has_to_follow(entry)
-        if last is None:
-            return True
-        # First set the flag, then look: otherwise a call that begins in between would go unnoticed.
-        self.watching = True
-        return _has_begun(last)
+        last = self._has_to_follow(entry) if rules.ordered else None
+        if last is not None:
+            # First set the flag, then look: otherwise a call that begins in between would go unnoticed.
+            self.watching = True
+            if not _has_begun(last):
+                return False
+        return entry.gate is None or entry.gate.admits(entry)
 
     def _has_to_follow(self, entry: EntryT) -> EntryT | None:
         """The last started call of the same caller, if that has to begin before an ordered one starts."""
@@ -222,6 +246,22 @@ class Mailbox(Generic[EntryT]):
             self._last[entry.caller] = entry
         if rules.concurrency is not None:
             self._running[rules.name] += 1
+        if entry.gate is not None:
+            entry.gate.began(entry)
+
+
+def _let_gates_decide(lane: deque[EntryT]) -> None:
+    """Ask the gates of the first calls of a lane, and put the first one that may start before the others."""
+    for index, entry in enumerate(islice(lane, _ASKED_AT_ONCE)):
+        if entry.stage in GONE:
+            continue
+        if entry.gate is None or entry.stage is not QUEUED:
+            return
+        if entry.gate.admits(entry):
+            if index:
+                del lane[index]
+                lane.appendleft(entry)
+            return
 
 
 def _has_begun(entry: Entry) -> bool:

@@ -177,6 +177,8 @@ class Shared:
         self.suspect: Callable[[HostedActor], object] = lambda hosted: None
         # Called with a begun call that is cancelled, and why, or with one that has failed, and None.
         self.on_undone: Callable[[InboundCall, DaftError | None], object] = lambda call, why: None
+        # The gate of a call of a group, if it has one.
+        self.gate_for: Callable[[InboundCall], Any] = lambda call: None
         # Called with the name and the epoch of the first actor of a program, before that is made.
         self.on_first: Callable[[str, int], object] = lambda name, epoch: None
         # Called when a method raised SystemExit or KeyboardInterrupt.
@@ -247,6 +249,8 @@ class HostedActor:
             return
         if call.deadline is not None:
             call.timer = self._process.loop.call_at(call.deadline, self._expire, call)
+        if call.number < 0:
+            call.gate = self._shared.gate_for(call)
         if self.mailbox.arrive(call):
             self._start(call, at_once=True)
         else:
@@ -457,6 +461,8 @@ class HostedActor:
             # Later, in order: calls that were started before it may not have begun either.
             self._process.loop.call_soon(self._end_unbegun, call)
         elif waits:
+            if call.gate is not None:
+                call.gate.left(call)
             self.look_again()
 
     def _end_unbegun(self, call: InboundCall) -> None:
@@ -525,6 +531,8 @@ class HostedActor:
                 call.kwargs = {}
             if call.timer is not None:
                 call.timer.cancel()
+            if call.gate is not None:
+                call.gate.left(call)
             if self.mailbox.finished(call):
                 self.look_again()
             if self._idle is not None and not self.running:

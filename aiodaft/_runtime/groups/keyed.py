@@ -214,6 +214,9 @@ class Keyed(Actor):
         call = self._find_call(serving().caller, CallId(number))
         if call is not None:
             self.withdraw(call, why)
+            if not call.begun:
+                # It does not wait for its turn any more.
+                call.hosted.look_again()
         return call is not None
 
     @method(ordered=False)

@@ -7,7 +7,9 @@ from functools import partial
 from itertools import count, islice, repeat
 from typing import Any, Final, NamedTuple
 
-from aiodaft._protocol.ids import CallId
+from aiodaft._protocol.groups.roster import Roster
+from aiodaft._protocol.groups.turns import runs_in_turn
+from aiodaft._protocol.ids import CallId, roster_at
 from aiodaft._runtime.groups import siblings
 from aiodaft.actor import CallTarget
 from aiodaft.methods import MethodSpec
@@ -72,11 +74,18 @@ class MemberCalls:
         return free[policy(loads)]
 
     def call_all(
-        self, calls: Sequence[tuple[Unit, tuple[Any, ...]]], spec: MethodSpec, kwargs: dict[str, Any], *, meet: bool
+        self,
+        calls: Sequence[tuple[Unit, tuple[Any, ...]]],
+        spec: MethodSpec,
+        kwargs: dict[str, Any],
+        roster: Roster[Any] | None,
     ) -> Refs[Any]:
-        """Call several units, with their arguments; `meet` if their members meet each other in collectives."""
+        """Call several units, with their arguments; `roster`: of their group, if its members meet in collectives."""
         each = [(target, args) for unit, args in calls for target in (unit.target, *unit.others)]
-        numbers = siblings.numbers(each[0][0], len(each)) if calls and meet else _ALONE
+        numbers = _ALONE
+        if calls and roster is not None:
+            in_turn = runs_in_turn(spec.rules) and len(each) == roster.size > 1
+            numbers = siblings.numbers(each[0][0], len(each), roster_at(roster.epoch) if in_turn else 0)
         refs = self._make(each, spec, kwargs, numbers)
         siblings.join(refs)
         made = iter(refs)

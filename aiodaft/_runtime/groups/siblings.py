@@ -29,9 +29,9 @@ _LONGEST_PAUSE: Final = 0.5
 Say: TypeAlias = Callable[[Keyed, CallId], Ref[bool]]
 
 
-def numbers(first: CallTarget, count: int) -> Iterator[CallId | None]:
-    """The ids of the calls that one call of a group makes; `first` is the target of one."""
-    return iter(sibling_ids(cast("Target", first).caller.next_number(), count))
+def numbers(first: CallTarget, count: int, roster: int = 0) -> Iterator[CallId | None]:
+    """The ids of the calls that one call of a group makes; `first` is the target of one; `roster`: see `roster_of`."""
+    return iter(sibling_ids(cast("Target", first).caller.next_number(), count, roster))
 
 
 def join(refs: Sequence[Ref[Any]]) -> None:

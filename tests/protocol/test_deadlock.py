@@ -63,6 +63,16 @@ def test_a_call_of_a_group_is_as_young_as_its_serial_says(serial: int, is_younge
     assert deadlock.victim == (member if is_younger else alone)
 
 
+def test_a_strand_of_a_graph_is_older_than_any_call() -> None:
+    alone, strand = call(7), call(-1 - (1 << 60))._replace(within=(1, 2))
+    known = {
+        alone: replace(waiting(begun=False), on=(strand,)),
+        strand: replace(waiting(begun=False), on=(alone,)),
+    }
+    (deadlock,) = run(Search([strand]), known.__getitem__)
+    assert deadlock.victim == alone
+
+
 def test_none_of_the_runtimes_own_calls_is_given_up() -> None:
     known = {call(1): waiting(2), call(2): replace(waiting(1), own=True, reason=Reason.MEETS)}
     (deadlock,) = run(Search([call(2)]), known.__getitem__)

@@ -34,7 +34,8 @@ _MOST_CALLS: Final = 1_000
 class CallAt(NamedTuple):
     """A call: the process that runs it, the process that made it, and its number there.
 
-    With `member`, this actor's part of a call of its group, or of a run of a graph: its calls within that.
+    With `member`, this actor's part of a call of its group, or of a run of a graph: its calls within that. With
+    `within` alone, a strand of a graph in a run.
     """
 
     host: PeerId
@@ -239,7 +240,9 @@ def _cycle_of(knot: set[CallAt], stuck: dict[CallAt, Waiting]) -> Deadlock:
     """The shortest cycle through the call of a knot that is to be given up."""
 
     def weight(call: CallAt) -> tuple[bool, bool, int, PeerId, CallId]:
-        return not stuck[call].begun, not stuck[call].own, serial_of(call.number), call.owner, call.number
+        # The number of a strand is none in the order of its owner's calls: those are younger.
+        serial = call.number if call.within else serial_of(call.number)
+        return not stuck[call].begun, not stuck[call].own, serial, call.owner, call.number
 
     victim = max(knot, key=weight)
     came_from: dict[CallAt, CallAt] = {}

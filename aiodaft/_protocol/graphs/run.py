@@ -309,7 +309,7 @@ class Needs:
         plan = self.plan
         process = next((process for process, values in plan.receives.items() if value in values), plan.process)
         number = -1 - ((self._graph << _RUN_BITS | run) << _VALUE_BITS | value)
-        return CallAt(process, self._owner, CallId(number))
+        return CallAt(process, self._owner, CallId(number), within=(self._graph, run))
 
     def strand_with(self, number: CallId, run: int, outputs: Sequence[CallId]) -> int | None:
         """The strand of this process that has a number in a run, or makes the output with this number."""

@@ -301,6 +301,14 @@ async def test_a_thread_cannot_be_interrupted_but_its_result_is_dropped(rt: aiod
         await ref
     assert caught.value.executed is None
     assert (await abandoned(rt, sleeper, 1)).running == ("Sleeper.block",)
+    behind = sleeper.block(20)
+    behind.cancel()
+    way_out = "started: Sleeper.block, which was given up, still has the thread of the actor; `rt.kill` ends it"
+    with pytest.raises(aiodaft.CallCancelled, match=way_out):
+        await behind
+    with pytest.raises(aiodaft.DeadlineExceeded, match=way_out):
+        async with aiodaft.deadline(0.05):
+            await sleeper.block(20)
     await sleeper.unblock()
     await abandoned(rt, sleeper, 0)
     next_one = sleeper.block(20)

@@ -402,7 +402,7 @@ class HostedActor:
 
     def cancel(self, call: InboundCall) -> None:
         what = f"{call.label} of {self.name} was cancelled"
-        self.give_up(call, CallCancelled(f"{what} before it started", executed=False))
+        self.give_up(call, CallCancelled(f"{what} before it started{self._thread_kept_by(call)}", executed=False))
         if call.stage is CANCELLED and call.rules.on_thread:
             runs_on = "it runs on, because a thread cannot be interrupted, and its result is dropped"
             call.responder.fail(call, CallCancelled(f"{what}; {runs_on}"), executed=None)
@@ -411,6 +411,13 @@ class HostedActor:
         """Interrupt a call, unless this was done before. A call that has not begun fails at once with this error."""
         if call.stage in WANTED and not self._interrupt(call):
             call.responder.fail(call, why, executed=False)
+
+    def _thread_kept_by(self, call: InboundCall) -> str:
+        """The call that was given up and that another one waits for, with the way out; "" if there is none."""
+        kept_by = next((other for other in self.abandoned if other.rules.on_thread), None)
+        if kept_by is None or not call.rules.on_thread:
+            return ""
+        return f": {kept_by.label}, which was given up, still has the thread of the actor; `rt.kill` ends it"
 
     def _expire(self, call: InboundCall) -> None:
         """Interrupt a call at its deadline. It fails when its cleanup has run, or after the grace time."""
@@ -421,13 +428,19 @@ class HostedActor:
             call.handle(EXPIRE)
             call.timer = self._process.loop.call_later(self._process.grace, self._fail_late, call)
         else:
-            self._fail_late(call, executed=None if begun else False)
+            late = None if begun else f"before it started{self._thread_kept_by(call)}"
+            self._fail_late(call, executed=None if begun else False, when=late)
 
     def _fail_late(
-        self, call: InboundCall, error: BaseException | None = None, *, executed: bool | None = None
+        self,
+        call: InboundCall,
+        error: BaseException | None = None,
+        *,
+        executed: bool | None = None,
+        when: str | None = None,
     ) -> None:
         """Fail a call that outlived its deadline; `error` is the one that it raised when it was cancelled."""
-        late = DeadlineExceeded(f"the deadline of {call.label} of {self.name} passed")
+        late = DeadlineExceeded(f"the deadline of {call.label} of {self.name} passed{f' {when}' if when else ''}")
         if error is not None and not isinstance(error, asyncio.CancelledError | DeadlineExceeded):
             # Not the error itself, which may not be picklable.
             add_note(late, f"when it was cancelled for that, it raised {type(error).__name__}")

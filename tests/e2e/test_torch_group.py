@@ -63,6 +63,7 @@ async def test_all_operations_work_among_all_ranks_and_among_some(rt: aiodaft.Ru
             "all_to_all": [float(source) for source in range(4) for _ in range(rank + 1)],
             "objects": [0, 1, 2, 3],
             "functional": [12.0, 12.0],
+            "sparse": [1.0] * 4,
         }
     for rank, (first, second, received, ends) in enumerate(await ranks.all(TorchRank.together)):
         assert (first, second, received) == (4.0, 8.0, (rank - 1) % 4)

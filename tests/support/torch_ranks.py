@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint
 from spmd_actors import batch, model, train
 from torch import Tensor, nn
-from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -25,8 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import aiodaft
 
+# Not all names have types.
+dist: Any = torch.distributed
+checkpoint: Any = torch.distributed.checkpoint
 
-def mean_losses(trained: nn.Module, part: int, parts: int) -> list[float]:
+
+def mean_losses(trained: Any, part: int, parts: int) -> list[float]:
     """The losses of ranks of which each has a part of the batch."""
     x, y = (whole.chunk(parts)[part] for whole in batch())
     losses = torch.tensor(train(trained, x, y), dtype=torch.double)
@@ -78,7 +82,7 @@ class TorchRank(aiodaft.Actor):
         """The losses of a pipeline of layers, in four microbatches; of the last stage."""
         rank, size = dist.get_rank(), dist.get_world_size()
         x, y = batch()
-        layer = [nn.Sequential(*model()[:2]), model()[2]][rank]
+        layer = model()[:2] if rank == 0 else model()[2]
         stage = PipelineStage(layer, rank, size, torch.device("cpu"))
         schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
         losses: list[Tensor] = []
@@ -124,6 +128,8 @@ class TorchRank(aiodaft.Actor):
         dist.all_to_all_single(
             rows, torch.full((sum(range(size + 1)),), float(rank)), [rank + 1] * size, list(range(1, size + 1))
         )
+        sparse = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.ones(1), (size,))
+        dist.all_reduce(sparse)
         objects: list[Any] = [None] * size
         dist.all_gather_object(objects, {"rank": rank})
         doubled = functional.all_reduce(mine, "sum", dist.group.WORLD) * 2
@@ -134,6 +140,7 @@ class TorchRank(aiodaft.Actor):
             "all_to_all": rows.tolist(),
             "objects": [one["rank"] for one in objects],
             "functional": doubled.tolist(),
+            "sparse": sparse.to_dense().tolist(),
         }
 
     @aiodaft.method
@@ -168,7 +175,7 @@ class TorchRank(aiodaft.Actor):
 
         def again(future: torch.futures.Future[list[Tensor]]) -> float:
             (total,) = future.value()
-            return dist.all_reduce(total, async_op=True).get_future().wait()[0].item()  # type: ignore[no-any-return]
+            return dist.all_reduce(total, async_op=True).get_future().wait()[0].item()
 
         with ThreadPoolExecutor(1) as threads:
             first = threads.submit(add).result()

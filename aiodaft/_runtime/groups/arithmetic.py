@@ -169,12 +169,12 @@ def bytes_in(value: Any) -> int:
 
 
 def written(out: Any, value: Any) -> Any:
-    """Write a result, or each of a list of results, to where the member wants it; returns that.
+    """Write a result, or each of a list of results, into memory of the member; returns that.
 
     Raises:
         ValueError: They are not of one kind.
     """
-    if isinstance(value, list) and isinstance(out, list | tuple) and len(out) == len(value):
+    if isinstance(value, list) and type(out) in {list, tuple} and len(out) == len(value):
         for one, result in zip(out, value, strict=True):
             written(one, result)
     elif value is not None:

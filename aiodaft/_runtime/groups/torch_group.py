@@ -317,7 +317,7 @@ def _value(x: torch.Tensor) -> torch.Tensor:
             f"the process group of aiodaft is for tensors of the CPU, not of {x.device}: use process_group('nccl') for "
             "these, or x.cpu()"
         )
-    return x.detach().contiguous()
+    return x.detach().contiguous() if x.layout == torch.strided else x.detach()
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -354,7 +354,8 @@ def _set(x: torch.Tensor, divide: int, value: torch.Tensor | None) -> None:
     if value is None:
         return
     with torch.inference_mode(x.is_inference()), torch.no_grad():
-        into = x.data
+        # `data` of a sparse tensor is one of its own.
+        into = x.data if x.layout == torch.strided else x
         if divide:
             value = value / divide if value.is_floating_point() or value.is_complex() else value // divide
         into.copy_(value if value.layout != torch.strided else value.view(into.shape))

@@ -25,12 +25,12 @@ from aiodaft._runtime.platform.interfaces import interface_to, interfaces
 from aiodaft.actor import Actor
 from aiodaft.collectives import all_gather, all_reduce, broadcast
 from aiodaft.group import Group
-from aiodaft.member import CurrentGroup, current_group
+from aiodaft.member import CurrentGroup, Planned, current_group
 from aiodaft.methods import method
 from aiodaft.ref import Refs
 from aiodaft.runtime import Runtime
 
-from .floors import Copy
+from .floors import Copy, exchange
 from .results import Bench, rate, seconds_of_one
 
 _KIB: Final = 1 << 10
@@ -46,6 +46,7 @@ class Rank(Actor):
     def __init__(self) -> None:
         self._joined = ExitStack()
         self._tensor: Any = None
+        self._plan: Planned | None = None
 
     @method
     def join(self, link: str | None) -> None:
@@ -95,6 +96,17 @@ class Rank(Actor):
         return (time.perf_counter() - start) / repeats
 
     @method
+    def planned(self, repeats: int) -> tuple[float, float]:
+        """Seconds, and those of a CPU, that one of a plan takes, of so many one after the other."""
+        with_plan = self._plan = self._plan or current_group().plan().result()
+        for _ in range(3):
+            with_plan.all_reduce(self._tensor).result()
+        start, cpu = time.perf_counter(), time.process_time()
+        for _ in range(repeats):
+            with_plan.all_reduce(self._tensor).result()
+        return (time.perf_counter() - start) / repeats, (time.process_time() - cpu) / repeats
+
+    @method
     async def copy(self, size: int) -> float:
         """Seconds that one memcpy takes."""
         floor = Copy(size)
@@ -117,6 +129,7 @@ async def run(
                 for in_flight, its_budget in _IN_FLIGHT.get(size, {1: budget}).items():
                     await _next_to_gloo(bench, group, size, "broadcast", its_budget, in_flight=in_flight)
                 await _in_methods(bench, group, size, budget)
+                await _planned(bench, group, size)
             await asyncio.gather(*group.all(Rank.leave))
             await _gather(bench, group, min(most, 16 * _MIB))
             await rt.stop(group)
@@ -182,6 +195,24 @@ async def _in_methods(bench: Bench, group: Group[Rank], size: int, budget: str) 
     theirs = partial(_slowest, lambda: group.all(Rank.gloo, "all_reduce", _repeats(size)))
     line = f"{_amount(size)}, all_reduce in methods, {len(group)} members"
     await bench.compare(line, ours, theirs, "gloo", budget, size=_of(size))
+
+
+async def _planned(bench: Bench, group: Group[Rank], size: int) -> None:
+    await _made(group, size)
+    count, repeats = len(group), 20 * _repeats(size) if size < _MIB else 4 * _repeats(size)
+
+    async def ours(of: int) -> float:
+        return max(found[of] for found in await group.all(Rank.planned, repeats))
+
+    async def floor(of: int) -> float:
+        return (await exchange(count, size, repeats))[of]
+
+    line, less = f"{_amount(size)}, planned all_reduce, {count} members", "<= 2.0" if size < _MIB else ">= 0.67"
+    await bench.compare(line, partial(ours, 0), partial(floor, 0), "bare exchange", less, size=_of(size))
+    await bench.compare(f"{line}, CPU", partial(ours, 1), partial(floor, 1), "bare exchange", less, size=_of(size))
+    theirs = partial(_slowest, lambda: group.all(Rank.gloo, "all_reduce", _repeats(size)))
+    budget = "<= 1.0" if size < _MIB else ">= 2.5" if size > _MIB else ">= 1.0"
+    await bench.compare(line, partial(ours, 0), theirs, "gloo", budget, size=_of(size))
 
 
 async def _gather(bench: Bench, group: Group[Rank], size: int) -> None:

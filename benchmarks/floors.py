@@ -168,6 +168,49 @@ class Copy:
         return time.perf_counter() - start
 
 
+_EXCHANGE: Final = """
+import mmap, os, sys, time
+import numpy
+count, size, repeats = map(int, sys.argv[1:])
+half = count * size
+places = numpy.frombuffer(mmap.mmap(-1, 2 * half), numpy.float32).reshape(2, count, -1)
+signals = [[os.eventfd(0, os.EFD_SEMAPHORE) for _ in range(count)] for _ in range(count)]
+values = numpy.ones(size // 4, numpy.float32)
+rank = 0
+for other in range(1, count):
+    if os.fork() == 0:
+        rank = other
+        break
+for turn in range(-3, repeats):
+    if turn == 0:
+        start, cpu = time.perf_counter(), time.process_time()
+    now = places[turn & 1]
+    now[rank] = values
+    for other in range(count):
+        if other != rank:
+            os.eventfd_write(signals[rank][other], 1)
+    for other in range(count):
+        if other != rank:
+            os.eventfd_read(signals[other][rank])
+    total = now[0] + now[1]
+    for other in range(2, count):
+        total += now[other]
+if rank == 0:
+    print((time.perf_counter() - start) / repeats, (time.process_time() - cpu) / repeats)
+    for _ in range(1, count):
+        os.wait()
+"""
+
+
+async def exchange(count: int, size: int, repeats: int) -> tuple[float, float]:
+    """Seconds, and those of a CPU, in which each of some processes adds what all have, as bare as Python can."""
+    command = [sys.executable, "-c", _EXCHANGE, str(count), str(size), str(repeats)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    output, _ = await process.communicate()
+    wall, cpu = map(float, output.split())
+    return wall, cpu
+
+
 async def run_python(code: str) -> float:
     """Seconds from starting an interpreter to the end of some code."""
     # Installed packages have their bytecode cached; a development setting would compile them anew each time.

@@ -142,6 +142,9 @@ async def test_collectives_are_compared_with_gloo_and_with_memcpy(capsys: pytest
         ("1 KiB, all_reduce, 2 members", "gloo"),
         ("1 KiB, broadcast, to 1", "gloo"),
         ("1 KiB, all_reduce in methods, 2 members", "gloo"),
+        ("1 KiB, planned all_reduce, 2 members", "bare exchange"),
+        ("1 KiB, planned all_reduce, 2 members, CPU", "bare exchange"),
+        ("1 KiB, planned all_reduce, 2 members", "gloo"),
         ("1 KiB, all_gather, 2 members", "one memcpy each"),
         ("1 KiB, broadcast, to 2", "gloo"),
     ]

@@ -428,19 +428,14 @@ class HostedActor:
             call.handle(EXPIRE)
             call.timer = self._process.loop.call_later(self._process.grace, self._fail_late, call)
         else:
-            late = None if begun else f"before it started{self._thread_kept_by(call)}"
-            self._fail_late(call, executed=None if begun else False, when=late)
+            self._fail_late(call, executed=None if begun else False)
 
     def _fail_late(
-        self,
-        call: InboundCall,
-        error: BaseException | None = None,
-        *,
-        executed: bool | None = None,
-        when: str | None = None,
+        self, call: InboundCall, error: BaseException | None = None, *, executed: bool | None = None
     ) -> None:
         """Fail a call that outlived its deadline; `error` is the one that it raised when it was cancelled."""
-        late = DeadlineExceeded(f"the deadline of {call.label} of {self.name} passed{f' {when}' if when else ''}")
+        when = f" before it started{self._thread_kept_by(call)}" if executed is False else ""
+        late = DeadlineExceeded(f"the deadline of {call.label} of {self.name} passed{when}")
         if error is not None and not isinstance(error, asyncio.CancelledError | DeadlineExceeded):
             # Not the error itself, which may not be picklable.
             add_note(late, f"when it was cancelled for that, it raised {type(error).__name__}")

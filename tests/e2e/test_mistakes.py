@@ -397,7 +397,7 @@ async def test_a_name_of_another_framework_says_what_it_is_called_here(name: str
     ("guess", "error", "reason"),
     [
         (lambda rt: rt.submit, AttributeError, r"no attribute 'submit': use `pool = await rt.pool\(n\)`"),
-        (lambda rt: rt.map, AttributeError, r"no attribute 'map': use `async for result in group.map\("),
+        (lambda rt: rt.map, AttributeError, r"no attribute 'map': use .* `async for result in pool.map\("),
         (lambda rt: rt.actors, AttributeError, r"no attribute 'actors': use `\(await rt.overview\(\)\).actors`"),
         (lambda rt: rt.close, AttributeError, r"no attribute 'close': use `await rt.aclose\(\)`"),
         (lambda rt: rt.sunmit, AttributeError, "^'Runtime' object has no attribute 'sunmit'$"),

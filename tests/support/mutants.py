@@ -85,8 +85,8 @@ MUTANTS: Final = [
     Mutant(
         "a call after one for the other thread waits until that has begun",
         f"{_CALLS}/mailbox.py",
-        "        return _has_begun(last)\n\n    def _has_to_follow",
-        "        return True\n\n    def _has_to_follow",
+        "            if not _has_begun(last):\n                return False\n",
+        "            pass\n",
         "tests/protocol/test_mailbox.py tests/protocol/test_mailbox_histories.py",
     ),
     Mutant(
@@ -251,8 +251,8 @@ MUTANTS: Final = [
     Mutant(
         "of a deadlock, a call that has not begun is given up",
         f"{_DIAGNOSTICS}/deadlock.py",
-        "(not stuck[call].begun, not stuck[call].own,",
-        "(stuck[call].begun, not stuck[call].own,",
+        "return not stuck[call].begun, not stuck[call].own,",
+        "return stuck[call].begun, not stuck[call].own,",
         "tests/protocol/test_deadlock.py",
     ),
     # Restarts.

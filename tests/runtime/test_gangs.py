@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from inside import resources_of
+from simulated.simulation import Simulation
 
 import aiodaft
 from aiodaft import Actor, method
-from aiodaft.testing.simulation import Simulation
 
 PROGRAM = Callable[[aiodaft.Runtime], Coroutine[Any, Any, None]]
 

@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 from inside import controller_of
+from simulated import Simulation
 
 import aiodaft
 from aiodaft import Actor, method
 from aiodaft._protocol.node.liveness import Health
 from aiodaft.actor import target_of
 from aiodaft.policies import Load, fewest_in_flight, nearest, two_choices
-from aiodaft.testing import Simulation
 
 
 def loads(*in_flight: int, distance: Sequence[int] = ()) -> list[Load]:

@@ -7,10 +7,10 @@ from contextlib import suppress
 
 import pytest
 from inside import resources_of
+from simulated.simulation import Simulation
 
 import aiodaft
 from aiodaft import Actor, method
-from aiodaft.testing.simulation import Simulation
 
 
 class Desk(Actor, cpus=1):

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import pytest
 import sim_actors
 from sim_actors import History, Onlooker, Subject
+from simulated import Simulation
+from simulated.simulation import DESK
 
 import aiodaft
 from aiodaft.exceptions import OutcomeUnknown
-from aiodaft.testing import Simulation
-from aiodaft.testing.simulation import DESK
 
 HOSTS = ("one", "two", "three")
 

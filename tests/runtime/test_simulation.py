@@ -24,6 +24,7 @@ from seeds import of_the_day
 from sim_channels import ChannelProgram, Impatient
 from sim_program import Program, failures, finds
 from sim_spawning import SpawningProgram
+from simulated.simulated_loop import collect
 
 from aiodaft._protocol.calls.call import QUEUED
 from aiodaft._protocol.calls.mailbox import Mailbox
@@ -35,7 +36,6 @@ from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft.exceptions import DaftError
-from aiodaft.testing.simulated_loop import collect
 
 SUPPORT = Path(__file__).parent.parent / "support"
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from simulated.simulation import Simulation
+
 from aiodaft import Actor, method
-from aiodaft.testing.simulation import Simulation
 
 
 class Idle(Actor):

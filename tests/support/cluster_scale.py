@@ -17,6 +17,8 @@ from typing import Final
 from unittest.mock import patch
 
 from inside import known_nodes_of
+from simulated.simulated_loop import collect
+from simulated.simulation import Simulation
 
 from aiodaft._protocol.ids import COORDINATOR, NODE
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
@@ -24,8 +26,6 @@ from aiodaft._runtime.peer import Peer
 from aiodaft.actor import Actor
 from aiodaft.placement import Placement
 from aiodaft.runtime import Runtime
-from aiodaft.testing.simulated_loop import collect
-from aiodaft.testing.simulation import Simulation
 
 LEASE: Final = 10.0
 # Seconds between two keepalives of a node, and after which nothing of an event is under way any more.

@@ -10,8 +10,7 @@ import importlib
 import sys
 
 from sim_program import Program
-
-from aiodaft.testing.simulated_loop import collect
+from simulated.simulated_loop import collect
 
 
 def main() -> int:

@@ -8,10 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from simulated import SimulatedLoop
+
 import aiodaft
 from aiodaft import Actor, Ref, method
 from aiodaft.actor import target_of
-from aiodaft.testing import SimulatedLoop
 
 
 class Boom(Exception):

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from sim_program import Program
+from simulated import SimulatedLoop
 
 import aiodaft
 from aiodaft import Actor, Channel, method
-from aiodaft.testing import SimulatedLoop
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from sim_actors import Subject
 from sim_program import Program
+from simulated import Simulation
 
 import aiodaft
 from aiodaft._protocol.coordination.records import NamedActor
@@ -19,7 +20,6 @@ from aiodaft._protocol.ids import COORDINATOR, NODE
 from aiodaft._protocol.supervision.supervision import Backoff, Restart
 from aiodaft._runtime.peer import Peer
 from aiodaft.exceptions import OutcomeUnknown
-from aiodaft.testing import Simulation
 
 HOSTS: Final = ("one", "two", "three")
 NAMES: Final = ("red", "blue")

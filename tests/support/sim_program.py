@@ -9,14 +9,15 @@ from contextlib import suppress
 from typing import Any, Final
 
 from sim_actors import Boom, Box, History, Onlooker, Subject, value_of
+from simulated import Simulation
+from simulated.simulated_loop import collect
 
 import aiodaft
 from aiodaft import Ref
 from aiodaft._protocol.ids import COORDINATOR
 from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.peer import Peer
-from aiodaft.testing import Hang, Simulation
-from aiodaft.testing.simulated_loop import collect
+from aiodaft.testing import Hang
 
 # Longer than every grace time and search.
 _QUIET: Final = 5.0

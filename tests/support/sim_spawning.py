@@ -8,10 +8,11 @@ from typing import Any, Final
 
 from inside import resources_of
 from sim_program import EXPECTED
+from simulated import Simulation
 
 import aiodaft
 from aiodaft import Actor, method
-from aiodaft.testing import Hang, Simulation
+from aiodaft.testing import Hang
 
 # Longer than every grace time.
 _QUIET: Final = 10.0

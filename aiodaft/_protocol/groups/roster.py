@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar, cast
+from typing import Generic, TypeAlias, TypeVar
 
 from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.ids import PeerId
@@ -71,8 +71,9 @@ class Roster(Generic[T_co]):
         if rank not in ranks:
             raise ValueError(f"{list(ranks)}: rank {rank} of {self.id} is none of them, and so not in this part")
         # Many ranks have a short name, too, if they are a slice.
-        step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        even = range(ranks[0], ranks[-1] + step, step)
+        first, last = ranks[0], ranks[-1]
+        step = ranks[1] - first if len(ranks) > 1 else 1
+        even = range(first, last + step, step)
         name = f"{even.start}:{even.stop}:{step}" if tuple(even) == ranks else ",".join(map(str, ranks))
         return self.part(ranks, name, Axes()), ranks.index(rank)
 
@@ -80,10 +81,11 @@ class Roster(Generic[T_co]):
         """The part of the group that several steps give, and the rank of a member in it."""
         roster = self
         for step in steps:
-            if step and isinstance(step[0], int):
-                roster, rank = roster.some(rank, step)
+            names = [name for name in step if isinstance(name, str)]
+            if names or not step:
+                roster, rank = roster.along(rank, tuple(names))
             else:
-                roster, rank = roster.along(rank, cast("tuple[str, ...]", step))
+                roster, rank = roster.some(rank, tuple(one for one in step if isinstance(one, int)))
         return roster, rank
 
 

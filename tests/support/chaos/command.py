@@ -13,9 +13,9 @@ from itertools import count
 from pathlib import Path
 
 from sim_hosts import HostProgram
+from simulated.simulated_loop import collect
 
 from aiodaft.program import run
-from aiodaft.testing.simulated_loop import collect
 
 from .orphans import kill_a_controller
 from .run import Report, torment

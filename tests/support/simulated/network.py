@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any, Self, cast
 
 from aiodaft._runtime.platform.sockets import Sockets
-from aiodaft.testing.simulated_loop import SimulatedLoop, SimulatedProcess
+from simulated.simulated_loop import SimulatedLoop, SimulatedProcess
 
 # Real descriptors are smaller.
 _FIRST_FD = 1_000_000

@@ -18,14 +18,14 @@ from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import closed
 from aiodaft._runtime.supervision import child_spec
 from aiodaft.runtime import Runtime
-from aiodaft.testing.hosts import SimulatedHost
 from aiodaft.testing.in_process import FIRST_PID
-from aiodaft.testing.launcher import SimulatedLauncher
-from aiodaft.testing.network import End, NetworkConditions, SimulatedNetwork
-from aiodaft.testing.routes import HostNetwork, Routes
-from aiodaft.testing.simulated_loop import SimulatedLoop, SimulatedProcess
-from aiodaft.testing.threads import SimulatedThread
 from aiodaft_transport import Key
+from simulated.hosts import SimulatedHost
+from simulated.launcher import SimulatedLauncher
+from simulated.network import End, NetworkConditions, SimulatedNetwork
+from simulated.routes import HostNetwork, Routes
+from simulated.simulated_loop import SimulatedLoop, SimulatedProcess
+from simulated.threads import SimulatedThread
 
 T = TypeVar("T")
 

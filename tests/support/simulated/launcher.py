@@ -17,8 +17,8 @@ from aiodaft._runtime.node.worker import Worker
 from aiodaft._runtime.platform.env import Env
 from aiodaft.exceptions import SpawnFailed
 from aiodaft.testing.in_process import FIRST_PID, EnclosedLauncher, EnclosedMain, NoOutput, Pulse
-from aiodaft.testing.network import SimulatedNetwork
-from aiodaft.testing.simulated_loop import SimulatedLoop, SimulatedProcess, settle
+from simulated.network import SimulatedNetwork
+from simulated.simulated_loop import SimulatedLoop, SimulatedProcess, settle
 
 
 class SimulatedMain(EnclosedMain):

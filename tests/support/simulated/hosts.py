@@ -17,8 +17,8 @@ from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import ProcessOptions
 from aiodaft.exceptions import DaftError
-from aiodaft.testing.routes import Routes
-from aiodaft.testing.simulated_loop import SimulatedLoop, SimulatedProcess, settle
+from simulated.routes import Routes
+from simulated.simulated_loop import SimulatedLoop, SimulatedProcess, settle
 
 _NOBODY: Final = PeerId("")
 _OPTIONS: Final = ProcessOptions(

@@ -17,10 +17,10 @@ from aiodaft._runtime.connections.authentication import Authenticated, receive_m
 from aiodaft._runtime.connections.dialing import DEADLINE
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.exceptions import PeerLost
-from aiodaft.testing.network import End, Packet, SimulatedNetwork
-from aiodaft.testing.simulated_loop import SimulatedProcess, settle
 from aiodaft_transport import Key
 from aiodaft_transport.handshake import Purpose
+from simulated.network import End, Packet, SimulatedNetwork
+from simulated.simulated_loop import SimulatedProcess, settle
 
 # Seconds after which TCP gives up a connection whose other end does not answer: at least, and at most.
 _GIVE_UP: Final = (5.0, 14.0)

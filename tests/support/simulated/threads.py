@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from aiodaft._runtime.platform.threads import HelperThread
-from aiodaft.testing.simulated_loop import SimulatedLoop
+from simulated.simulated_loop import SimulatedLoop
 
 
 class SimulatedThread(HelperThread):

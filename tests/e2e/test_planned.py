@@ -34,10 +34,14 @@ async def errors_of(refs: Any) -> list[Any]:
     return await asyncio.gather(*refs, return_exceptions=True)
 
 
+# Elements of float32 in a window, and fewer than three or four members have in the next one.
+WINDOW_AND_SOME = (1 << 18) + 2
+
+
 @pytest.mark.parametrize("count", [2, 3, 4])
 async def test_each_collective_equals_local_torch(rt: aiodaft.Runtime, count: int) -> None:
     group = await rt.group(count, Planner)
-    for size in (0, 1, 10, MANY):
+    for size in (0, 1, 10, MANY, WINDOW_AND_SOME):
         await group.all(Planner.check_in_thread, size, torch.float32, "sum")
         await group.all(Planner.check_on_loop, size, torch.bfloat16, "max")
     await group.all(Planner.check_on_loop, 70_000, torch.int64, "min")
@@ -45,6 +49,24 @@ async def test_each_collective_equals_local_torch(rt: aiodaft.Runtime, count: in
         await group.all(Planner.check_in_thread, 100, dtype, "sum")
     await group.all(Planner.check_in_thread, 100, torch.float32, "product")
     assert await group.all(Planner.left) == [(0, 0)] * count
+
+
+async def test_results_are_written_into_tensors_that_are_views_of_their_conjugates(rt: aiodaft.Runtime) -> None:
+    assert await (await opened(rt, 2)).all(Planner.gather_into_conjugates) == [[1j, 1 + 1j]] * 2
+
+
+async def test_an_exchange_has_one_result(rt: aiodaft.Runtime) -> None:
+    group = await opened(rt, 2)
+    for error in await errors_of(group.all(Planner.await_twice)):
+        with pytest.raises(RuntimeError, match="all_reduce sum of a plan was begun before: keep its result"):
+            raise error
+
+
+async def test_another_loop_cannot_await_an_exchange_and_the_plan_goes_on(rt: aiodaft.Runtime) -> None:
+    group = await opened(rt, 2)
+    with pytest.raises(RuntimeError, match="all_reduce sum is awaited on another event loop than the one"):
+        await group[0].reduce_on_another_loop()
+    assert [one.item() for one in await group.all(Planner.reduce, torch.ones(()))] == [2, 2]
 
 
 async def test_a_group_of_one_has_plans(rt: aiodaft.Runtime) -> None:
@@ -189,6 +211,13 @@ async def test_a_plan_that_is_closed_or_dropped_leaves_nothing(rt: aiodaft.Runti
     with pytest.raises(CallCancelled, match="rank 1 has left it: it was closed"):
         await first
     await getattr(group[0], end)()
+    assert await group.all(Planner.left) == [(0, 0)] * 2
+
+
+async def test_a_plan_whose_opening_is_cancelled_leaves_nothing(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Planner)
+    for error in await errors_of(group.all(Planner.cancel_when_descriptors_came)):
+        assert isinstance(error, CallCancelled)
     assert await group.all(Planner.left) == [(0, 0)] * 2
 
 

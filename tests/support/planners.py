@@ -96,6 +96,36 @@ class Planner(Actor):
         return await self.plan.all_reduce(tensor, op)
 
     @method
+    async def gather_into_conjugates(self) -> list[complex]:
+        out = [torch.empty(1, dtype=torch.complex64).conj() for _ in range(2)]
+        await self.plan.all_gather(torch.tensor([current_group().rank + 1j]), out=out)
+        return [one.item() for one in out]
+
+    @method
+    async def await_twice(self) -> None:
+        exchange = self.plan.all_reduce(torch.ones(1))
+        await exchange
+        await exchange
+
+    @method
+    def reduce_on_another_loop(self) -> None:
+        asyncio.run(_awaited(self.plan.all_reduce(torch.ones(1))))
+
+    @method
+    async def cancel_when_descriptors_came(self) -> None:
+        """Rank 1 gives up when it has descriptors, and does not know that these are all."""
+        task, part, rank = asyncio.current_task(), current_process().part(Planning), current_group().rank
+        came = part.descriptors_came
+
+        def come(*note: Any) -> None:
+            came(*note)
+            if rank == 1 and task is not None:
+                task.cancel()
+
+        part.descriptors_came = come  # type: ignore[method-assign]
+        await current_group().plan()
+
+    @method
     async def at_once(self, count: int) -> list[float]:
         """Many tasks use the plan."""
         found = await asyncio.gather(*(_awaited(self.plan.all_reduce(torch.tensor(turn))) for turn in range(count)))

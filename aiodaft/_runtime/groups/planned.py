@@ -61,14 +61,20 @@ class Exchange(Generic[T]):
     def __init__(self, plan: Planned, title: str, steps: Steps[T]) -> None:
         self._plan = plan
         self._title = title
-        self._steps = steps
+        self._steps: Steps[T] | None = steps
 
     def result(self) -> T:
         """Block this thread until the result is there. The thread may be any one that runs no event loop."""
-        return self._plan._in_thread(self._title, self._steps)
+        return self._plan._in_thread(self._title, self._begun())
 
     def __await__(self) -> Generator[Any, None, T]:
-        return self._plan._on_loop(self._title, self._steps).__await__()
+        return self._plan._on_loop(self._title, self._begun()).__await__()
+
+    def _begun(self) -> Steps[T]:
+        steps, self._steps = self._steps, None
+        if steps is None:
+            raise RuntimeError(f"{self._title} of a plan was begun before: keep its result, or make another one")
+        return steps
 
 
 class Planned:
@@ -200,6 +206,8 @@ class Planned:
 
     async def _on_loop(self, title: str, steps: Steps[T]) -> T:
         line = self._line
+        if asyncio.get_running_loop() is not self._process.loop:
+            raise RuntimeError(f"{title} is awaited on another event loop than the one its runtime was opened on")
         if line is None:
             return _last(steps, await next(steps))
         async with self._tasks:
@@ -252,9 +260,11 @@ class Planned:
             yield from self._meet_at(line, start, terms)
             cuts = [some * rank // self._size for rank in range(self._size + 1)]
             first, last = cuts[self._rank : self._rank + 2]
-            views = line.views(first * item, last - first, dtype)
-            combine_into(target.flat[start + first : start + last], views, op)
-            _put(line, first * item, target.flat, (start + first) * item, (last - first) * item)
+            # The last elements of a tensor can be fewer than the members.
+            if last > first:
+                views = line.views(first * item, last - first, dtype)
+                combine_into(target.flat[start + first : start + last], views, op)
+                _put(line, first * item, target.flat, (start + first) * item, (last - first) * item)
             yield
             for rank in range(self._size):
                 if rank != self._rank:
@@ -378,7 +388,7 @@ class _Room:
             if not is_dense_tensor(out) or out.dtype != dtype or out.shape != self._shape:
                 found = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, torch.Tensor) else type(out).__name__
                 raise ValueError(f"{title}: the result is {dtype} {tuple(shape)}, and `out` is {found}")
-            if out.is_cpu and out.is_contiguous():
+            if out.is_cpu and out.is_contiguous() and not (out.is_conj() or out.is_neg()):
                 self.flat = out.detach().view(-1)
                 self._in_place = True
                 return

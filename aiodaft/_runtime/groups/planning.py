@@ -137,15 +137,16 @@ class Planning(Actor):
             OSError: There was no room for them.
         """
         key = first, number, rank
-        self._came[key] = []
+        fds = self._came[key] = []
         try:
             await cast("Planning", self._caller.handle(first, PLANNING, PLANS, Planning)).give(number, rank)
-        finally:
-            fds = self._came.pop(key)
             if len(fds) != size + 1:
-                close_all(fds)
-        if len(fds) != size + 1:
-            raise OSError("descriptors were lost on their way")
+                raise OSError("descriptors were lost on their way")
+        except BaseException:
+            close_all(fds)
+            raise
+        finally:
+            del self._came[key]
         return fds
 
     @method(ordered=False)

@@ -185,7 +185,10 @@ async def test_the_error_of_a_spawn_is_that_of_the_method(rt: aiodaft.Runtime) -
         await parent.bear(gpus=9)
 
 
-async def test_a_child_has_the_resources_that_it_asks_for_and_not_those_of_its_parent() -> None:
+async def test_a_child_has_the_resources_that_it_asks_for_and_not_those_of_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
     async with aiodaft.Runtime(cpus=8, gpus=4, share_gpus=True, preload=()) as rt:
         parent = await rt.on(cpus=1, gpus=1).spawn(Parent)
         child = await parent.bear(cpus=2, gpus=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ pytest.importorskip("torch.distributed")
 from torch_suite import TESTS, SuiteRank
 
 PRELOAD = ("torch_suite",)
-pytestmark = [pytest.mark.programs, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.programs, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module", loop_factories=["uvloop"])]
 
 # By the reason why they say nothing of this backend.
 NOT_OURS = {
@@ -38,8 +39,10 @@ NOT_OURS = {
 }
 
 
-async def test_what_gloo_passes_of_the_tests_of_torch_passes_here(module_rt: aiodaft.Runtime) -> None:
-    ranks = await module_rt.group(2, SuiteRank)
+async def test_what_gloo_passes_of_the_tests_of_torch_passes_here(module_rt: aiodaft.Runtime, tmp_path: Path) -> None:
+    for name in ("barrier", "test_dir", "init_dir"):
+        (tmp_path / name).mkdir()
+    ranks = await module_rt.group(2, SuiteRank, tmp_path)
     results: dict[str, set[str]] = {}
     for name in sorted(set(TESTS).difference(*NOT_OURS.values())):
         found = await asyncio.gather(*ranks.all(SuiteRank.run, name), return_exceptions=True)

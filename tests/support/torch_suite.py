@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import unittest
 import warnings
 from pathlib import Path
+from unittest.mock import patch
 
-_FOLDER = Path(tempfile.gettempdir()) / "aiodaft-torch-suite"
-for _name in ("barrier", "test_dir", "init_dir"):
-    (_FOLDER / _name).mkdir(parents=True, exist_ok=True)
-os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": "2", "TEMP_DIR": str(_FOLDER), "INIT_METHOD": f"file://{_FOLDER}/init"}
-# The module of tests reads its arguments.
+# The module of tests reads them, and its arguments, when it is loaded; nobody else is to see them.
+_VARIABLES = {"BACKEND": "gloo", "WORLD_SIZE": "2", "INIT_METHOD": "file://"}
 _arguments, sys.argv = sys.argv, sys.argv[:1]
 
 import torch.distributed as dist  # noqa: E402
 
-with warnings.catch_warnings(action="ignore"):
+with warnings.catch_warnings(action="ignore"), patch.dict(os.environ, _VARIABLES):
     from torch.testing._internal.common_utils import set_rng_seed
     from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
 
@@ -41,13 +38,17 @@ TESTS = sorted(name for name in dir(Case) if name.startswith("test_"))
 
 
 class SuiteRank(aiodaft.Actor):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        os.environ |= {**_VARIABLES, "TEMP_DIR": str(folder)}
+
     @aiodaft.method
     def run(self, name: str) -> str:
         """Run a test; returns "passed", or why it was skipped."""
         with aiodaft.current_group().process_group("aiodaft"):
             case = Case(name)
             case.rank = dist.get_rank()
-            case.file_name = f"{_FOLDER}/file"
+            case.file_name = f"{self.folder}/file"
             set_rng_seed()
             try:
                 getattr(case, name)()

@@ -20,6 +20,8 @@ from torch import Tensor
 import aiodaft
 from aiodaft import ActorDied, CallCancelled, GroupChanged, Restart
 from aiodaft._protocol.connections.session import WINDOW_BYTES
+from aiodaft._protocol.groups.collective import Cut
+from aiodaft._runtime.groups.arithmetic import alone, cut
 from aiodaft.exceptions import SerializationError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -122,6 +124,20 @@ async def test_a_member_may_write_to_its_value_when_it_has_its_result(rt: aiodaf
     group = await rt.group(2, Keyer)
     for size in (10, 1_000_000):
         assert await group.all(Keyer.write_after, size) == [float(size)] * 2
+
+
+async def test_a_member_without_a_result_may_write_to_its_value_when_its_wait_is_over(rt: aiodaft.Runtime) -> None:
+    # Each member reduces a part, of its own value in place.
+    group = await rt.group(3, Keyer)
+    for _ in range(5):
+        assert await group.all(Keyer.write_after_reduce, 1_000_000) == [[3.0], [], []]
+
+
+async def test_an_item_that_is_cut_for_another_member_is_a_copy() -> None:
+    values = [torch.zeros(2), torch.ones(2)]
+    item = alone(cut(values, Cut.ITEM, 1, 2))
+    values[1].fill_(-1)
+    assert torch.equal(item, torch.ones(2))
 
 
 async def test_keys_meet_in_any_order_and_parts_of_a_group_by_themselves(rt: aiodaft.Runtime) -> None:

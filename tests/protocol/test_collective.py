@@ -34,7 +34,7 @@ def do(step: Step, inputs: list[Any], parts: int) -> Any:
     """Carry out a step. A value is a list of `parts` texts; to reduce is to write one behind the other."""
     cut = [value if step.cut is Cut.WHOLE or len(value) == 1 else [value[step.part]] for value in inputs]
     match step.work:
-        case Work.TAKE:
+        case Work.TAKE | Work.CUT:
             (only,) = cut
             return only
         case Work.REDUCE:
@@ -140,6 +140,19 @@ def test_one_value_for_many(receivers: int, one_memory: bool) -> None:
     assert [plan.rank_of(number) for number in plan.results] == list(range(1, receivers + 1))
 
 
+def test_the_values_that_a_member_makes_of_its_own_one_for_others_alone() -> None:
+    for algorithm in ALL_REDUCE.values():
+        plan = algorithm(5)
+        assert [plan.beside(rank, result) for rank, result in enumerate(plan.results)] == [[]] * 5
+    plan = collective.reduce(3, 1, by_parts=True)
+    assert [plan.beside(0, None), plan.beside(1, plan.results[0]), plan.beside(2, None)] == [[3], [], [5]]
+    plan = collective.all_to_all(2, one_memory=False)
+    assert [plan.beside(rank, result) for rank, result in enumerate(plan.results)] == [[5], [3]]
+    # The root gets an item of its own list.
+    plan = collective.hand_out(2, Cut.ITEM, one_memory=False)
+    assert plan.beside(0, plan.results[0]) == [3]
+
+
 def chosen(members: int, nbytes: int | None, *, elementwise: bool = True) -> tuple[str, str]:
     """The algorithm on one machine, and on several."""
     here, apart = (choose(members, nbytes, one_memory=one, elementwise=elementwise) for one in (True, False))
@@ -169,6 +182,6 @@ def test_what_takes_long_runs_on_a_thread() -> None:
     assert not on_loop(Work.REDUCE, 1, by_function=True)
     # It gives its inputs as they are.
     assert on_loop(Work.LIST, LARGE)
-    for work in (Work.TAKE, Work.JOIN):
+    for work in (Work.TAKE, Work.CUT, Work.JOIN):
         assert on_loop(work, SMALL)
         assert not on_loop(work, SMALL + 1)

@@ -202,6 +202,14 @@ class Keyer(Actor):
         return float(parts[(self.group.rank + 1) % self.group.size].sum())
 
     @method
+    def write_after_reduce(self, size: int) -> list[float]:
+        """Write to a value as soon as the wait is over; the elements of the result, each once."""
+        value = torch.full((size,), float(self.group.rank))
+        total = self.group.reduce(value).result()
+        value.fill_(-1)
+        return [] if total is None else total.unique().tolist()
+
+    @method
     async def several(self, calls: Sequence[tuple[Any, Any]], at_once: bool) -> list[Any]:
         """Gather several values, each with a key: at the same time, or one after the other."""
         if at_once:

@@ -35,6 +35,7 @@ class Work(enum.IntEnum):
     REDUCE = 1  # combines them, from the left
     LIST = 2  # makes a list of them
     JOIN = 3  # puts the parts after the first input together to a value of its shape
+    CUT = 4  # gives a copy of a part of its only input, which the member may write to afterwards
 
 
 class Cut(enum.IntEnum):
@@ -127,6 +128,18 @@ class Plan:
 
     def join(self, rank: int, parts: list[int]) -> int:
         return self.add(rank, Work.JOIN, rank, *parts)
+
+    def beside(self, rank: int, result: int | None) -> list[int]:
+        """The values that a member makes of its own one, and that its result is not made of."""
+        needed: set[int] = set()
+        ahead = [] if result is None else [result]
+        while ahead:
+            number = ahead.pop()
+            if number >= self.members and number not in needed:
+                needed.add(number)
+                ahead += self.steps[number - self.members].inputs
+        made = enumerate(self.steps, self.members)
+        return [number for number, step in made if step.rank == rank in step.inputs and number not in needed]
 
 
 # All-reduce. Every algorithm gives the same bits to all members, and the same bits each time.
@@ -315,7 +328,7 @@ def hand_out(receivers: int, cut: Cut, *, one_memory: bool) -> Plan:
 
 
 def _cut(plan: Plan, rank: int, cut: Cut, part: int) -> int:
-    return plan.add(rank, Work.TAKE, rank, cut=cut, part=part)
+    return plan.add(rank, Work.CUT, rank, cut=cut, part=part)
 
 
 def _reduce_cut(plan: Plan, cut: Cut, rank: int) -> int:

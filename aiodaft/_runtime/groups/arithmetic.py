@@ -111,10 +111,12 @@ def cut(value: Any, how: Cut, part: int, parts: Parts) -> Any:
 
 
 def alone(value: Any) -> Any:
-    """A cut value that travels without the rest of its tensor."""
-    if not isinstance(value, Piece) or not _is_array(value.value):
+    """A copy of a cut value, which travels without the rest of its tensor."""
+    if isinstance(value, Piece):
+        return Piece(value.kind, alone(value.value))
+    if not _is_array(value):
         return value
-    return Piece(value.kind, value.value.clone() if _is_tensor(value.value) else value.value.copy())
+    return value.clone() if _is_tensor(value) else value.copy()
 
 
 def reduced(values: Sequence[Any], ranks: Sequence[int], op: Reducer, title: str, allocate: Allocate) -> Any:

@@ -70,7 +70,9 @@ class Collectives(Actor):
             with no_gradients():
                 match Work(work):
                     case Work.TAKE:
-                        return inputs[0] if how == Cut.WHOLE else alone(inputs[0])
+                        return inputs[0]
+                    case Work.CUT:
+                        return alone(inputs[0])
                     case Work.LIST:
                         return inputs
                     case Work.JOIN:
@@ -127,6 +129,11 @@ class Members:
 
     def carry_out(self, plan: Plan, op: Reducer, title: str) -> list[Ref[Any]]:
         """Make the calls of a plan; returns refs of its results."""
+        values = self.make(plan, op, title)
+        return [values[number] for number in plan.results]
+
+    def make(self, plan: Plan, op: Reducer, title: str) -> list[Ref[Any]]:
+        """The same; returns refs of all its values."""
         caller, values = self._process.part(Caller), list(self._refs)
         sink = state_of(self._refs[0]).sink
         targets = [
@@ -140,7 +147,7 @@ class Members:
                 paired = chain.from_iterable(zip(ranks, args, strict=True))
                 name, args = "step", (*_job(step, plan), op, title, *paired)
             values.append(targets[step.rank].call(_spec(name, title), args, {}))
-        return [values[number] for number in plan.results]
+        return values
 
 
 @lru_cache

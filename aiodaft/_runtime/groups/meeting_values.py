@@ -48,6 +48,12 @@ class MeetingValues:
         match answer:
             case Opaque():
                 return await answer.content
+            case tuple():
+                result, *beside = answer
+                for one in beside:
+                    # From then on the member may write to its value.
+                    await one.content.ready()
+                return None if result is None else await result.content
             case None:
                 return None
             case _:
@@ -61,8 +67,10 @@ class MeetingValues:
             return answers
         given = [brought[rank] for rank in values_of(operation, size, root)]
         here = not callable(op) and all(isinstance(one.value, bytes | list) for one in given)
-        work = self._compute if here else self._carry_out
-        results = work((operation, root, lengths), op, coming.title, given, [one.process for one in brought])
+        work, places = (operation, root, lengths), [one.process for one in brought]
+        if not here:
+            return self._carry_out(work, op, coming.title, given, places)
+        results = self._compute(work, op, coming.title, given, places)
         for rank, result in zip(results_of(operation, size, root), results, strict=True):
             answers[rank] = result
         return answers
@@ -90,24 +98,33 @@ class MeetingValues:
 
     def _carry_out(
         self, what: _What, op: Reducer, title: str, given: Sequence[Brought], places: Sequence[PeerId]
-    ) -> list[Opaque]:
-        operation, root, lengths = what
+    ) -> list[Packed]:
+        (operation, root, lengths), size = what, len(places)
         refs = [
             one.value.content if isinstance(one.value, Opaque) else
             self._kept(self._given(cast("bytes | list[Any]", one.value)), title).content
             for one in given
         ]  # fmt: skip
         # In these plans the root comes first, and then all members.
-        members = Members(refs, [places[root], *places] if len(given) < len(places) else places)
+        members = Members(refs, [places[root], *places] if len(given) < size else places)
         sizes = [one.nbytes for one in given if one.nbytes is not None]
         nbytes = max(sizes) if len(sizes) == len(given) else None
         as_far = {"one_memory": members.one_memory, "elementwise": not callable(op)}
-        plan = plan_of(operation, len(places), root, nbytes, lengths, **as_far)
-        results = members.carry_out(plan, op, title)
-        for result in results:
-            # Members get the errors; one that is gone, or does not wait any more, does not.
-            state_of(result).mark_seen()
-        return [Opaque(result) for result in results]
+        plan = plan_of(operation, size, root, nbytes, lengths, **as_far)
+        made, results = (
+            members.make(plan, op, title),
+            dict(zip(results_of(operation, size, root), plan.results, strict=True)),
+        )
+        answers = list[Packed]()
+        for rank in range(size):
+            own = rank if len(given) == size else 0 if rank == root else None
+            beside = [] if own is None else plan.beside(own, results.get(rank))
+            for number in (*beside, *plan.results):
+                # Members get the errors; one that is gone, or does not wait any more, does not.
+                state_of(made[number]).mark_seen()
+            result = Opaque(made[results[rank]]) if rank in results else None
+            answers.append((result, *(Opaque(made[number]) for number in beside)))
+        return answers
 
     def _kept(self, value: Any, title: str) -> Opaque:
         return Opaque(Ref(self._caller.objects.refs.put(value, title)))

@@ -107,8 +107,9 @@ class Joining:
 
 
 # The form in which a value travels to the meeting and back: a small one encoded, one that is reduced there as the
-# only item of a list, of others the ref. None is nothing.
-Packed: TypeAlias = bytes | list[Any] | Opaque | None
+# only item of a list, of others the ref. None is nothing. A result may come in a tuple, with refs of the values that
+# the member makes of its own one for others.
+Packed: TypeAlias = bytes | list[Any] | Opaque | tuple[Any, ...] | None
 
 
 class Brought(NamedTuple):

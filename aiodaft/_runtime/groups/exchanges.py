@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -43,6 +44,8 @@ class Exchanges:
         self.over: Exception | None = None
         self.failed: BaseException | None = None
         self._under_way: WeakSet[Ref[Any]] = WeakSet()
+        # Held to change it, in any thread, and to read it.
+        self._gate = threading.Lock()
         self._mails: list[Mail] = []
 
     def among(self, ranks: Sequence[int], name: str) -> Among:
@@ -58,7 +61,8 @@ class Exchanges:
 
     def begun(self, ref: Ref[Any]) -> Ref[Any]:
         """Have a result end with the block."""
-        self._under_way.add(ref)
+        with self._gate:
+            self._under_way.add(ref)
         if self.over is not None:
             ref.cancel(str(self.over))
         return ref
@@ -78,7 +82,9 @@ class Exchanges:
     def end(self, why: Exception) -> None:
         """End all exchanges, those under way and later ones, in any thread."""
         self.over = self.over or why
-        for ref in list(self._under_way):
+        with self._gate:
+            under_way = list(self._under_way)
+        for ref in under_way:
             ref.cancel(str(why))
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from good import LLM, Model, Tensor
 
 import aiodaft
 from aiodaft import Channel, Ref, Runtime
+from aiodaft.collectives import among_survivors
 from aiodaft.typing import lazy
 
 
@@ -61,10 +62,8 @@ async def groups(rt: Runtime) -> None:
 
     await ws.resize(5, prepare=prepare)  # E61 members of another class are prepared
     await ws.remove(1)  # E62 a rank is no member
-    await aiodaft.collectives.among_survivors(aiodaft.all_reduce, [1])  # E63 values are no refs
-    await aiodaft.collectives.among_survivors(
-        aiodaft.all_gather, ws.all(Model.sync, 1), "sum"
-    )  # E64 no argument of the collective
+    await among_survivors(aiodaft.all_reduce, [1])  # E63 values are no refs
+    await among_survivors(aiodaft.all_gather, ws.all(Model.sync, 1), "sum")  # E64 no argument of the collective
 
 
 async def services(rt: Runtime, b: Model) -> None:

@@ -198,7 +198,7 @@ class PoolExecutor(concurrent.futures.Executor):
         future.add_done_callback(self._under_way.discard)
         future.add_done_callback(lambda ended: ref.cancel() if ended.cancelled() else None)
         carry = partial(self._process.tasks.create_task, name="the result of a task")
-        self._process.call_soon(lambda: carry(_carry(ref, future)))
+        self._process.call_soon(lambda: carry(_carry(ref, future, lambda: self._process.closing)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -221,14 +221,17 @@ class PoolExecutor(concurrent.futures.Executor):
             concurrent.futures.wait(futures)
 
 
-async def _carry(ref: Ref[R], future: concurrent.futures.Future[R]) -> None:
+async def _carry(ref: Ref[R], future: concurrent.futures.Future[R], closing: Callable[[], Exception]) -> None:
     try:
         value = await ref
+    except asyncio.CancelledError:
+        # The runtime ends before the task is over.
+        if future.set_running_or_notify_cancel():
+            future.set_exception(closing())
+        raise
     except BaseException as error:
         if future.set_running_or_notify_cancel():
             future.set_exception(error)
-        if isinstance(error, asyncio.CancelledError):
-            raise
     else:
         if future.set_running_or_notify_cancel():
             future.set_result(value)

@@ -15,7 +15,11 @@ pytest.importorskip("torch.distributed")
 from torch_suite import TESTS, SuiteRank
 
 PRELOAD = ("torch_suite",)
-pytestmark = [pytest.mark.programs, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module", loop_factories=["uvloop"])]
+pytestmark = [
+    pytest.mark.programs,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="module", loop_factories=["uvloop"]),
+]
 
 # By the reason why they say nothing of this backend.
 NOT_OURS = {

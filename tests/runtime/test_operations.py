@@ -88,6 +88,30 @@ async def test_a_write_to_another_tensor_delays_a_read_until_it_is_over() -> Non
         stored.release()
 
 
+async def test_a_thread_that_computes_in_python_delays_no_read() -> None:
+    end = threading.Event()
+
+    def spin() -> None:
+        while not end.is_set():
+            pass
+
+    def spin_without_a_call() -> None:
+        while going:
+            pass
+
+    going = [True]
+    threads = [threading.Thread(target=target) for target in (spin, spin_without_a_call)]
+    for thread in threads:
+        thread.start()
+    try:
+        await wait_passed()
+    finally:
+        end.set()
+        going.clear()
+        for thread in threads:
+            thread.join()
+
+
 async def test_a_thread_that_waits_delays_no_read() -> None:
     end = threading.Event()
     thread = threading.Thread(target=end.wait)

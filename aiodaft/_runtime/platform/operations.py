@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Collection
+from opcode import opmap
 from types import FrameType
 from typing import Final, TypeAlias
 
@@ -15,6 +16,9 @@ from aiodaft.exceptions import BorrowError
 
 # A frame, and the instruction that it is at.
 _Place: TypeAlias = tuple[FrameType, int]
+
+# The instructions before which threads take turns, besides calls.
+_GIVES_WAY: Final = {code for name, code in opmap.items() if "JUMP_BACKWARD" in name or name == "RESUME"}
 
 # Seconds: between two looks, first and at most; and until a thread that is where it was is taken for stuck there.
 _FIRST_LOOK: Final = 0.0005
@@ -55,7 +59,16 @@ def _places() -> dict[int, _Place]:
     left_out = {thread.ident for thread in threading.enumerate() if thread.name.startswith("aiodaft ")}
     left_out.add(threading.get_ident())
     frames = sys._current_frames()
-    return {ident: _outside(top) for ident, top in frames.items() if ident not in left_out and top.f_code is not IDLE}
+    return {
+        ident: _outside(top)
+        for ident, top in frames.items()
+        if ident not in left_out and top.f_code is not IDLE and not _is_between(top)
+    }
+
+
+def _is_between(top: FrameType) -> bool:
+    """Whether a thread is between two operations: a loop of Python gives way where it begins again."""
+    return top.f_code.co_code[top.f_lasti] in _GIVES_WAY and _outside(top) == (top, top.f_lasti)
 
 
 def _outside(top: FrameType) -> _Place:

@@ -229,7 +229,7 @@ async def _carry(ref: Ref[R], future: concurrent.futures.Future[R], closing: Cal
         if future.set_running_or_notify_cancel():
             future.set_exception(closing())
         raise
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the future carries it on
         if future.set_running_or_notify_cancel():
             future.set_exception(error)
     else:

@@ -94,6 +94,14 @@ async def test_wrong_uses_are_errors_that_say_what_to_do(rt: aiodaft.Runtime) ->
     assert await ranks.all(TorchRank.sum_ranks) == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("operation", ["barrier", "all_gather", "all_reduce"])
+async def test_a_member_that_leaves_while_others_wait_for_it_is_named(rt: aiodaft.Runtime, operation: str) -> None:
+    ranks = await rt.group(2, TorchRank)
+    for error in await errors_of(ranks.all(TorchRank.stay_behind, operation)):
+        assert isinstance(error, ValueError | RuntimeError)
+        assert f"rank 0 has operation reduce, rank 1 has operation {operation}" in str(error)
+
+
 async def test_the_end_of_a_member_ends_the_waiting_of_the_others_and_is_named(rt: aiodaft.Runtime) -> None:
     ranks = await rt.on(restart=aiodaft.Restart(intensity=99, backoff=AT_ONCE)).group(3, TorchRank)
     for how in ("dies", "fails", "sends nothing"):

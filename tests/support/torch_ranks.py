@@ -210,6 +210,19 @@ class TorchRank(aiodaft.Actor):
         dist.new_group(backend="gloo")
 
     @aiodaft.method
+    def stay_behind(self, operation: str) -> None:
+        """All but rank 0 do something more in the block."""
+        with aiodaft.current_group().process_group("aiodaft"):
+            some = dist.new_group([0, 1])
+            value = torch.ones(2)
+            if operation == "barrier" and dist.get_rank():
+                dist.barrier()
+            elif operation == "all_gather" and dist.get_rank():
+                dist.all_gather([torch.empty(2) for _ in range(dist.get_world_size())], value)
+            elif operation == "all_reduce" and dist.get_rank() == 1:
+                dist.all_reduce(value, group=some)
+
+    @aiodaft.method
     def reduce_for_ever(self, steps: int = 1 << 30) -> None:
         for _ in range(steps):
             dist.all_reduce(torch.ones(1 << 12))

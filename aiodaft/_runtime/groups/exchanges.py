@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 from weakref import WeakSet
 
 from aiodaft._protocol.groups.roster import Roster, Steps
@@ -19,6 +20,9 @@ from aiodaft._runtime.groups.part import Part
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.exceptions import CallCancelled
 from aiodaft.ref import Ref
+
+# The value that members bring to the last collective of a group.
+_END: Final = "the end of the block"
 
 # Makes the result of the values that come.
 Finish = Callable[[Any], Any]
@@ -47,12 +51,23 @@ class Exchanges:
         # Held to change it, in any thread, and to read it.
         self._gate = threading.Lock()
         self._mails: list[Mail] = []
+        self._made: list[Among] = []
 
     def among(self, ranks: Sequence[int], name: str) -> Among:
         """Exchanges of the members with these ranks; all of them use one name."""
         everyone, _ = self.standing.roster.narrowed(self.standing.rank, self.steps)
         whole = tuple(ranks) == tuple(range(everyone.size))
-        return Among(self, self.steps if whole else (*self.steps, tuple(ranks)), f"{name} of {self.block}")
+        made = Among(self, self.steps if whole else (*self.steps, tuple(ranks)), f"{name} of {self.block}")
+        self._made.append(made)
+        return made
+
+    async def finish(self) -> None:
+        """Meet the members of each group at the end of the block: one that still waits for this one fails with it.
+
+        Raises:
+            ValueError: A member is in another collective.
+        """
+        await asyncio.gather(*(one.begin("reduce", _END, lambda _: None, max) for one in self._made))
 
     def check_open(self) -> None:
         """Raise the reason why nothing is exchanged any more, if there is one."""

@@ -112,6 +112,8 @@ class Membership:
 
     async def wait_others(self) -> None:
         """Say that this member has left, and wait until the others have: they may need it, unless one is lost."""
+        if self.exchanges is not None:
+            await self.exchanges.finish()
         self.blocks.leave(self._place[0], self._block, Left())
         for watching in asyncio.as_completed(self._watching):
             await watching

@@ -92,7 +92,9 @@ class Planned:
     Each method takes:
         out: The tensor for the result, of its dtype and shape; it may be the tensor itself. Default: a new tensor.
 
-    A collective raises, for awaiting it or for its result:
+    Errors are raised by the wait for a collective, or for its result.
+
+    Raises:
         ValueError: The members disagree on the operation, the dtype or the shape; it names two ranks, and all members
             raise it. The plan goes on. With a wrong `out` of one member, the plan ends.
         ActorDied: A member died or was stopped.
@@ -102,6 +104,7 @@ class Planned:
         RuntimeError: The thread runs an event loop, or for awaiting it another thread has its turn.
 
     After such an error, apart from the first one, the plan has ended for all members; open another one.
+
     Cancellation: the plan ends for all members.
     """
 

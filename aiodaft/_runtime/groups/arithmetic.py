@@ -61,10 +61,7 @@ def combine_into(total: Any, values: Sequence[Any], op: str) -> None:
     parts: Iterable[Sequence[Any]] = [(total, *values)]
     if total.numel() > _SERIAL:
         parts = zip(*(value.split(_SERIAL) for value in (total, *values)), strict=True)
-    for out, one, two, *others in parts:
-        function(one, two, out=out)
-        for other in others:
-            function(out, other, out=out)
+    _from_the_left(function, parts)
 
 
 def kind_of(value: Any) -> str:
@@ -204,12 +201,16 @@ def _combined(values: Sequence[Any], op: Reducer, allocate: Allocate) -> Any:
     if len(values) == 1:
         total[...] = first
         return total
-    function, parts = _computing(op, [total, *values])
+    _from_the_left(*_computing(op, [total, *values]))
+    return total
+
+
+def _from_the_left(function: Callable[..., Any], parts: Iterable[Sequence[Any]]) -> None:
+    """Combine values part by part; the first of each is the memory for the result."""
     for out, one, two, *others in parts:
         function(one, two, out=out)
         for other in others:
             function(out, other, out=out)
-    return total
 
 
 def _computing(op: str, values: Sequence[Any]) -> tuple[Callable[..., Any], Iterable[Sequence[Any]]]:

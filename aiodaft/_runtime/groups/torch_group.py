@@ -91,8 +91,8 @@ class TorchGroup(dist.ProcessGroup):  # type: ignore[misc]  # without types
     def allreduce(self, tensors: Any, opts: Any = None) -> Handle:
         tensors = _listed(tensors)
         op, divide = _reduction(opts, self._size)
-        if len(tensors) == 1 and tensors[0].layout != torch.strided:
-            op = {"sum": torch.add}.get(op, op) if isinstance(op, str) else op
+        if op == "sum" and len(tensors) == 1 and tensors[0].layout != torch.strided:
+            op = torch.add
         refs = [self._begin("all_reduce", _value(x), partial(_set, x, divide), op) for x in tensors]
         return self._handle(refs, tensors)
 
@@ -218,7 +218,7 @@ class TorchGroup(dist.ProcessGroup):  # type: ignore[misc]  # without types
 
     def _end_coalescing(self, device: object) -> Handle:
         refs, self._coalesced = self._coalesced or [], None
-        return Handle(self._among.exchanges, refs, [], self._executor)
+        return self._handle(refs, [])
 
     def _begin(
         self, operation: str, value: Any, finish: Finish, op: Any = "sum", root: int = 0, **lengths: Any

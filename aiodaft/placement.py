@@ -313,9 +313,7 @@ class Spawner(ABC):
             ValueError: A number is not valid. Raised at once; the following errors are raised when it is awaited.
             Exception: As `group`.
         """
-        for name, value, least in (("n", n, 1), ("concurrency", concurrency, 1), ("retries", retries, 0)):
-            if not is_count(value, least):
-                raise ValueError(f"{name}={value!r:.80}: a pool needs a whole number that is at least {least}")
+        _check_counts("pool", ("n", n, 1), ("concurrency", concurrency, 1), ("retries", retries, 0))
         scope, constraints = self._spawning()
         if constraints.restart is None:
             constraints = constraints._replace(restart=_AGAIN)
@@ -345,9 +343,7 @@ class Spawner(ABC):
             InsufficientResources: There are not so many nodes with room for a slice.
         """
         scope, constraints = self._spawning()
-        for name, value, least in (("hosts", hosts, 1), ("gpus", gpus, 0)):
-            if not is_count(value, least):
-                raise ValueError(f"{name}={value!r}: a mesh needs a whole number that is at least {least}")
+        _check_counts("mesh", ("hosts", hosts, 1), ("gpus", gpus, 0))
         _check_mesh(constraints)
         demand = Demand(constraints.cpus or 0.0, gpus, dict(constraints.resources or {}))
 
@@ -530,6 +526,12 @@ def _noting_that_all_get_the_same(n: int, values: Sequence[object]) -> Generator
 def _check_single(constraints: Constraints) -> None:
     if isinstance(constraints.beside, Group):
         raise ValueError(f"one actor goes beside one actor: give a member, with_=group[0], not {constraints.beside!r}")
+
+
+def _check_counts(what: str, *options: tuple[str, object, int]) -> None:
+    for name, value, least in options:
+        if not is_count(value, least):
+            raise ValueError(f"{name}={value!r:.80}: a {what} needs a whole number that is at least {least}")
 
 
 def _check_mesh(constraints: Constraints) -> None:

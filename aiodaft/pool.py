@@ -135,15 +135,14 @@ class Pool:
         Cancellation: while tasks of workers that leave end, all stay; else as for `Group.resize`.
         """
         _check_size(n)
-        before, self._size = self._size, min(n, len(self.group))
+        self._size = min(n, len(self.group))
         try:
             leaving = [unit.target for unit in self.group._seats()[n:]]
             while busy := [call for target in leaving for call in self.group._calls.of(target)]:
                 await asyncio.gather(*(Ref(call.hold()).ready() for call in busy))
             await self.group.resize(n)
-            before = n
         finally:
-            self._size = before
+            self._size = len(self.group)
             self._queue.hand_out()
 
     def __len__(self) -> int:

@@ -105,6 +105,3 @@ class TaskQueue(Target):
             return None
         assert isinstance(found, Target)
         return found
-
-    def close(self, error: Exception) -> None:
-        self._backlog.fail(error)

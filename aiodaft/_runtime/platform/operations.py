@@ -59,16 +59,14 @@ def _places() -> dict[int, _Place]:
     left_out = {thread.ident for thread in threading.enumerate() if thread.name.startswith("aiodaft ")}
     left_out.add(threading.get_ident())
     frames = sys._current_frames()
-    return {
-        ident: _outside(top)
-        for ident, top in frames.items()
-        if ident not in left_out and top.f_code is not IDLE and not _is_between(top)
-    }
-
-
-def _is_between(top: FrameType) -> bool:
-    """Whether a thread is between two operations: a loop of Python gives way where it begins again."""
-    return top.f_code.co_code[top.f_lasti] in _GIVES_WAY and _outside(top) == (top, top.f_lasti)
+    found: dict[int, _Place] = {}
+    for ident, top in frames.items():
+        if ident not in left_out and top.f_code is not IDLE:
+            place = frame, at = _outside(top)
+            # A loop of Python gives way where it begins again: between two operations.
+            if frame is not top or top.f_code.co_code[at] not in _GIVES_WAY:
+                found[ident] = place
+    return found
 
 
 def _outside(top: FrameType) -> _Place:

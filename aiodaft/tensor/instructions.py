@@ -1,0 +1,73 @@
+"""The instructions of a worker: plain data, without the parts of torch that only planning needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+__all__ = ["ByRank", "CollectiveKind", "Instruction", "Kind", "Slot", "slots_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor of a program or of a plan, by its number."""
+
+    number: int
+
+    def __repr__(self) -> str:
+        return f"%{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class ByRank:
+    """An argument that differs by rank, such as the shape of an uneven part."""
+
+    values: tuple[object, ...]
+
+
+CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+Kind: TypeAlias = (
+    CollectiveKind
+    | Literal[
+        "op",  # target: name of an operation ("aten.mm.default"), on local tensors
+        "chunk",  # target: axis; args (x, dim): this rank's part of a replicated tensor
+        "partition",  # target: axis; args (x, reduce_op): a replicated tensor as a term of a sum
+        "embedding",  # target: axis; args (weight, index, rows of the whole): rows that others have are zero
+        "join",  # args ([x, ...]): one flat tensor of several
+        "split",  # args (flat, [shape, ...]): the tensors that `join` took
+        "alias",  # args (x,)
+        "local",  # target: name of a function of the user, on local tensors
+        "random",  # see randoms.py
+    ]
+)
+
+
+class Instruction(NamedTuple):
+    """A step of a worker. `args` and `kwargs` have `Slot`s for local tensors and `ByRank` for what differs by rank.
+
+    Of collectives `target` is the axis, and the arguments are:
+        all_reduce (x, reduce_op); all_gather (x, dim); reduce_scatter (x, dim, reduce_op);
+        all_to_all (x, dim that is whole afterwards, dim that is cut afterwards).
+    `all_gather` and `chunk` with a third argument, the factor, are of strided parts: `dim` is seen as (factor, rest)
+    and the rest is cut. `reduce_op` is sum, avg, min, max or product; `norm:P` is the P-norm of norms.
+    """
+
+    kind: Kind
+    target: str | None
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outs: tuple[int | None, ...]
+
+
+def slots_of(value: object) -> list[int]:
+    """The numbers of all tensors in the arguments of an operation, in their order."""
+    match value:
+        case Slot(number=number):
+            return [number]
+        case list() | tuple():
+            return [number for one in value for number in slots_of(one)]
+        case Mapping():
+            return [number for one in value.values() for number in slots_of(one)]
+    return []

@@ -32,9 +32,8 @@ from typing import (
     overload,
 )
 
-from aiodaft._protocol.groups.axes import Axes
+from aiodaft._protocol.groups.axes import Axes, even_shares
 from aiodaft._protocol.groups.roster import Roster
-from aiodaft._protocol.groups.shares import even_shares
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.rosters import RosterCell, Rosters
 from aiodaft._runtime.groups.group_map import GroupMap, is_asynchronous

@@ -15,7 +15,7 @@ from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.groups.roster import Roster, seats_after
 from aiodaft._protocol.ids import node_of
 from aiodaft._protocol.node.resources import Demand
-from aiodaft._protocol.placement.request import Request
+from aiodaft._protocol.placement.planner import Request
 from aiodaft._protocol.supervision.child import REACHABLE, ChildState
 from aiodaft._runtime.agent import agent_of
 from aiodaft._runtime.blueprint import Blueprint, Constraints, Reserved, Seat

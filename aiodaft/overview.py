@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Final, Literal
 
-from aiodaft._protocol.diagnostics.amount import amount, count
 from aiodaft._protocol.diagnostics.failures import Cause, Failure
+from aiodaft._protocol.numbers import amount, count
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.diagnostics.process_view import StoredInfo
 from aiodaft.causes import message_of

@@ -12,7 +12,7 @@ from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import ActorId, PeerId, node_of
 from aiodaft._protocol.node.resources import Demand
-from aiodaft._protocol.placement.request import Anchor, Request, Where
+from aiodaft._protocol.placement.planner import Anchor, Request, Where
 from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.blueprint import Blueprint, Constraints, Seat
 from aiodaft._runtime.calls.call import Target

@@ -11,8 +11,7 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
-from aiodaft._protocol.diagnostics.amount import amount
-from aiodaft._protocol.numbers import is_number
+from aiodaft._protocol.numbers import amount, is_number
 from aiodaft.causes import message_of
 from aiodaft.exceptions import CallCancelled
 from aiodaft.html import facts, page, table

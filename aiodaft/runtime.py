@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Self, TypeVar, 
 from aiodaft._protocol.connections.address import parse_address
 from aiodaft._protocol.coordination.records import check_name as check_actor_name
 from aiodaft._protocol.coordination.records import check_prefix
-from aiodaft._protocol.diagnostics.amount import count
 from aiodaft._protocol.node.liveness import Patience
-from aiodaft._protocol.numbers import is_count, is_number
+from aiodaft._protocol.numbers import count, is_count, is_number
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.controller import Controller, ControllerOptions
 from aiodaft._runtime.diagnostics.telemetry import packed_setup

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from aiodaft._protocol.diagnostics.amount import count
+from aiodaft._protocol.numbers import count
 from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.blueprint import Constraints
 from aiodaft._runtime.platform.tasks import see_through

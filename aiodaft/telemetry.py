@@ -6,7 +6,7 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
-from aiodaft._protocol.diagnostics.trace_context import TraceContext, read_headers
+from aiodaft._protocol.diagnostics.trace import TraceContext, read_headers
 from aiodaft._runtime.platform.context import current_terms, deadline_of, terms_of, trace_of, under
 
 __all__ = ["TraceContext", "current_trace_context", "trace_context"]

@@ -1,12 +1,59 @@
-"""The check that a value is a number, where a user gives one as an option. Pure.
-
-True, False and NaN are none. A limit that may be infinite says so.
-"""
+"""Checks of numbers that users give, numbers as people read them, tables of states, tables that forget. Pure."""
 
 from __future__ import annotations
 
 import sys
-from typing import Final, TypeGuard
+from collections.abc import Mapping
+from enum import Enum
+from typing import Final, TypeGuard, TypeVar
+
+
+def amount(size: int) -> str:
+    number, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if number < 1024:
+            break
+        number, unit = number / 1024, larger
+    return f"{number:.3g} {unit}" if number < 1000 else f"{number:.0f} {unit}"
+
+
+def count(number: int, one: str, several: str = "") -> str:
+    """So many of something; `several` is needed where it is not `one` with an s."""
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Latest(dict[K, V]):
+    """A dict of at most so many entries: a new one takes the place of the oldest."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        if len(self) > self._most:
+            del self[next(iter(self))]
+
+
+StateT = TypeVar("StateT", bound=Enum)
+EventT = TypeVar("EventT", bound=Enum)
+
+
+def next_state(transitions: Mapping[tuple[StateT, EventT], StateT], state: StateT, event: EventT) -> StateT:
+    """The state after an event.
+
+    Raises:
+        ValueError: The event cannot happen in that state.
+    """
+    try:
+        return transitions[state, event]
+    except KeyError:
+        raise ValueError(f"{event} cannot happen in {state}") from None
+
 
 _LARGEST: Final = sys.float_info.max
 

@@ -1,4 +1,4 @@
-"""Channels between processes: carries out the commands of the state machines in `_protocol.channels.channel_table`.
+"""Channels between processes: carries out the commands of the state machines in `_protocol.channels.channel_end`.
 
 Small items travel with the messages. Large items travel as refs, from their sender straight to their receiver. Holders
 of a channel are counted as holders of a ref: every `Channel` object holds a ref that the channel's maker owns.
@@ -18,8 +18,7 @@ from functools import partial
 from typing import Any, Final
 
 from aiodaft._protocol.channels.channel import ChannelId, Command, Kind, Leaving, Message, Outcome, Settle, Tell
-from aiodaft._protocol.channels.channel_end import End
-from aiodaft._protocol.channels.channel_table import ChannelTable
+from aiodaft._protocol.channels.channel_end import ChannelTable, End
 from aiodaft._protocol.connections.messages import WANT_NOTHING
 from aiodaft._protocol.ids import CHANNELS, CallId, PeerId
 from aiodaft._protocol.objects.value import HERE

@@ -6,7 +6,7 @@ import asyncio
 import gc
 from typing import Any
 
-from aiodaft._protocol.diagnostics.unhandled import Unhandled
+from aiodaft._protocol.diagnostics.failures import Unhandled
 from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.error_log import log_error

@@ -15,7 +15,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.node.postmortem import Ending
+from aiodaft._protocol.node.worker import Ending
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.heartbeat import Heartbeat, HeartbeatWatch
 from aiodaft._runtime.node.worker import Worker

@@ -19,8 +19,8 @@ from sim_coordination import LEASE, Broken, Node, SharedStore, history
 from aiodaft._protocol.coordination.holder import HolderState, LeaseHolder
 from aiodaft._protocol.coordination.leases import LeaseTable
 from aiodaft._protocol.coordination.names import NameTable
+from aiodaft._protocol.coordination.records import History, View
 from aiodaft._protocol.coordination.registry import Registry
-from aiodaft._protocol.coordination.watch import History, View
 from aiodaft._runtime.coordination import coordinator
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft.testing import AutojumpLoop

@@ -13,7 +13,7 @@ from inside import peer_of, producer_of, resources_of
 from leaks import is_alive
 
 import aiodaft
-from aiodaft._protocol.diagnostics.trace_context import TraceContext
+from aiodaft._protocol.diagnostics.trace import TraceContext
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.calls.call import CallSink, Request
 from aiodaft._runtime.platform.context import Terms, current_terms, deadline_of, received_terms, sent_terms

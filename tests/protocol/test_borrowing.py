@@ -7,8 +7,7 @@ import gc
 import pytest
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.objects.borrowing import Borrowing
-from aiodaft._protocol.objects.value import Value
+from aiodaft._protocol.objects.value import Borrowing, Value
 
 HERE, A, B = PeerId("here"), PeerId("a"), PeerId("b")
 ONE, TWO = CallId(1), CallId(2)

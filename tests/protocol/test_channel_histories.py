@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from aiodaft._protocol.channels.channel import ChannelId, Command, Keeper, Kind, Leaving, Message, Outcome, Settle, Tell
-from aiodaft._protocol.channels.channel_end import End
-from aiodaft._protocol.channels.channel_table import ChannelTable
+from aiodaft._protocol.channels.channel_end import ChannelTable, End
 from aiodaft._protocol.ids import CallId, PeerId
 
 MAKER: Final = PeerId("maker")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiodaft._protocol.channels.channel import ChannelId, Kind, Leaving, Message, Outcome, Settle, Tell
-from aiodaft._protocol.channels.channel_end import End
-from aiodaft._protocol.channels.channel_table import ChannelTable
+from aiodaft._protocol.channels.channel_end import ChannelTable, End
 from aiodaft._protocol.ids import CallId, PeerId
 
 HERE, OTHER, THIRD = PeerId("here"), PeerId("other"), PeerId("third")

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from aiodaft._protocol.numbers import next_state
 from aiodaft._protocol.supervision.child import (
     REACHABLE,
     SETTLED,
@@ -18,7 +19,6 @@ from aiodaft._protocol.supervision.child import (
     fate_of,
     next_task,
 )
-from aiodaft._protocol.transitions import next_state
 
 
 def walk(*events: ChildEvent) -> list[ChildState]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aiodaft._protocol.connections.definitions import Definitions
+from aiodaft._protocol.connections.session import Definitions
 
 
 def test_a_name_is_told_once_until_it_is_taken_back() -> None:

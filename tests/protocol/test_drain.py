@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.node.drain import Drain, DrainState, describe
+from aiodaft._protocol.node.worker import Drain, DrainState, describe
 
 S = DrainState
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aiodaft._protocol.latest import Latest
+from aiodaft._protocol.numbers import Latest
 
 
 def test_a_new_entry_takes_the_place_of_the_oldest() -> None:

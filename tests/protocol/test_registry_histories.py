@@ -10,9 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from aiodaft._protocol.coordination.records import Change, Kind, Member, NamedActor, Record
+from aiodaft._protocol.coordination.records import Change, Kind, Member, NamedActor, Record, View
 from aiodaft._protocol.coordination.registry import Registry, Stored
-from aiodaft._protocol.coordination.watch import View
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft.exceptions import LeaseLost, NameTaken
 

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from aiodaft._protocol.node.liveness import Order
-from aiodaft._protocol.node.silence import GIVEN_UP_AFTER, PERIOD, Silence, period_of
+from aiodaft._protocol.node.liveness import GIVEN_UP_AFTER, PERIOD, Order, Silence, period_of
 
 
 def looks(silence: Silence, *received: int, awaited: bool = True) -> list[Order | None]:

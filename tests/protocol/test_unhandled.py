@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aiodaft._protocol.diagnostics.unhandled import LIMIT, Unhandled
+from aiodaft._protocol.diagnostics.failures import LIMIT, Unhandled
 
 
 def test_a_block_without_unhandled_errors_raises_what_its_body_raises() -> None:

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiodaft._protocol.coordination.records import Change, Kind, NamedActor, Record
+from aiodaft._protocol.coordination.records import Batch, Change, History, Kind, NamedActor, Record, View
 from aiodaft._protocol.coordination.registry import Registry, Stored
-from aiodaft._protocol.coordination.watch import Batch, History, View
 from aiodaft._protocol.ids import ActorId, PeerId
 
 _quick = settings(deadline=None, derandomize=True, database=None, max_examples=200)

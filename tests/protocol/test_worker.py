@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiodaft._protocol.node.worker import TRANSITIONS, WorkerEvent, WorkerState, how_it_ended
-from aiodaft._protocol.transitions import next_state
+from aiodaft._protocol.numbers import next_state
 
 
 def state_after(*events: WorkerEvent) -> WorkerState:

@@ -19,7 +19,7 @@ from aiodaft._protocol.connections.codec import FrameDecoder, FrameEncoder
 from aiodaft._protocol.connections.messages import CALL, HELLO, KINDS, NOTE, WIRE_VERSION, Message
 from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import ActorId, CallId, PeerId
-from aiodaft._protocol.objects.borrowing import Borrowing
+from aiodaft._protocol.objects.value import Borrowing
 from aiodaft._runtime.calls.call import PendingCall, TellState
 from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import BURSTS, Connection

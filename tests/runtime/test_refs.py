@@ -15,8 +15,7 @@ import aiodaft
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import Message
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
-from aiodaft._protocol.objects.borrowing import Borrowing
-from aiodaft._protocol.objects.value import FAILED, FREED
+from aiodaft._protocol.objects.value import FAILED, FREED, Borrowing
 from aiodaft._runtime.calls.call import CallState, PendingCall, Target, TellState
 from aiodaft._runtime.objects.ref_state import ABSENT
 from aiodaft._runtime.objects.streams import StreamState

@@ -29,8 +29,7 @@ from simulated.simulated_loop import collect
 from aiodaft._protocol.calls.call import QUEUED
 from aiodaft._protocol.calls.mailbox import Mailbox
 from aiodaft._protocol.channels.channel import ChannelId, Command, Kind, Message, Tell
-from aiodaft._protocol.channels.channel_end import End
-from aiodaft._protocol.channels.channel_table import ChannelTable
+from aiodaft._protocol.channels.channel_end import ChannelTable, End
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import Connection

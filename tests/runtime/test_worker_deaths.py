@@ -15,8 +15,8 @@ from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId
 from aiodaft._protocol.node.liveness import LastHeartbeat
-from aiodaft._protocol.node.postmortem import Ending
 from aiodaft._protocol.node.resources import Demand, Resources, Wish
+from aiodaft._protocol.node.worker import Ending
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.shipped_code import ShippedCode

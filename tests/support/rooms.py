@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from aiodaft._protocol.connections import messages as m
-from aiodaft._protocol.connections.definitions import Definitions
+from aiodaft._protocol.connections.session import Definitions
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.env import Env, Timeouts

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar, cast
 
 from aiodaft._protocol.coordination.holder import HolderState, LeaseHolder
-from aiodaft._protocol.coordination.records import Change, Kind, Member, NamedActor, Record
+from aiodaft._protocol.coordination.records import Change, Kind, Member, NamedActor, Record, View
 from aiodaft._protocol.coordination.registry import Stored
-from aiodaft._protocol.coordination.watch import View
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.coordination.store import Deposed, StoreFailed

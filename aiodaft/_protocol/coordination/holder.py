@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-from aiodaft._protocol.transitions import next_state
+from aiodaft._protocol.numbers import next_state
 
 # Keepalives in the time of a lease.
 _PER_LEASE: Final = 4

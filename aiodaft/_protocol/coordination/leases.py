@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass
 from typing import Final
 
-from aiodaft._protocol.transitions import next_state
+from aiodaft._protocol.numbers import next_state
 from aiodaft.exceptions import LeaseLost
 
 # A coordinator that has not looked for this part of a lease was stopped: its members' messages may wait to be read.

@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 
 from aiodaft._protocol.coordination.records import NamedActor
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._protocol.transitions import next_state
+from aiodaft._protocol.numbers import next_state
 from aiodaft.exceptions import LeaseLost, NameNotFound, NameTaken
 
 KeyT = TypeVar("KeyT")

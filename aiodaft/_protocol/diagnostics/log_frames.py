@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeAlias, cast
 
-from aiodaft._protocol.latest import Latest
+from aiodaft._protocol.numbers import Latest
 
 _MARK: Final = b"\x1e"
 # PIPE_BUF on Linux, and the room for the header.

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Final, TypeAlias
 
-from aiodaft._protocol.diagnostics.amount import amount
 from aiodaft._protocol.diagnostics.trace import FAILED, FETCHED, RAN, SUBMITTED, UNFINISHED, Event, Key, ProcessTrace
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
+from aiodaft._protocol.numbers import amount
 
 Json: TypeAlias = dict[str, Any]
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TypeVar
 
-from aiodaft._protocol.diagnostics.amount import amount, count
 from aiodaft._protocol.graphs.layout import NO_NOTE, Notes, ValueNote
 from aiodaft._protocol.graphs.plan import Dataflow
+from aiodaft._protocol.numbers import amount, count
 
 DataT = TypeVar("DataT")
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from html import escape
 from typing import Final
 
-from aiodaft._protocol.diagnostics.amount import amount, count
 from aiodaft._protocol.graphs.layout import Arrow, Box, Lane, Layout
 from aiodaft._protocol.graphs.listing import duration, summary, value_text
+from aiodaft._protocol.numbers import amount, count
 
 # Pixels. A character is that wide in the font below.
 _CHARACTER: Final = 7.3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from types import MappingProxyType
 from typing import cast
@@ -135,3 +136,10 @@ class Axes:
 
     def __str__(self) -> str:
         return " x ".join(f"{name}={size}" for name, size in self.pairs) or "(none)"
+
+
+def even_shares(rows: int, count: int) -> list[slice]:
+    """Parts whose sizes differ by at most one, the larger ones first, as of `torch.tensor_split`; some may be empty."""
+    size, more = divmod(rows, count)
+    starts = [index * size + min(index, more) for index in range(count + 1)]
+    return [slice(first, last) for first, last in pairwise(starts)]

@@ -13,7 +13,9 @@ the node agent waits a while for reports of callers, and then gives the error to
 from __future__ import annotations
 
 import enum
-from typing import Final
+import re
+from collections.abc import Collection, Sequence
+from typing import Final, NamedTuple
 
 
 class WorkerState(enum.Enum):
@@ -82,3 +84,136 @@ def how_it_ended(exit_code: int | None, signal: str | None, *, oom: bool) -> str
     if signal is not None:
         return f"was killed by {signal}"
     return "ended, and its exit status is not known" if exit_code is None else f"ended with exit code {exit_code}"
+
+
+# A node that is being drained: it takes no new actors, lets those that it has go, and then ends.
+#
+# SERVING --begin--> DRAINING --no process is left--> OVER
+#                        | the grace is over           ^
+#                        +-----------> EVICTING -------+
+
+
+class DrainState(enum.Enum):
+    """The state of a node with respect to its drain."""
+
+    SERVING = "it takes actors"
+    DRAINING = "it takes no new actors, and waits until its processes have ended"
+    EVICTING = "its processes are told to end, because the grace is over"
+    OVER = "no process is left: the node ends"
+
+
+class Drain:
+    """The drain of one node."""
+
+    def __init__(self) -> None:
+        self.state = DrainState.SERVING
+        self._deadline = 0.0
+
+    @property
+    def begun(self) -> bool:
+        return self.state is not DrainState.SERVING
+
+    def begin(self, grace: float, now: float) -> None:
+        """Begin. A later order counts only if it leaves less time."""
+        deadline = now + grace
+        if self.state is DrainState.SERVING:
+            self.state, self._deadline = DrainState.DRAINING, deadline
+        self._deadline = min(self._deadline, deadline)
+
+    def left(self, now: float) -> float:
+        return max(0.0, self._deadline - now)
+
+    def step(self, processes: int, now: float) -> DrainState:
+        if self.begun:
+            if not processes:
+                self.state = DrainState.OVER
+            elif self.state is DrainState.DRAINING and not self.left(now):
+                self.state = DrainState.EVICTING
+        return self.state
+
+
+def describe(actors: Sequence[str], placed: str, pid: int, owner: str) -> str:
+    """The rest of a drain in one process: its actors, or, when these have gone, the process that may store values."""
+    return f"{', '.join(actors) or f'the process of {placed}'} (pid {pid}, of {owner})"
+
+
+_CGROUPS: Final = "/sys/fs/cgroup"
+# The meaning of a thread's state in /proc, for a process that does not answer; the most telling state first.
+_STATES: Final = {
+    "T": "it is stopped (SIGSTOP)",
+    "t": "a debugger holds it",
+    "R": "it computes, in C code that keeps the interpreter to itself",
+    "D": "it waits for a device or a disk",
+    "S": "it waits, in C code that keeps the interpreter to itself",
+}
+
+
+class Ending(NamedTuple):
+    """The end of a process; both are None if that is unknown."""
+
+    exit_code: int | None
+    signal: str | None
+
+
+class Activity(NamedTuple):
+    """The oldest call that a worker was running, as far as this process knows.
+
+    Attributes:
+        method: The call; "" if there is none.
+        seconds: For how long the call has been seen; None if it was not seen before.
+    """
+
+    method: str
+    seconds: float | None
+
+    def __str__(self) -> str:
+        if not self.method:
+            return "no call is known to be under way"
+        return f"under way: {self.method}" + ("" if self.seconds is None else f", for {self.seconds:.1f} s or more")
+
+
+def condition(states: Collection[str]) -> str:
+    """Why a process does not answer, by the states of its threads."""
+    return next((meaning for state, meaning in _STATES.items() if state in states), "nothing is known of it")
+
+
+class OomKills:
+    """Tells which killed workers the kernel killed for want of memory.
+
+    The kernel only counts such kills per control group. So each increase of a group's count explains one death by
+    SIGKILL in that group.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}
+
+    def watch(self, counter: str, kills: int) -> None:
+        self._seen.setdefault(counter, kills)
+
+    def take(self, counter: str, kills: int) -> bool:
+        if kills <= self._seen[counter]:
+            return False
+        self._seen[counter] += 1
+        return True
+
+
+def oom_counters(groups: str) -> list[str]:
+    """The files that may count the kills in the control group of a process, from the content of /proc/PID/cgroup.
+
+    Version 2 or 1 of control groups, inside a container or not.
+    """
+    found: list[str] = []
+    for controllers, group in re.findall(r"^\d+:(.*?):/(.*)$", groups, re.MULTILINE):
+        if "memory" in controllers.split(","):
+            folder, name = f"{_CGROUPS}/memory", "memory.oom_control"
+        elif not controllers:
+            folder, name = _CGROUPS, "memory.events"
+        else:
+            continue
+        found += [f"{folder}/{group}/{name}", f"{folder}/{name}"]
+    return found
+
+
+def oom_kills(content: str) -> int:
+    found = re.search(r"^oom_kill (\d+)$", content, re.MULTILINE)
+    return int(found[1]) if found else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from aiodaft._protocol.ids import ActorId
-from aiodaft._protocol.latest import Latest
+from aiodaft._protocol.numbers import Latest
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, Shared
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.objects.store import Store

@@ -37,10 +37,9 @@ from typing import Any, Final, TypeAlias
 from weakref import finalize, ref
 
 from aiodaft._protocol.connections import messages as m
-from aiodaft._protocol.connections.definitions import Definitions
 from aiodaft._protocol.connections.messages import Message
 from aiodaft._protocol.connections.rings import Upgrade
-from aiodaft._protocol.connections.session import STALL, Session
+from aiodaft._protocol.connections.session import STALL, Definitions, Session
 from aiodaft._protocol.ids import CallId, PeerId, can_share_memory
 from aiodaft._runtime.connections.fd_passing import SPACE, Descriptors
 from aiodaft._runtime.connections.ring_poller import RingPoller

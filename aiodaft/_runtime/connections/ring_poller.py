@@ -26,7 +26,7 @@ from collections.abc import Callable
 from contextvars import copy_context
 from typing import Final, Protocol
 
-from aiodaft._protocol.connections.pace import Idle, Pace
+from aiodaft._protocol.connections.rings import Idle, Pace
 from aiodaft._runtime.connections.shm_ring import HEAD, ORDERED, RingPair, barrier
 from aiodaft._runtime.platform.wakeup import Wakeups
 from aiodaft_transport.system import usable_cpus

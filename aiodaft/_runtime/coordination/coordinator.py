@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from aiodaft._protocol.coordination.records import (
+    Batch,
     Change,
     Kind,
     Member,
@@ -19,9 +20,8 @@ from aiodaft._protocol.coordination.records import (
     check_prefix,
 )
 from aiodaft._protocol.coordination.registry import Registry, Stored
-from aiodaft._protocol.coordination.watch import Batch
 from aiodaft._protocol.ids import ActorId, PeerId, is_worker
-from aiodaft._protocol.latest import Latest
+from aiodaft._protocol.numbers import Latest
 from aiodaft._runtime.coordination.store import Deposed, NotStored, Store, StoreFailed
 from aiodaft._runtime.platform.tasks import TaskOwner, logger
 from aiodaft.actor import Actor

@@ -24,8 +24,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from aiodaft._protocol.connections.messages import WANT_NOTHING
 from aiodaft._protocol.connections.versions import __version__
-from aiodaft._protocol.diagnostics.trace import CANCELLED, FETCHED, Event, is_shown, outcome_of
-from aiodaft._protocol.diagnostics.trace_context import TraceContext
+from aiodaft._protocol.diagnostics.trace import CANCELLED, FETCHED, Event, TraceContext, is_shown, outcome_of
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
 from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, current_call

@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 
 from aiodaft._protocol.ids import PeerId, node_of
-from aiodaft._protocol.node.drain import Drain, DrainState, describe
 from aiodaft._protocol.node.resources import Resources
-from aiodaft._protocol.node.worker import WorkerState
+from aiodaft._protocol.node.worker import Drain, DrainState, WorkerState, describe
 from aiodaft._runtime.node.worker import Tenant, Worker
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.node.postmortem import Ending
+from aiodaft._protocol.node.worker import Ending
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.fresh_worker import start_fresh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from aiodaft._protocol.diagnostics.standstill import Standstill, Verdict
+from aiodaft._protocol.node.liveness import Standstill, Verdict
 from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.platform.linux import is_stopped, signs_of_life
 from aiodaft._runtime.platform.tasks import logger

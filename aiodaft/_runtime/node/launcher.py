@@ -13,7 +13,7 @@ import threading
 from contextlib import ExitStack, suppress
 from typing import Final
 
-from aiodaft._protocol.node.postmortem import Ending
+from aiodaft._protocol.node.worker import Ending
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.forkserver_watch import ForkServerWatch

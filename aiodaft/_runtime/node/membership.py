@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Final, TypeAlias
 
 from aiodaft._protocol.coordination.holder import HolderState, LeaseHolder
-from aiodaft._protocol.coordination.records import Kind, Member, NamedActor
-from aiodaft._protocol.coordination.watch import Batch, View
+from aiodaft._protocol.coordination.records import Batch, Kind, Member, NamedActor, View
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.node.contact import CoordinatorContact
 from aiodaft._runtime.node.nodes import Nodes

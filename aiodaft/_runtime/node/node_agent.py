@@ -15,12 +15,11 @@ from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.coordination.records import Member, NamedActor
 from aiodaft._protocol.diagnostics.failures import Subject
 from aiodaft._protocol.ids import ActorId, PeerId, incarnation, is_worker, node_of
-from aiodaft._protocol.latest import Latest
 from aiodaft._protocol.node.liveness import Order, Patience
-from aiodaft._protocol.node.postmortem import Ending, OomKills
 from aiodaft._protocol.node.resources import Wish
-from aiodaft._protocol.node.worker import WorkerEvent, WorkerState
-from aiodaft._protocol.placement.request import NodeState
+from aiodaft._protocol.node.worker import Ending, OomKills, WorkerEvent, WorkerState
+from aiodaft._protocol.numbers import Latest
+from aiodaft._protocol.placement.planner import NodeState
 from aiodaft._runtime.actors.hosted_actor import serving
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.contacts import NodeContact

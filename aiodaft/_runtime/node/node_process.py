@@ -8,10 +8,9 @@ from contextlib import suppress
 from typing import Final, NamedTuple, cast
 
 from aiodaft._protocol.connections.address import parse_address
-from aiodaft._protocol.coordination.records import Kind, Member, check_node_name
-from aiodaft._protocol.coordination.watch import View
+from aiodaft._protocol.coordination.records import Kind, Member, View, check_node_name
 from aiodaft._protocol.ids import COORDINATOR, SUPERVISOR, PeerId, is_attached, node_of
-from aiodaft._protocol.node.silence import period_of
+from aiodaft._protocol.node.liveness import period_of
 from aiodaft._runtime.connections.far import FarConnections, Network, who_listens
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.attach import Greeting, Visits

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.ids import NODE, ActorId, PeerId, node_of
-from aiodaft._protocol.latest import Latest
+from aiodaft._protocol.numbers import Latest
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.contacts import NodeContact
 from aiodaft._runtime.node.node_agent import NodeAgent

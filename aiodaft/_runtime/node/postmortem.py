@@ -6,8 +6,16 @@ import os
 from contextlib import suppress
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
-from aiodaft._protocol.node.postmortem import Activity, Ending, OomKills, condition, oom_counters, oom_kills
-from aiodaft._protocol.node.worker import WorkerState, how_it_ended
+from aiodaft._protocol.node.worker import (
+    Activity,
+    Ending,
+    OomKills,
+    WorkerState,
+    condition,
+    how_it_ended,
+    oom_counters,
+    oom_kills,
+)
 from aiodaft._runtime.calls.call import CallState, PendingCall
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.node.worker import Worker

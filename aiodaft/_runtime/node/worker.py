@@ -9,9 +9,8 @@ from typing import NamedTuple
 from aiodaft._protocol.ids import ActorId, PeerId, number_of
 from aiodaft._protocol.node.code import Code
 from aiodaft._protocol.node.liveness import LastHeartbeat, Patience
-from aiodaft._protocol.node.postmortem import Ending
-from aiodaft._protocol.node.worker import TRANSITIONS, WorkerEvent, WorkerState
-from aiodaft._protocol.transitions import next_state
+from aiodaft._protocol.node.worker import TRANSITIONS, Ending, WorkerEvent, WorkerState
+from aiodaft._protocol.numbers import next_state
 from aiodaft._runtime.logs.relay import Relay
 from aiodaft._runtime.logs.worker_output import WorkerOutput
 from aiodaft._runtime.node.environment import WorkerEnvironment

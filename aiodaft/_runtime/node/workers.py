@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from typing import Final
 
 from aiodaft._protocol.ids import PeerId, is_worker
-from aiodaft._protocol.node.postmortem import Ending
+from aiodaft._protocol.node.worker import Ending
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.entries import Source
 from aiodaft._runtime.logs.relay import Relay

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from aiodaft._protocol.objects.borrowing import Borrowing
-from aiodaft._protocol.supervision.siblings import FailedAwaits
+from aiodaft._protocol.objects.value import Borrowing
+from aiodaft._protocol.supervision.supervision import FailedAwaits
 from aiodaft._runtime.objects.owner import ObjectsOwner
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.store import Store

@@ -9,8 +9,7 @@ from weakref import WeakSet
 
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.objects.borrowing import Borrowing
-from aiodaft._protocol.objects.value import HERE, THERE, Key
+from aiodaft._protocol.objects.value import HERE, THERE, Borrowing, Key
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.ref_host import RefHost

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
 from aiodaft._protocol.connections.messages import SentTerms
-from aiodaft._protocol.diagnostics.trace_context import TraceContext
+from aiodaft._protocol.diagnostics.trace import TraceContext
 from aiodaft.exceptions import DaftError, DeadlineExceeded, RemoteProtocolError
 
 # Per second.

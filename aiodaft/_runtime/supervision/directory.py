@@ -10,8 +10,8 @@ from typing import Any, Final, Literal, Protocol, cast
 from aiodaft._protocol.calls.following import NOWHERE, Location
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import ActorId, PeerId, node_of
-from aiodaft._protocol.latest import Latest
 from aiodaft._protocol.node.liveness import Health
+from aiodaft._protocol.numbers import Latest
 from aiodaft._protocol.supervision.child import REACHABLE, ChildEvent, ChildState, Fate, fate_of
 from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.calls.call import Caller, Target

@@ -16,9 +16,9 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from aiodaft._protocol.calls.following import NOWHERE, Location
 from aiodaft._protocol.ids import ActorId, PeerId, epoch_of, incarnation, node_of
+from aiodaft._protocol.numbers import next_state
 from aiodaft._protocol.supervision.child import SETTLED, TRANSITIONS, ChildEvent, ChildState, next_task
 from aiodaft._protocol.supervision.supervision import Again, GiveUp, Gone, Kind, Restart, Siblings
-from aiodaft._protocol.transitions import next_state
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.node.nodes import Nodes

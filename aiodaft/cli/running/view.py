@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from aiodaft._protocol.diagnostics.amount import amount, count
+from aiodaft._protocol.numbers import amount, count
 
 Plain = Mapping[str, Any]
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.node.postmortem import Ending
+from aiodaft._protocol.node.worker import Ending
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.heartbeat import HeartbeatWatch
 from aiodaft._runtime.node.worker import Worker

@@ -104,6 +104,21 @@ async def test_a_member_that_leaves_while_others_wait_for_it_is_named(rt: aiodaf
         assert f"rank 1 has operation {operation}" in str(error)
 
 
+@pytest.mark.parametrize("operation", ["recv", "recv from any"])
+async def test_a_wait_for_a_message_of_a_member_that_has_left_fails(rt: aiodaft.Runtime, operation: str) -> None:
+    ranks = await rt.group(2, TorchRank)
+    for error in await errors_of(ranks.all(TorchRank.stay_behind, operation)):
+        assert isinstance(error, ValueError | RuntimeError)
+        assert "[0] of TorchRank" in str(error)
+        assert "has left the block: no message of it comes any more" in str(error)
+
+
+async def test_messages_of_a_member_that_has_left_are_received(rt: aiodaft.Runtime) -> None:
+    ranks = await rt.group(2, TorchRank)
+    for nbytes in (64, 4 << 20):
+        assert await ranks.all(TorchRank.send_and_leave, nbytes) == [[], [0.0, 0.0]]
+
+
 async def test_the_end_of_a_member_ends_the_waiting_of_the_others_and_is_named(rt: aiodaft.Runtime) -> None:
     ranks = await rt.on(restart=aiodaft.Restart(intensity=99, backoff=AT_ONCE)).group(3, TorchRank)
     for how in ("dies", "fails", "sends nothing"):

@@ -221,6 +221,22 @@ class TorchRank(aiodaft.Actor):
                 dist.all_gather([torch.empty(2) for _ in range(dist.get_world_size())], value)
             elif operation == "all_reduce" and dist.get_rank() == 1:
                 dist.all_reduce(value, group=some)
+            elif operation == "recv" and dist.get_rank():
+                dist.recv(value, 0)
+            elif operation == "recv from any" and dist.get_rank():
+                dist.recv(value)
+
+    @aiodaft.method
+    def send_and_leave(self, nbytes: int) -> list[float]:
+        """Rank 0 leaves the block before its messages are received; it receives none of its own."""
+        value, got = torch.full((nbytes // 4,), float(dist.is_initialized())), torch.ones(nbytes // 4)
+        with aiodaft.current_group().process_group("aiodaft"):
+            if dist.get_rank() == 0:
+                dist.isend(value, 1)
+                return []
+            dist.send(value, 0)
+            dist.recv(got, 0)
+        return got[:2].tolist()
 
     @aiodaft.method
     def reduce_for_ever(self, steps: int = 1 << 30) -> None:

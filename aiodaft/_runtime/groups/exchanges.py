@@ -67,7 +67,8 @@ class Exchanges:
         Raises:
             ValueError: A member is in another collective.
         """
-        await asyncio.gather(*(one.begin("reduce", _END, lambda _: None, max) for one in self._made))
+        ends = [one.begin("reduce", _END, lambda _: None, max) for one in self._made]
+        await asyncio.gather(*(one.mailing().finish() for one in self._made), *ends)
 
     def check_open(self) -> None:
         """Raise the reason why nothing is exchanged any more, if there is one."""
@@ -159,11 +160,11 @@ class Among:
 
     def send(self, value: Any, to: int, tag: int) -> Ref[None]:
         """Send a message."""
-        return self._post("isend", partial(self._mailing().send, value, to, tag))
+        return self._post("isend", partial(self.mailing().send, value, to, tag))
 
     def recv(self, source: int | None, tag: int, finish: Finish) -> Ref[int]:
         """Receive a message; the ref gives the rank of its sender."""
-        mail = self._mailing()
+        mail = self.mailing()
 
         async def rank() -> int | None:
             message, sender = await mail.receive(source, tag)
@@ -174,9 +175,10 @@ class Among:
 
     def _post(self, operation: str, what: Callable[[], Any]) -> Ref[Any]:
         self.exchanges.check_open()
-        return self.exchanges.begun(self._mailing().begin(operation, what, self._call()))
+        return self.exchanges.begun(self.mailing().begin(operation, what, self._call()))
 
-    def _mailing(self) -> Mail:
+    def mailing(self) -> Mail:
+        """Their messages."""
         if self._mail is None:
             targets = [target_of_member(member) for member in self._roster.members]
             inboxes = self.exchanges.process.part(Inboxes)

@@ -11,6 +11,7 @@ sender until the inbox admits it; then it goes from process to process, as any v
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -65,7 +66,7 @@ class Box:
             else:
                 command.receive.waiter.set_result(command.message)
 
-    def lose(self, source: ActorId, error: DaftError) -> None:
+    def lose(self, source: ActorId, error: Exception) -> None:
         self.watches.pop(source, None)
         for receive in self.inbox.lose(source):
             if not receive.waiter.done():
@@ -92,8 +93,8 @@ class Inboxes(Actor):
         enlisted.on_forgotten.append(self._forget_member)
         # By the name of the group, and the member.
         self._boxes: dict[tuple[str, ActorId], Box] = {}
-        # The ends of members of this process that others wait for.
-        self._ends: dict[ActorId, asyncio.Future[None]] = {}
+        # Set when a member of this process sends nothing more to inboxes of this name: whether it lives.
+        self._ends: dict[tuple[str, ActorId], asyncio.Future[bool]] = {}
 
     # For other members.
 
@@ -126,12 +127,10 @@ class Inboxes(Actor):
         return True
 
     @method(ordered=False)
-    async def ended(self, actor: int) -> None:
+    async def ended(self, group: str, actor: int) -> bool:
+        """Wait until a member sends nothing more; returns whether it lives."""
         number = ActorId(actor)
-        if self._enlisted.has(number):
-            if number not in self._ends:
-                self._ends[number] = self.process.loop.create_future()
-            await asyncio.shield(self._ends[number])
+        return self._enlisted.has(number) and await asyncio.shield(self._end_of(group, number))
 
     # For members of this process.
 
@@ -232,8 +231,15 @@ class Inboxes(Actor):
         box = self._box(group, member)
         box.run(box.inbox.limit(messages, nbytes))
 
+    def end(self, group: str, member: ActorId) -> None:
+        """A member sends nothing more."""
+        end = self._end_of(group, member)
+        if not end.done():
+            end.set_result(True)
+
     def drop(self, group: str, member: ActorId, error: DaftError) -> None:
         """A member needs an inbox no more."""
+        self._ends.pop((group, member), None)
         box = self._boxes.pop((group, member), None)
         if box is not None:
             box.close(error)
@@ -252,11 +258,15 @@ class Inboxes(Actor):
             box = self._boxes[group, member] = Box()
         return box
 
+    def _end_of(self, group: str, member: ActorId) -> asyncio.Future[bool]:
+        return self._ends.setdefault((group, member), self.process.loop.create_future())
+
     def _forget_member(self, actor: ActorId) -> None:
         number = number_of(actor)
-        end = self._ends.pop(number, None)
-        if end is not None:
-            end.set_result(None)
+        for key in [key for key in self._ends if key[1] == number]:
+            end = self._ends.pop(key)
+            if not end.done():
+                end.set_result(False)
         for key in [key for key in self._boxes if key[1] == number]:
             self._boxes.pop(key).close(ActorDied("the member was stopped", executed=False))
 
@@ -275,11 +285,14 @@ class Inboxes(Actor):
     async def _watch(self, box: Box, source: ActorId, target: Target, group: str) -> None:
         who = f"{target.label} of {group}"
         try:
-            await self._ask(target, _ENDED, source)
+            lives = await self._ask(target, _ENDED, group, source)
         except DaftError as error:
             add_note(error, f"{who} was waited for")
             box.lose(source, error)
         else:
+            if lives:
+                box.lose(source, ValueError(f"{who} has left the block: no message of it comes any more"))
+                return
             stopped = ActorDied(f"{who} was stopped")
             stopped.actor = target.label
             box.lose(source, stopped)
@@ -338,6 +351,8 @@ class Mail:
         self._rank = rank
         self._numbers = [number_of(member.actor) for member in members]
         self._ranks = {number: rank for rank, number in enumerate(self._numbers)}
+        # The messages that are sent in other threads.
+        self._sending: set[Ref[Any]] = set()
 
     def check(self) -> None:
         """Raise if messages cannot be used here and now."""
@@ -355,7 +370,8 @@ class Mail:
         begun = self._inboxes.begin(f"{operation} of {self._group}", what, call)
         if operation == "isend":
             # It goes on if its ref is dropped.
-            state_of(begun).watch(lambda _: None, interested=True)
+            self._sending.add(begun)
+            state_of(begun).watch(lambda _: self._sending.discard(begun), interested=True)
         return begun
 
     async def send(self, value: Any, to: int, tag: Tag) -> None:
@@ -390,6 +406,14 @@ class Mail:
 
     def limit(self, messages: int, nbytes: int) -> None:
         self._inboxes.limit(self._group, self._numbers[self._rank], messages, nbytes)
+
+    async def finish(self) -> None:
+        """The member receives nothing more, and sends nothing more but for that which is under way."""
+        # So no sender waits for room.
+        self.limit(sys.maxsize, sys.maxsize)
+        for sent in list(self._sending):
+            await sent.ready()
+        self._inboxes.end(self._group, self._numbers[self._rank])
 
     def close(self, error: DaftError) -> None:
         """Drop the messages, and end the receives."""

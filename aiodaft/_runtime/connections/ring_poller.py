@@ -13,7 +13,7 @@ State     `polling`    Writers ring the doorbell   In each turn of the loop
 asleep    False        yes                         nothing
 polling   True         no                          `_turn`: look, read, or yield the processor
 
-`_protocol.connections.pace` decides whether polling pays. A process without traffic uses no processor time.
+`_protocol.connections.rings` decides whether polling pays. A process without traffic uses no processor time.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ class Collective:
         cause: The operation that needs it, with module and line.
         written: Whether the strategy asks for it, by the placement of a parameter in use, of a module's output, of an
             optimizer's state or of a result; otherwise the rule of an operation does.
+        slot: The tensor that it makes.
     """
 
     kind: CollectiveKind
@@ -33,7 +34,7 @@ class Collective:
     received: tuple[int, ...]
     cause: Cause
     written: bool
-    instruction: int
+    slot: int
 
 
 @dataclass(frozen=True)

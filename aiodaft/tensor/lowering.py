@@ -1,0 +1,232 @@
+"""From operations on whole tensors to local operations and collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.utils._pytree import tree_leaves, tree_map
+
+from aiodaft.tensor.instructions import CollectiveKind, Instruction, Slot
+from aiodaft.tensor.plan import Collective
+from aiodaft.tensor.program import Cause
+from aiodaft.tensor.rules import Move, Placing, Rules, norm_of, strided
+from aiodaft.tensor.specs import Meta, Placements, Spec
+
+__all__ = ["Lowering", "OwnRule"]
+
+aten = torch.ops.aten
+
+
+class OwnRule(Protocol):
+    """A rule of ours: lowers an operation, or returns NotImplemented where torch's table does it."""
+
+    def __call__(self, lowering: Lowering, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
+
+
+OWN_RULES: dict[OpOverload[..., Any], OwnRule] = {}
+
+
+class Lowering:
+    """Turns operations on placed tensors into instructions.
+
+    Args:
+        rules: The table of placements, for a group with named axes.
+
+    Attributes:
+        specs: Whole shape, dtype and placements of each tensor, by its number.
+        cause: The operation that is being lowered, for its collectives.
+        written: Whether the strategy asks for what is being lowered.
+        whole: The causes of operations that were done whole, since no rule places them.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.axes = rules.axes
+        self.names = tuple(rules.axes)
+        self.replicas: Placements = tuple(Replicate() for _ in self.names)
+        self.specs: dict[int, Spec] = {}
+        self.instructions: list[Instruction] = []
+        self.collectives: list[Collective] = []
+        self.cause = Cause("")
+        self.written = False
+        self.whole: list[Cause] = []
+        self.placed: dict[tuple[int, Placements], int] = {}
+        self._count = 0
+
+    def new(self, spec: Spec) -> int:
+        """The number of a new tensor."""
+        number = self._count
+        self._count += 1
+        self.specs[number] = spec
+        return number
+
+    def emit(self, instruction: Instruction) -> None:
+        """Appends an instruction."""
+        self.instructions.append(instruction)
+
+    def redistribute(self, number: int, target: Placements) -> int:
+        """The same tensor with other placements; it is made once for each."""
+        spec = self.specs[number]
+        if spec.placements == target:
+            return number
+        known = self.placed.get((number, target))
+        if known is not None:
+            return known
+        if any(strided(one) for one in (*spec.placements, *target)) and self.replicas not in (spec.placements, target):
+            out = self.redistribute(self.redistribute(number, self.replicas), target)
+        else:
+            out = number
+            for move in self.rules.route(spec, target):
+                out = self._move(out, move)
+        self.placed[number, target] = out
+        return out
+
+    def apply(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Lowers an operation; returns its results, with `Slot`s for tensors, in their structure."""
+        tensors = [one for one in tree_leaves((args, dict(kwargs))) if isinstance(one, Slot)]
+        if not tensors:
+            return self._finish(op, args, kwargs, self._as_replicas(_metas(op, args, kwargs)))
+        if (own := OWN_RULES.get(op)) is not None and (result := own(self, args, kwargs)) is not NotImplemented:
+            return result
+        placing = self.rules.place(op, *tree_map(self._spec, (args, dict(kwargs))))
+        if placing is None:
+            return self.apply_whole(op, args, kwargs)
+        return self._apply_placed(op, placing, args, kwargs)
+
+    def apply_whole(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Each rank does all of it."""
+        if op._schema.is_mutable:
+            raise NotImplementedError(
+                f"{self.cause.line}: {op} writes to a tensor that would have to be gathered first; use the form that "
+                "returns a new tensor"
+            )
+        if any(
+            self.specs[one.number].placements != self.replicas
+            for one in tree_leaves((args, dict(kwargs)))
+            if isinstance(one, Slot)
+        ):
+            self.whole.append(self.cause)
+
+        def whole(one: Any) -> Any:
+            return Slot(self.redistribute(one.number, self.replicas)) if isinstance(one, Slot) else one
+
+        args, kwargs = tree_map(whole, (args, dict(kwargs)))
+        metas = _metas(
+            op, *tree_map(lambda one: self.specs[one.number].meta if isinstance(one, Slot) else one, (args, kwargs))
+        )
+        return self._finish(op, args, kwargs, self._as_replicas(metas))
+
+    def _apply_placed(
+        self, op: OpOverload[..., Any], placing: Placing, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        tensors = [one.number for one in tree_leaves(args) if isinstance(one, Slot)]
+        moved = iter([self.redistribute(n, want) for n, want in zip(tensors, placing.inputs, strict=True)])
+        if op._schema.is_mutable and self.specs[tensors[0]].placements != placing.inputs[0]:
+            raise NotImplementedError(
+                f"{self.cause.line}: {op} writes to a tensor that would have to be redistributed first"
+            )
+        local = tree_map(lambda one: Slot(next(moved)) if isinstance(one, Spec) else one, placing.args)
+        return self._finish(placing.target, local, kwargs, placing.outputs)
+
+    def _finish(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> Any:
+        result = tree_map(lambda one: Slot(self.new(one)) if isinstance(one, Spec) else None, outputs)
+        numbers = [one.number if one is not None else None for one in _results(result)]
+        self.emit(Instruction("op", name_of(op), args, dict(kwargs), tuple(numbers)))
+        return tree_map(lambda one: self._without_norms(one) if isinstance(one, Slot) else one, result)
+
+    def _without_norms(self, slot: Slot) -> Slot:
+        spec = self.specs[slot.number]
+        number = slot.number
+        for axis, placement in enumerate(spec.placements):
+            if (norm := norm_of(placement)) is not None:
+                number = self._collective(number, axis, Replicate(), "all_reduce", f"norm:{norm}")
+        return Slot(number)
+
+    def _move(self, number: int, move: Move) -> int:
+        source, target = move.source, move.target
+        axis = move.axis
+        if self.axes[self.names[axis]] == 1:
+            return self._local(number, axis, target, "alias")
+        if (cut := strided(source)) is not None and target.is_replicate():
+            return self._collective(number, axis, target, "all_gather", *cut)
+        if (cut := strided(target)) is not None and source.is_replicate():
+            return self._local(number, axis, target, "chunk", *cut)
+        match source, target:
+            case Partial(reduce_op=operation), Replicate():
+                return self._collective(number, axis, target, "all_reduce", operation)
+            case Partial(reduce_op=operation), Shard(dim=dim):
+                return self._collective(number, axis, target, "reduce_scatter", dim, operation)
+            case Shard(dim=dim), Replicate():
+                return self._collective(number, axis, target, "all_gather", dim)
+            case Shard(dim=dim), Shard(dim=other):
+                return self._collective(number, axis, target, "all_to_all", dim, other)
+            case Replicate(), Shard(dim=dim):
+                return self._local(number, axis, target, "chunk", dim)
+            case Replicate(), Partial(reduce_op=operation):
+                return self._local(number, axis, target, "partition", operation)
+        raise NotImplementedError(f"{self.cause.line}: a tensor cannot go from {source} to {target}")
+
+    def _local(self, number: int, axis: int, placement: Any, kind: Any, *args: Any) -> int:
+        out = self._after(number, axis, placement)
+        self.emit(Instruction(kind, self.names[axis], (Slot(number), *args), {}, (out,)))
+        return out
+
+    def _collective(self, number: int, axis: int, placement: Any, kind: CollectiveKind, *args: Any) -> int:
+        out = self._after(number, axis, placement)
+        name = self.names[axis]
+        received = tuple(
+            _received(kind, before, after, self.axes[name])
+            for before, after in zip(*(self.rules.local_bytes(self.specs[one]) for one in (number, out)), strict=True)
+        )
+        self.collectives.append(Collective(kind, name, received, self.cause, self.written, out))
+        self.emit(Instruction(kind, name, (Slot(number), *args), {}, (out,)))
+        return out
+
+    def _after(self, number: int, axis: int, placement: Any) -> int:
+        spec = self.specs[number]
+        return self.new(spec.at((*spec.placements[:axis], placement, *spec.placements[axis + 1 :])))
+
+    def _spec(self, one: Any) -> Any:
+        return self.specs[one.number] if isinstance(one, Slot) else one
+
+    def _as_replicas(self, metas: Any) -> Any:
+        return tree_map(lambda one: Spec(self.replicas, one) if isinstance(one, Meta) else one, metas)
+
+
+def name_of(op: OpOverload[..., Any]) -> str:
+    """`aten.mm.default`"""
+    return f"{op.namespace}.{op._schema.name.split('::')[1]}.{op._overloadname}"
+
+
+def _received(kind: CollectiveKind, before: int, after: int, members: int) -> int:
+    match kind:
+        case "all_reduce":
+            return 2 * before * (members - 1) // members
+        case "reduce_scatter":
+            return after * (members - 1)
+        case "all_gather":
+            return after - before
+        case "all_to_all":
+            return after * (members - 1) // members
+
+
+def _metas(op: OpOverload[..., Any], args: Any, kwargs: Any) -> Any:
+    """Shapes, strides and dtypes of the results of an operation, in their structure."""
+
+    def fake(one: Any) -> Any:
+        return torch.empty_strided(one.shape, one.stride, dtype=one.dtype) if isinstance(one, Meta) else one
+
+    with FakeTensorMode():
+        result = op(*tree_map(fake, args), **tree_map(fake, dict(kwargs)))
+    return tree_map(lambda one: Meta.of(one) if isinstance(one, torch.Tensor) else None, result)
+
+
+def _results(result: Any) -> Sequence[Any]:
+    if result is None:
+        return ()
+    return result if isinstance(result, list | tuple) else (result,)

@@ -1,0 +1,210 @@
+"""How an operation can be placed: torch's table of placements, asked without a process group.
+
+Only this module and `capture` use private names of torch. The table has wrong entries; `Rules.place` refuses those that
+are known, and the operation is then done whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
+from torch.distributed.tensor._ops.single_dim_strategy import register_single_dim_strategy
+from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _MaskPartial, _StridedShard
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from aiodaft.tensor.instructions import ByRank
+from aiodaft.tensor.specs import Meta, Placements, Spec
+
+__all__ = ["Move", "Placing", "Rules", "norm_of", "strided"]
+
+aten = torch.ops.aten
+_TABLE = DTensor._op_dispatcher.sharding_propagator
+
+
+class Move(NamedTuple):
+    """One step of a redistribution: the placement on one axis changes."""
+
+    axis: int
+    source: Placement
+    target: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """A way to do an operation in parts.
+
+    Attributes:
+        target: The operation on local tensors.
+        inputs: The placements that its tensors need, in the order in which they stand in the arguments.
+        args: Its arguments, with `Spec`s for tensors and `ByRank` for what depends on the rank.
+        outputs: What it makes: a `Spec`, None, or several of them.
+    """
+
+    target: OpOverload[..., Any]
+    inputs: tuple[Placements, ...]
+    args: tuple[Any, ...]
+    outputs: Any
+
+
+class Rules:
+    """The placements of operations on a group with named axes.
+
+    Args:
+        axes: Names and sizes of the axes; ranks are row-major.
+    """
+
+    def __init__(self, axes: Mapping[str, int]) -> None:
+        self.axes = dict(axes)
+        self.size = math.prod(axes.values())
+        grid = torch.arange(self.size).view(*axes.values())
+        self._meshes = [
+            DeviceMesh("cpu", grid, mesh_dim_names=tuple(axes), _init_backend=False, _rank=rank)
+            for rank in range(self.size)
+        ]
+        self._sizes = tuple(axes.values())
+        self._theirs: dict[Spec, DTensorSpec] = {}
+        self._shapes: dict[Spec, tuple[tuple[int, ...], ...]] = {}
+
+    def place(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Placing | None:
+        """How an operation is done in parts; None if it has to be done whole."""
+        if any(isinstance(one, Spec) for one in tree_leaves(dict(kwargs))):
+            return None
+        info = _schema_info(op, args)
+        schema = OpSchema(op, tree_map(self._their, args), dict(kwargs), schema_info=info)
+        try:
+            sharding = cast(OutputSharding, _TABLE.propagate_op_sharding(schema))
+        except Exception:  # noqa: BLE001 - the table refuses an operation by errors of many kinds.
+            return None
+        deep = info is not None and info.needs_pytree
+        wanted = sharding.redistribute_schema if sharding.needs_redistribute else None
+        have = tree_leaves(args) if deep else list(args)
+        want = list(tree_leaves((wanted or schema).args_schema) if deep else (wanted or schema).args_schema)
+        inputs = tuple(
+            (one if isinstance(one, DTensorSpec) else self._their(given)).placements
+            for given, one in zip(have, want, strict=False)
+            if isinstance(given, Spec)
+        )
+        target = wanted.op if wanted is not None else op
+        if target is not op:
+            largs = (args[0], *wanted.args_schema[1:])  # type: ignore[union-attr]  # `wanted` made it another one
+        elif sharding.use_val_from_redistribute_schema:
+            local = [
+                g if isinstance(g, Spec) else self._by_rank(op, i, g, w, sharding)
+                for i, (g, w) in enumerate(zip(have, want, strict=True))
+            ]
+            largs = tuple(tree_unflatten(local, tree_flatten(args)[1])) if deep else tuple(local)
+        else:
+            largs = args
+        outputs = self._ours(sharding.output_spec)
+        placing = Placing(target, inputs, largs, outputs)
+        return None if self._is_wrong(placing, [one for one in have if isinstance(one, Spec)]) else placing
+
+    def route(self, source: Spec, target: Placements) -> Iterator[Move]:
+        """The steps of a redistribution, in their order."""
+        for info in _gen_transform_infos(self._their(source), self._their(source.at(target))):
+            yield Move(info.mesh_dim, *info.src_dst_placements)
+
+    def local_shapes(self, spec: Spec) -> tuple[tuple[int, ...], ...]:
+        """The shape of the local tensor, by rank."""
+        known = self._shapes.get(spec)
+        if known is None:
+            known = self._shapes[spec] = tuple(
+                tuple(
+                    compute_local_shape_and_global_offset(spec.meta.shape, mesh, spec.placements, skip_offset=True)[0]
+                )
+                for mesh in self._meshes
+            )
+        return known
+
+    def offset(self, spec: Spec, rank: int) -> tuple[int, ...]:
+        """Where the part of a rank begins in the whole tensor."""
+        return tuple(compute_local_shape_and_global_offset(spec.meta.shape, self._meshes[rank], spec.placements)[1])
+
+    def local_bytes(self, spec: Spec) -> tuple[int, ...]:
+        """The size of the local tensor, by rank."""
+        return tuple(math.prod(shape) * spec.meta.dtype.itemsize for shape in self.local_shapes(spec))
+
+    def _their(self, one: Any) -> Any:
+        if not isinstance(one, Spec):
+            return one
+        known = self._theirs.get(one)
+        if known is None:
+            meta = TensorMeta(torch.Size(one.meta.shape), one.meta.stride, one.meta.dtype)
+            known = self._theirs[one] = DTensorSpec(self._meshes[0], one.placements, tensor_meta=meta)
+        return known
+
+    def _ours(self, given: Any) -> Any:
+        if isinstance(given, DTensorSpec):
+            meta = given.tensor_meta
+            assert meta is not None
+            return Spec(given.placements, Meta(tuple(meta.shape), tuple(meta.stride), meta.dtype))
+        return type(given)(self._ours(one) for one in given) if isinstance(given, tuple | list) else None
+
+    def _by_rank(self, op: OpOverload[..., Any], index: int, given: Any, want: Any, sharding: OutputSharding) -> Any:
+        """A shape among the arguments, which is that of the local tensor."""
+        if _TABLE.op_to_shape_and_stride_idx.get(op) != index:
+            return want
+        shapes = self.local_shapes(self._ours(sharding.output_spec))
+        return list(shapes[0]) if len(set(shapes)) == 1 else ByRank(tuple(list(one) for one in shapes))
+
+    def _is_uneven(self, spec: Spec, placements: Placements, axis: int) -> bool:
+        placement = placements[axis]
+        return isinstance(placement, Shard) and spec.meta.shape[placement.dim] % self._sizes[axis] != 0
+
+    def _is_wrong(self, placing: Placing, given: list[Spec]) -> bool:
+        """Whether the table is known to be wrong about it: the mean of means of uneven parts; masks, which are kept in
+        a buffer of torch's process group."""
+        outs = [one for one in tree_leaves(placing.outputs) if isinstance(one, Spec)]
+        everywhere = [p for one in placing.inputs for p in one] + [p for one in outs for p in one.placements]
+        if any(isinstance(one, _MaskPartial) for one in everywhere):
+            return True
+        means = {axis for one in outs for axis, p in enumerate(one.placements) if getattr(p, "reduce_op", "") == "avg"}
+        return any(
+            self._is_uneven(spec, placements, axis)
+            for spec, placements in zip(given, placing.inputs, strict=True)
+            for axis in means
+        )
+
+
+def norm_of(placement: Placement) -> float | None:
+    """The P of a partial P-norm; torch lets these pass through sums, which is wrong, so they are reduced at once."""
+    return float(cast(Any, placement).norm_type) if type(placement).__name__ == "_NormPartial" else None
+
+
+def strided(placement: Placement) -> tuple[int, int] | None:
+    """The dimension and the factor of a strided part, which a view of a sharded inner dimension gives."""
+    return (placement.dim, int(placement.split_factor)) if isinstance(placement, _StridedShard) else None
+
+
+def _schema_info(op: OpOverload[..., Any], args: tuple[Any, ...]) -> RuntimeSchemaInfo | None:
+    info = _TABLE.op_to_schema_info.get(op) or _TABLE.op_to_schema_info_for_single_dim_strategy.get(op)
+    if info is None and any(isinstance(one, list | tuple) and any(isinstance(x, Spec) for x in one) for one in args):
+        return RuntimeSchemaInfo(needs_pytree=True)
+    return info
+
+
+@register_single_dim_strategy(
+    aten._scaled_dot_product_flash_attention_for_cpu.default, schema_info=RuntimeSchemaInfo(3)
+)
+def _attention(op: Any, args: Any, kwargs: Any) -> list[list[Placement]]:
+    """Output, log-sum-exp; query, key, value: by batch and by head."""
+    return [[Shard(dim)] * 5 for dim in (0, 1)]
+
+
+@register_single_dim_strategy(
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default, schema_info=RuntimeSchemaInfo(6)
+)
+def _attention_backward(op: Any, args: Any, kwargs: Any) -> list[list[Placement]]:
+    """The gradients of query, key, value; that of the output, query, key, value, output, log-sum-exp."""
+    return [[Shard(dim)] * 9 for dim in (0, 1)]

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from aiodaft.tensor.instructions import CollectiveKind, Instruction, Slot
 from aiodaft.tensor.plan import Collective
-from aiodaft.tensor.program import Cause
+from aiodaft.tensor.operations import Cause
 from aiodaft.tensor.rules import Move, Placing, Rules, norm_of, strided
 from aiodaft.tensor.specs import Meta, Placements, Spec
 

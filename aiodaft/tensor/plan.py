@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils._pytree import TreeSpec
 
 from aiodaft.tensor.instructions import CollectiveKind, Instruction
-from aiodaft.tensor.program import Cause, Input, Output
+from aiodaft.tensor.operations import Cause, Input, Output
 from aiodaft.tensor.specs import Spec
 
 __all__ = ["Collective", "Plan"]

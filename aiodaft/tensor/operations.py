@@ -1,4 +1,4 @@
-"""A program of whole tensors: operations in order, as one device does them. It knows no strategy and no axis."""
+"""Operations on whole tensors, as one device does them: the words of a program, which knows no strategy and no axis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec
 
 from aiodaft.tensor.specs import Meta
 
-__all__ = ["Cause", "Gradient", "Input", "Mark", "Operation", "Output", "Phase", "Program", "Role"]
+__all__ = ["Cause", "Gradient", "Input", "Mark", "Operation", "Output", "Phase", "Role", "Trace"]
 
 Phase: TypeAlias = Literal["forward", "backward", "update"]
 
@@ -117,14 +117,13 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Program:
+class Trace:
     """The operations of one step.
 
     Attributes:
         metas: Shape, stride and dtype of each tensor, by its number.
         results: The structure of the results of the function; its leaves are the outputs with the role `result`.
         scalars: The values of scalars now, by name: read before each step, so that a scheduler changes them.
-        parameters: The names that the parameters have in the model, with the aliases of tied ones.
     """
 
     inputs: tuple[Input, ...]

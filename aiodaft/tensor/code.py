@@ -1,0 +1,351 @@
+"""The instructions of one rank, as a function of Python: operations are found once, tensors end with their last use.
+
+Collectives begin at their instruction and are waited for at the first use of what they give.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, pairwise
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
+
+from aiodaft.tensor.instructions import ByRank, Instruction, Slot, slots_of
+
+__all__ = ["Code", "Pending", "Routine", "Row", "chunks"]
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+# Is called with the local variables after each statement.
+Watch: TypeAlias = Callable[[Mapping[str, Any]], object]
+
+
+class Pending(Protocol[T_co]):
+    """A collective that has begun."""
+
+    def result(self) -> T_co: ...
+
+
+class Row(Protocol):
+    """The members along one axis. Each of them begins the same collectives in the same order.
+
+    Results are new tensors. A tensor that was given must not be written to until the result is there. Parts may have
+    any shapes, all terms of a sum have one; sums are in the order of ranks.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def all_reduce(self, tensor: Tensor, op: str) -> Pending[Tensor]: ...
+    def all_gather(self, tensor: Tensor) -> Pending[Sequence[Tensor]]: ...
+    def reduce_scatter(self, parts: Sequence[Tensor], op: str) -> Pending[Tensor]: ...
+    def all_to_all(self, parts: Sequence[Tensor]) -> Pending[Sequence[Tensor]]: ...
+
+
+class Routine(NamedTuple):
+    """A program of instructions, the same for all ranks.
+
+    Attributes:
+        inputs: The numbers of its inputs: tensors, and scalars as Python numbers.
+        outputs: The numbers of the tensors that it gives.
+        donated: The inputs that nobody needs once the run has begun to change its state.
+        causes: The place in the user's code for each instruction, or nothing.
+        functions: Those of `local` instructions.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[int, ...]
+    donated: frozenset[int] = frozenset()
+    causes: tuple[str, ...] = ()
+    functions: Mapping[str, Callable[..., Any]] = {}
+
+
+class Code:
+    """The function of a routine for one rank.
+
+    Attributes:
+        source: Its text.
+    """
+
+    def __init__(self, routine: Routine, rank: int, rows: Mapping[str, Row], watch: Watch | None = None) -> None:
+        self._routine = routine
+        self._rank = rank
+        self._rows = rows
+        self._watched = watch is not None
+        self._names: dict[str, Any] = {"watch": watch}
+        self._numbers = count()
+        # The statements, with the instruction of each.
+        self._lines: list[tuple[str, int]] = []
+        self._write()
+        head = "def program(values, update):"
+        self.source = "\n".join([head, *(f"    {line}" for line, _ in self._lines), ""])
+        self._file = f"<{routine.name} of rank {rank}>"
+        exec(compile(self.source, self._file, "exec"), self._names)
+        self._program = self._names.pop("program")
+        linecache.cache[self._file] = len(self.source), None, self.source.splitlines(keepends=True), self._file
+        weakref.finalize(self, linecache.cache.pop, self._file, None)
+
+    def run(self, values: list[Any], update: Callable[[], object] = bool) -> tuple[Any, ...]:
+        """Run the instructions.
+
+        Args:
+            values: The inputs; the list is emptied.
+            update: Is called before a first tensor is written to, or a first donated input ends.
+
+        Raises:
+            Exception: That of an operation, with a note of the rank and of the place in the user's code.
+        """
+        try:
+            outputs: tuple[Any, ...] = self._program(values, update)
+        except Exception as error:
+            self._explain(error)
+            raise
+        return outputs
+
+    def _explain(self, error: Exception) -> None:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != self._file:
+            trace = trace.tb_next
+        at = self._lines[trace.tb_lineno - 2][1] if trace is not None else -1
+        if at >= 0:
+            causes, (kind, target, *_) = self._routine.causes, self._routine.instructions[at]
+            cause = f", of {causes[at]}" if causes and causes[at] else ""
+            title = target if kind in _NAMED else f"{kind} along {target}" if target else kind
+            error.add_note(f"raised by {title} (instruction {at}) of {self._routine.name} at rank {self._rank}{cause}")
+
+    # The text.
+
+    def _write(self) -> None:
+        _, inputs, instructions, outputs, donated, *_ = self._routine
+        last = {number: at for at, one in enumerate(instructions) for number in _numbers_of(one)}
+        last.update(dict.fromkeys(outputs, len(instructions)))
+        pending: dict[int, int] = {}
+        if inputs:
+            self._add(f"{', '.join(f'v{n}' if n in last else '_' for n in inputs)}, = values")
+        self._add("_ = values.clear()")
+        updating = False
+        for at, one in enumerate(instructions):
+            numbers = set(_numbers_of(one))
+            dead = sorted(n for n in numbers if last[n] == at)
+            writes = one.kind == "op" and _operation(one.target)._schema.is_mutable
+            # What is written to may be under way.
+            self._wait(pending, [*pending] if writes else slots_of((one.args, one.kwargs)))
+            if not updating and (writes or not donated.isdisjoint(dead)):
+                updating = True
+                self._add("update()", at)
+            self._add(self._statement(one), at)
+            if one.kind in _COLLECTIVES:
+                pending[_only(one)] = at
+            names = [f"v{n}" for n in dead if n not in pending]
+            if None in one.outs and set(one.outs) != {None}:
+                names.append("_")
+            if names:
+                self._add(f"del {', '.join(names)}", at)
+        self._wait(pending, [*pending])
+        self._add(f"return ({''.join(f'v{n}, ' for n in outputs)})")
+
+    def _add(self, line: str, at: int = -1) -> None:
+        self._lines.append((line, at))
+        if self._watched and at >= 0:
+            self._lines.append(("watch(locals())", -1))
+
+    def _wait(self, pending: dict[int, int], numbers: Sequence[int]) -> None:
+        for number in numbers:
+            if number in pending:
+                self._add(f"v{number} = v{number}.result()", pending.pop(number))
+
+    def _statement(self, one: Instruction) -> str:
+        kind, target, args, kwargs, outs = one
+        if kind == "alias":
+            return f"v{_only(one)} = {self._text(args[0])}"
+        given = [self._text(value) for value in args]
+        given += [f"{name}={self._text(value)}" for name, value in kwargs.items()]
+        if kind == "op":
+            operation = _operation(target)
+            # The overload itself, without its Python function around it.
+            function, is_list = getattr(operation, "_op", operation), _gives_several(operation)
+        elif kind == "local":
+            function, is_list = self._routine.functions[str(target)], len(outs) != 1
+        elif kind in _FUNCTIONS:
+            function, is_list = _FUNCTIONS[kind], kind == "split"
+        else:
+            along = {**_COLLECTIVES, **_ALONG}[kind]
+            function, is_list = partial(along, self._rows[str(target)]), False
+        names = ", ".join("_" if n is None else f"v{n}" for n in outs)
+        if set(outs) <= {None}:
+            names = ""
+        else:
+            names += ", = " if is_list else " = "
+        return f"{names}{self._constant(function, target or kind)}({', '.join(given)})"
+
+    def _text(self, value: Any) -> str:
+        match value:
+            case Slot(number=number):
+                return f"v{number}"
+            case ByRank(values=values):
+                return self._text(values[self._rank])
+            case list():
+                return f"[{', '.join(map(self._text, value))}]"
+            case tuple() if type(value) is tuple:
+                return f"({''.join(f'{self._text(one)}, ' for one in value)})"
+            case bool() | int() | str() | None:
+                return repr(value)
+            case float() if math.isfinite(value):
+                return repr(value)
+        return self._constant(value, "constant")
+
+    def _constant(self, value: Any, title: str) -> str:
+        name = f"{''.join(c if c.isalnum() else '_' for c in title)}_{next(self._numbers)}"
+        self._names[name] = value
+        return name
+
+
+def chunks(tensor: Tensor, n: int, dim: int) -> list[Tensor]:
+    """The parts of n ranks, as torch.chunk cuts them: the last ones may be shorter or empty."""
+    length = tensor.shape[dim]
+    each = -(-length // n)
+    starts = [min(length, each * rank) for rank in range(n + 1)]
+    return [tensor.narrow(dim, first, end - first) for first, end in pairwise(starts)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Then(Generic[T]):
+    """A result that is changed when it is there."""
+
+    pending: Pending[Any]
+    change: Callable[[Any], T]
+
+    def result(self) -> T:
+        return self.change(self.pending.result())
+
+
+# Collectives. Their first argument is the row.
+
+
+def _all_reduce(row: Row, x: Tensor, op: str) -> Pending[Tensor]:
+    if op == "avg":
+        return _Then(row.all_reduce(x, "sum"), lambda total: total.div_(row.size))
+    if not op.startswith("norm:"):
+        return row.all_reduce(x, op)
+    power = float(op.removeprefix("norm:"))
+    if math.isinf(power):
+        return row.all_reduce(x, "max" if power > 0 else "min")
+    if power == 0:
+        return row.all_reduce(x, "sum")
+    return _Then(row.all_reduce(x.pow(power), "sum"), lambda total: total.pow_(1 / power))
+
+
+def _reduce_scatter(row: Row, x: Tensor, dim: int, op: str) -> Pending[Tensor]:
+    parts = chunks(x, row.size, dim)
+    if op == "avg":
+        return _Then(row.reduce_scatter(parts, "sum"), lambda total: total.div_(row.size))
+    return row.reduce_scatter(parts, op)
+
+
+def _all_gather(row: Row, x: Tensor, dim: int, factor: int = 1) -> Pending[Tensor]:
+    if factor == 1:
+        return _Then(row.all_gather(x), lambda parts: torch.cat(tuple(parts), dim))
+    return _Then(row.all_gather(x), lambda parts: _joined_strided(parts, dim, factor))
+
+
+def _joined_strided(parts: Sequence[Tensor], dim: int, factor: int) -> Tensor:
+    return torch.cat([_strided(part, dim, factor) for part in parts], dim + 1).flatten(dim, dim + 1)
+
+
+def _strided(x: Tensor, dim: int, factor: int) -> Tensor:
+    return x.reshape(*x.shape[:dim], factor, x.shape[dim] // factor, *x.shape[dim + 1 :])
+
+
+def _all_to_all(row: Row, x: Tensor, whole: int, cut: int) -> Pending[Tensor]:
+    return _Then(row.all_to_all(chunks(x, row.size, cut)), lambda parts: torch.cat(tuple(parts), whole))
+
+
+# Parts of replicated tensors, without a message.
+
+
+def _chunk(row: Row, x: Tensor, dim: int, factor: int = 1) -> Tensor:
+    if factor == 1:
+        return chunks(x, row.size, dim)[row.rank].contiguous()
+    return chunks(_strided(x, dim, factor), row.size, dim + 1)[row.rank].flatten(dim, dim + 1).contiguous()
+
+
+def _partition(row: Row, x: Tensor, op: str) -> Tensor:
+    if row.rank == 0 or op in ("avg", "min", "max"):
+        return x
+    return torch.ones_like(x) if op == "product" else torch.zeros_like(x)
+
+
+def _embedding(row: Row, weight: Tensor, index: Tensor, rows: int) -> Tensor:
+    first = min(row.rank * -(-rows // row.size), rows)
+    # Each rank checks all rows, as one device does.
+    if index.is_cpu and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < rows:
+        raise IndexError(
+            f"embedding: the index has {int(index.min())} to {int(index.max())}, the rows are 0 to {rows - 1}"
+        )
+    if not weight.shape[0]:
+        return weight.new_zeros((*index.shape, weight.shape[1]))
+    here = index - first
+    outside = (here < 0) | (here >= weight.shape[0])
+    return F.embedding(here.masked_fill(outside, 0), weight).masked_fill_(outside.unsqueeze(-1), 0)
+
+
+# Several tensors in one.
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([one.reshape(-1) for one in tensors])
+
+
+def _split(flat: Tensor, shapes: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    parts: Sequence[Tensor] = torch.split(flat, [math.prod(shape) for shape in shapes])
+    return (part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True))
+
+
+_COLLECTIVES: Final[Mapping[str, Callable[..., Pending[Tensor]]]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+_ALONG: Final[Mapping[str, Callable[..., Tensor]]] = {
+    "chunk": _chunk,
+    "partition": _partition,
+    "embedding": _embedding,
+}
+_FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {"join": _join, "split": _split}
+# A part can have other strides than the whole.
+_OF_PARTS: Final = dict.fromkeys(("aten.view.default", "aten._unsafe_view.default"), "aten.reshape.default")
+_NAMED: Final = frozenset({"op", "local", "random"})
+
+
+def _operation(name: str | None) -> Any:
+    """The operation of torch with this name, such as `aten.mm.default`."""
+    space, name, overload = _OF_PARTS.get(str(name), str(name)).split(".")
+    return getattr(getattr(getattr(torch.ops, space), name), overload)
+
+
+def _gives_several(operation: Any) -> bool:
+    returns = operation._schema.returns
+    return len(returns) != 1 or str(returns[0].type) != "Tensor"
+
+
+def _numbers_of(one: Instruction) -> list[int]:
+    return [*slots_of((one.args, one.kwargs)), *(n for n in one.outs if n is not None)]
+
+
+def _only(one: Instruction) -> int:
+    (number,) = one.outs
+    assert number is not None
+    return number

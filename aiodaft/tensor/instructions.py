@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-__all__ = ["ByRank", "CollectiveKind", "Instruction", "Kind", "Slot", "slots_of"]
+import torch
+from torch._ops import OpOverload
+
+__all__ = ["ByRank", "CollectiveKind", "Instruction", "Kind", "Slot", "operation", "slots_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +75,11 @@ def slots_of(value: object) -> list[int]:
         case Mapping():
             return [number for one in value.values() for number in slots_of(one)]
     return []
+
+
+@cache
+def operation(name: str) -> OpOverload[..., Any]:
+    """`aten.mm.default` as the operation that it names."""
+    namespace, packet, overload = name.split(".")
+    found: OpOverload[..., Any] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    return found

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 from aiodaft.tensor.instructions import CollectiveKind, Instruction, Slot
-from aiodaft.tensor.plan import Collective
 from aiodaft.tensor.operations import Cause
+from aiodaft.tensor.plan import Collective
 from aiodaft.tensor.rules import Move, Placing, Rules, norm_of, strided
 from aiodaft.tensor.specs import Meta, Placements, Spec
 

@@ -63,6 +63,7 @@ class Mark:
         gradient: Whether it is the gradient of that tensor.
         source: The tensor.
         out: The number of the same tensor beyond the mark.
+        forward: Of a gradient, the number beyond its mark of the tensor that it is the gradient of.
     """
 
     module: str
@@ -71,6 +72,7 @@ class Mark:
     source: int
     out: int
     cause: Cause
+    forward: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

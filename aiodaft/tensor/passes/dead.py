@@ -1,0 +1,25 @@
+"""Leaves out the instructions that nobody needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from aiodaft.tensor.instructions import Instruction, operation, slots_of
+
+__all__ = ["without_dead"]
+
+
+def without_dead(instructions: Sequence[Instruction], wanted: Iterable[int]) -> list[Instruction]:
+    """The instructions that the wanted tensors depend on, and those that write to a tensor."""
+    needed, kept = set(wanted), []
+    for one in reversed(instructions):
+        if _writes(one) or any(out in needed for out in one.outs):
+            needed.update(slots_of((one.args, one.kwargs)))
+            kept.append(one)
+    return kept[::-1]
+
+
+def _writes(instruction: Instruction) -> bool:
+    if instruction.kind != "op" or instruction.target is None:
+        return instruction.kind == "local"
+    return operation(instruction.target)._schema.is_mutable

@@ -1,0 +1,292 @@
+"""From a program of whole tensors and a strategy to the instructions of every rank. Pure: it needs no process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.utils._pytree import tree_map
+
+from aiodaft.tensor.costs import flops_of, peak_of
+from aiodaft.tensor.instructions import Slot, slots_of
+from aiodaft.tensor.lowering import Lowering
+from aiodaft.tensor.operations import Cause, Gradient, Input, Mark, Operation, Output, Trace
+from aiodaft.tensor.passes.buckets import with_buckets
+from aiodaft.tensor.passes.dead import without_dead
+from aiodaft.tensor.plan import Collective, Plan
+from aiodaft.tensor.rules import Rules
+from aiodaft.tensor.specs import Placements, Spec, placed
+from aiodaft.tensor.strategy import Strategy, check_patterns, first
+
+__all__ = ["ImplicitCollectives", "plan"]
+
+logger = logging.getLogger("aiodaft.tensor")
+
+
+class ImplicitCollectives(ValueError):
+    """A plan has collectives that its strategy does not ask for, and the strategy says `implicit="error"`."""
+
+
+def plan(trace: Trace, strategy: Strategy, axes: Mapping[str, int]) -> Plan:
+    """The plan of a program on a group with these axes.
+
+    Raises:
+        ValueError: A pattern of the strategy fits no name, an axis is unknown, or a placement does not fit a shape.
+        ImplicitCollectives: The strategy allows none, and an operation needs one; it names all of them.
+    """
+    if not axes or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in axes.values()):
+        raise ValueError(f"axes are {dict(axes)!r}: give names and sizes, such as {{'dp': 2, 'tp': 4}}")
+    made = _Planner(trace, strategy, Rules(axes)).made()
+    if strategy.implicit != "allow" and (implicit := [one for one in made.collectives if not one.written]):
+        listed = "\n".join(f"  {one.kind} on {one.axis}: {_place(one.cause)}" for one in implicit)
+        message = f"{len(implicit)} collectives that the strategy does not ask for:\n{listed}"
+        if strategy.implicit == "error":
+            raise ImplicitCollectives(message)
+        logger.warning(message)
+    return made
+
+
+class _Planner:
+    """Walks over the operations once."""
+
+    def __init__(self, trace: Trace, strategy: Strategy, rules: Rules) -> None:
+        self.trace = trace
+        self.strategy = strategy
+        self.rules = rules
+        self.lowering = Lowering(rules)
+        self.numbers: dict[int, int] = {}
+        """The number in the plan of each tensor of the program."""
+        self.parameters = {one.slot: one.name for one in trace.inputs if one.role == "parameter"}
+        self.slots = {name: slot for slot, name in self.parameters.items()}
+        self.in_use: dict[tuple[int, str], int] = {}
+        """The tensors to compute with, by parameter and phase and module."""
+        self.parts: dict[int, int] = {}
+        """The part of a parameter that this rank updates."""
+        self.derived: dict[int, Operation] = {}
+        """Operations on parameters in use alone, which backward does again rather than keep them."""
+        self.again: dict[tuple[int, str], int] = {}
+        self.gradients = {one.source: one for one in trace.operations if isinstance(one, Gradient)}
+        self._check()
+
+    def made(self) -> Plan:
+        inputs = [replace(one, slot=self._placed_input(one)) for one in self.trace.inputs]
+        for one in self.trace.operations:
+            self.lowering.cause = one.cause
+            match one:
+                case Mark():
+                    self.numbers[one.out] = self._mark(one)
+                case Gradient():
+                    self.numbers[one.out] = self._gradient(one)
+                case Operation():
+                    self._operation(one)
+        outputs = [replace(one, slot=self._output(one)) for one in self.trace.outputs]
+        return self._plan(inputs, outputs)
+
+    def _plan(self, inputs: list[Input], outputs: list[Output]) -> Plan:
+        lowering = self.lowering
+        wanted = [one.slot for one in outputs]
+        instructions = without_dead(lowering.instructions, wanted)
+        replicas = Spec(lowering.replicas, self.trace.metas[self.trace.inputs[0].slot])
+        instructions, joined = with_buckets(
+            instructions, lowering.specs, self.rules.local_shapes, lambda: lowering.new(replicas)
+        )
+        alive = {out for one in instructions for out in one.outs}
+        collectives = _joined([one for one in lowering.collectives if one.slot in alive | joined.keys()], joined)
+        return Plan(
+            axes=self.rules.axes,
+            inputs=tuple(inputs),
+            instructions=tuple(instructions),
+            outputs=tuple(outputs),
+            specs=lowering.specs,
+            results=self.trace.results,
+            collectives=tuple(collectives),
+            flops=flops_of(instructions, lowering.specs, self.rules),
+            peak=peak_of(instructions, [one.slot for one in inputs], wanted, lowering.specs, self.rules),
+            scalars=self.trace.scalars,
+        )
+
+    def _check(self) -> None:
+        inputs, strategy = self.trace.inputs, self.strategy
+        names = [one.name for one in inputs if one.role in ("parameter", "buffer")]
+        modules = list(dict.fromkeys(one.module for one in self.trace.operations if isinstance(one, Mark)))
+        check_patterns("params", strategy.params, names)
+        check_patterns("use", strategy.use, names)
+        check_patterns("optimizer", strategy.optimizer, self.parameters.values())
+        check_patterns("inputs", strategy.inputs, [one.name for one in inputs if one.role == "argument"])
+        check_patterns("outputs", strategy.outputs, modules)
+        check_patterns("recompute", strategy.recompute, modules)
+
+    # Inputs
+
+    def _placed_input(self, one: Input) -> int:
+        spec = Spec(self._placements(one), self.trace.metas[one.slot])
+        number = self.numbers[one.slot] = self.lowering.new(spec)
+        return number
+
+    def _placements(self, one: Input) -> Placements:
+        strategy = self.strategy
+        match one.role:
+            case "parameter" | "buffer":
+                return self._fitting(one, "params", first(strategy.params, one.name))
+            case "argument":
+                return self._fitting(one, "inputs", first(strategy.inputs, one.name))
+            case "state" if self.trace.metas[one.slot].shape:
+                return self._fitting(one, "optimizer", self._of_state(one.parameter))
+        return self.lowering.replicas
+
+    def _of_state(self, parameter: str) -> Mapping[str, Any] | None:
+        given = first(self.strategy.optimizer, parameter)
+        return first(self.strategy.params, parameter) if given is None else given
+
+    def _fitting(self, one: Input, field: str, given: Mapping[str, Any] | None) -> Placements:
+        shape = self.trace.metas[one.slot].shape
+        result = []
+        for placement in placed(given or {}, self.rules.axes):
+            if isinstance(placement, Shard):
+                dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
+                if not 0 <= dim < len(shape):
+                    raise ValueError(
+                        f"{field}: {one.name} has the shape {tuple(shape)}, which has no dimension {placement.dim}"
+                    )
+                placement = Shard(dim)
+            elif not isinstance(placement, Replicate):
+                raise ValueError(f"{field}: {one.name} cannot be {placement}: give Shard(dim) or Replicate()")
+            result.append(placement)
+        return tuple(result)
+
+    # Operations
+
+    def _operation(self, one: Operation) -> None:
+        results = self.lowering.apply(one.target, *self._looked_up(one))
+        made = results if isinstance(results, list | tuple) else (results,)
+        for out, slot in zip(one.outs, made, strict=False):
+            if out is not None and slot is not None:
+                self.numbers[out] = slot.number
+                if out in self.gradients:
+                    self._reduced(self.gradients[out])  # At once, so that it travels while backward goes on.
+        read = slots_of((one.args, one.kwargs))
+        if read and one.cause.phase == "forward" and all(n in self.parameters or n in self.derived for n in read):
+            self.derived |= {out: one for out in one.outs if out is not None}
+
+    def _looked_up(self, one: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def look(value: Any) -> Any:
+            return Slot(self._number(value.number, one.cause)) if isinstance(value, Slot) else value
+
+        args, kwargs = tree_map(look, (one.args, dict(one.kwargs)))
+        return args, kwargs
+
+    def _number(self, number: int, cause: Cause) -> int:
+        """The number of a tensor of the program in the plan, for an operation there."""
+        if number in self.parameters:
+            return self._parameter(number, cause)
+        if number in self.derived and cause.phase == "backward" and self._is_gathered(number):
+            return self._derived_again(number, cause)
+        return self.numbers[number]
+
+    def _parameter(self, number: int, cause: Cause) -> int:
+        """A parameter as the strategy says that it is computed with, or its part that is updated."""
+        if cause.phase == "update":
+            return self.parts.get(number, self.numbers[number])
+        given = first(self.strategy.use, self.parameters[number])
+        if given is None:
+            return self.numbers[number]
+        key = (number, f"{cause.phase} {cause.module}")
+        if key not in self.in_use:
+            target = placed(given, self.rules.axes)
+            self.lowering.placed.pop((self.numbers[number], target), None)
+            with self._written():
+                self.in_use[key] = self.lowering.redistribute(self.numbers[number], target)
+        return self.in_use[key]
+
+    def _is_gathered(self, number: int) -> bool:
+        reads = slots_of((self.derived[number].args, self.derived[number].kwargs))
+        return any(
+            first(self.strategy.use, self.parameters[one]) is not None
+            if one in self.parameters
+            else self._is_gathered(one)
+            for one in reads
+        )
+
+    def _derived_again(self, number: int, cause: Cause) -> int:
+        """What forward made of parameters in use, made again for backward, so that nothing keeps them."""
+        key = (number, cause.module)
+        if key not in self.again:
+            one = self.derived[number]
+            again = replace(one, cause=replace(one.cause, phase=cause.phase, module=cause.module))
+            results = self.lowering.apply(one.target, *self._looked_up(again))
+            made = results if isinstance(results, list | tuple) else (results,)
+            for out, slot in zip(one.outs, made, strict=False):
+                if out is not None and slot is not None:
+                    self.again[out, cause.module] = slot.number
+        return self.again[key]
+
+    def _mark(self, one: Mark) -> int:
+        number = self.numbers[one.source]
+        given = first(self.strategy.outputs, one.module) if one.side == "out" else None
+        if given is not None:
+            with self._written():
+                return self.lowering.redistribute(number, self._fit_output(one, given))
+        if one.gradient and one.side == "out" and one.forward is not None:
+            value = self.lowering.specs[self.numbers[one.forward]].placements
+            # As its value, so that the placement of backward can be told from that of forward.
+            return self.lowering.redistribute(number, tuple(Replicate() if p.is_partial() else p for p in value))
+        return number
+
+    def _fit_output(self, one: Mark, given: Mapping[str, Any]) -> Placements:
+        output = Input(one.source, one.module, "argument")
+        return self._fitting(output, "outputs", given)
+
+    def _reduced(self, one: Gradient) -> int:
+        """The gradient of a parameter, placed as the optimizer's state."""
+        slot = self.slots[one.parameter]
+        like = Input(slot, one.parameter, "state", one.parameter)
+        self.lowering.cause = one.cause
+        with self._written():
+            return self.lowering.redistribute(self.numbers[one.source], self._placements(like))
+
+    def _gradient(self, one: Gradient) -> int:
+        number = self._reduced(one)
+        slot = self.slots[one.parameter]
+        with self._written():
+            placements = self.lowering.specs[number].placements
+            self.parts[slot] = self.lowering.redistribute(self.numbers[slot], placements)
+        return number
+
+    def _output(self, one: Output) -> int:
+        self.lowering.cause = Cause(f"the {one.role} {one.name}", phase="update")
+        number = self._number(one.slot, self.lowering.cause)
+        with self._written():
+            if one.role == "result":
+                return self.lowering.redistribute(number, self.lowering.replicas)
+            source = next(i for i in self.trace.inputs if (i.name, i.role) == (one.name, one.role))
+            return self.lowering.redistribute(number, self.lowering.specs[self.numbers[source.slot]].placements)
+
+    @contextmanager
+    def _written(self) -> Generator[None]:
+        self.lowering.written = True
+        try:
+            yield
+        finally:
+            self.lowering.written = False
+
+
+def _joined(collectives: list[Collective], joined: Mapping[int, int]) -> list[Collective]:
+    """One collective for those that were joined."""
+    result: dict[int, Collective] = {}
+    for one in collectives:
+        slot = joined.get(one.slot, one.slot)
+        before = result.get(slot)
+        received = one.received
+        if before is not None:
+            received = tuple(a + b for a, b in zip(before.received, received, strict=True))
+        result[slot] = replace(one, received=received, slot=slot)
+    return list(result.values())
+
+
+def _place(cause: Cause) -> str:
+    where = ", ".join(one for one in (cause.module, cause.line, cause.phase) if one)
+    return f"{cause.operation} ({where})"

@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec
 
 from aiodaft.tensor.specs import Meta
 
-__all__ = ["Cause", "Gradient", "Input", "Mark", "Operation", "Output", "Phase", "Role", "Trace"]
+__all__ = ["Argument", "Cause", "Gradient", "Input", "Mark", "Operation", "Output", "Phase", "Role", "Trace"]
 
 Phase: TypeAlias = Literal["forward", "backward", "update"]
 
@@ -118,6 +118,21 @@ class Output:
     role: Literal["result"] | Role
 
 
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A leaf of the arguments of a step: a tensor is the input with this name, anything else stays as it was captured.
+
+    Attributes:
+        name: The name, as that of an `Input`.
+        value: The value of a leaf that is no tensor.
+        is_tensor: Whether it is one.
+    """
+
+    name: str
+    is_tensor: bool = True
+    value: Any = None
+
+
 @dataclass(frozen=True)
 class Trace:
     """The operations of one step.
@@ -126,6 +141,8 @@ class Trace:
         metas: Shape, stride and dtype of each tensor, by its number.
         results: The structure of the results of the function; its leaves are the outputs with the role `result`.
         scalars: The values of scalars now, by name: read before each step, so that a scheduler changes them.
+        signature: The structure of `(args, kwargs)` of the function without model and optimizer, as a step is called.
+        arguments: Its leaves.
     """
 
     inputs: tuple[Input, ...]
@@ -134,3 +151,5 @@ class Trace:
     metas: Mapping[int, Meta]
     results: TreeSpec
     scalars: Mapping[str, Any] = field(default_factory=dict)
+    signature: TreeSpec | None = None
+    arguments: tuple[Argument, ...] = ()

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils._pytree import TreeSpec
 
 from aiodaft.tensor.instructions import CollectiveKind, Instruction
-from aiodaft.tensor.operations import Cause, Input, Output
+from aiodaft.tensor.operations import Argument, Cause, Input, Output
 from aiodaft.tensor.specs import Spec
 
 __all__ = ["Collective", "Plan"]
@@ -46,6 +46,8 @@ class Plan:
         specs: Whole shape, dtype and placements of inputs, outputs and collectives' tensors, by number.
         flops: Floating-point operations of a step, by rank.
         peak: Bytes of tensors that a rank has at most at one time, by rank.
+        signature: As that of the program, and so are `arguments`.
+        causes: The operation of the program for each instruction.
     """
 
     axes: Mapping[str, int]
@@ -58,6 +60,9 @@ class Plan:
     flops: tuple[int, ...] = ()
     peak: tuple[int, ...] = ()
     scalars: Mapping[str, Any] = field(default_factory=dict)
+    signature: TreeSpec | None = None
+    arguments: tuple[Argument, ...] = ()
+    causes: tuple[Cause, ...] = ()
 
     @property
     def bytes(self) -> dict[str, tuple[int, ...]]:

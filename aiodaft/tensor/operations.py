@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from aiodaft.tensor.specs import Meta
 
-__all__ = ["Argument", "Cause", "Gradient", "Input", "Mark", "Operation", "Output", "Phase", "Role", "Trace"]
+__all__ = [
+    "Arguments",
+    "Cause",
+    "Gradient",
+    "Input",
+    "Mark",
+    "Operation",
+    "Output",
+    "Phase",
+    "Results",
+    "Role",
+    "Trace",
+]
 
 Phase: TypeAlias = Literal["forward", "backward", "update"]
 
@@ -40,6 +52,10 @@ class Cause:
 @dataclass(frozen=True, slots=True)
 class Operation:
     """An operation of torch on whole tensors; `Slot`s stand for tensors, also in lists.
+
+    A slot without a meta is a number of Python, such as a learning rate or `beta ** step`: `aten.mul.float` and the
+    like make them of others, and operations on tensors take them as scalars. An operation that writes to a tensor
+    (`aten.add_.Tensor`) gives it a new number, in the same memory: no operation reads the old one afterwards.
 
     Attributes:
         outs: The numbers of the tensors that it makes, in their order; None for a result that is no tensor or that
@@ -99,7 +115,8 @@ class Input:
         name: Its name: of a parameter or buffer its path in the model, of a state `exp_avg/PARAMETER`, of an argument
             the name in the signature of the function (`batch.x` for a part of it).
         parameter: The parameter that a state belongs to; empty for others.
-        value: The tensor of a constant.
+        value: The tensor of a constant, or the first value of a state or of a buffer that no checkpoint has.
+        fill: The first value of each element of a state that has no `value`.
     """
 
     slot: int
@@ -107,6 +124,7 @@ class Input:
     role: Role
     parameter: str = ""
     value: torch.Tensor | None = None
+    fill: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +136,59 @@ class Output:
     role: Literal["result"] | Role
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """A leaf of the arguments of a step: a tensor is the input with this name, anything else stays as it was captured.
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a call of the step, without models and optimizers.
 
     Attributes:
-        name: The name, as that of an `Input`.
-        value: The value of a leaf that is no tensor.
-        is_tensor: Whether it is one.
+        tree: The structure of the tuple of the arguments.
+        leaves: For each leaf the name of its input and its meta, or the value that it must equal.
     """
 
-    name: str
-    is_tensor: bool = True
-    value: Any = None
+    tree: TreeSpec
+    leaves: tuple[tuple[str, Meta | None, Any], ...]
+
+    def bind(self, *args: Any) -> dict[str, torch.Tensor]:
+        """The tensors of these arguments, by the name of their input.
+
+        Raises:
+            TypeError: The arguments have another structure, or a value that is no tensor differs.
+            ValueError: A tensor has another shape or dtype: it needs a program of its own.
+        """
+        leaves, tree = tree_flatten(args)
+        if tree != self.tree:
+            raise TypeError(f"the step was captured with arguments of the structure {self.tree}, and these are {tree}")
+        tensors: dict[str, torch.Tensor] = {}
+        for given, (name, meta, value) in zip(leaves, self.leaves, strict=True):
+            if meta is None:
+                if given is not value and given != value:
+                    raise TypeError(f"{name} is {given!r}, and the step was captured with {value!r}: capture it again")
+            elif not isinstance(given, torch.Tensor) or (tuple(given.shape), given.dtype) != (meta.shape, meta.dtype):
+                found = f"{tuple(given.shape)} {given.dtype}" if isinstance(given, torch.Tensor) else repr(given)
+                raise ValueError(
+                    f"{name} is {found}, and the step was captured with {meta.shape} {meta.dtype}: capture it again"
+                )
+            else:
+                tensors[name] = given
+        return tensors
+
+
+@dataclass(frozen=True)
+class Results:
+    """The structure of the results of the function.
+
+    Attributes:
+        others: The leaves that are no tensors, by their place. The others are the outputs with the role `result`.
+    """
+
+    tree: TreeSpec
+    others: Mapping[int, Any] = field(default_factory=dict)
+
+    def build(self, tensors: Iterable[Any]) -> Any:
+        """The results as the function returns them."""
+        rest = iter(tensors)
+        places = range(self.tree.num_leaves)
+        return tree_unflatten([self.others[at] if at in self.others else next(rest) for at in places], self.tree)
 
 
 @dataclass(frozen=True)
@@ -139,17 +197,15 @@ class Trace:
 
     Attributes:
         metas: Shape, stride and dtype of each tensor, by its number.
-        results: The structure of the results of the function; its leaves are the outputs with the role `result`.
         scalars: The values of scalars now, by name: read before each step, so that a scheduler changes them.
-        signature: The structure of `(args, kwargs)` of the function without model and optimizer, as a step is called.
-        arguments: Its leaves.
+        aliases: Further names that a parameter or buffer has in the model, each with the name of its input.
     """
 
     inputs: tuple[Input, ...]
     operations: tuple[Operation | Mark | Gradient, ...]
     outputs: tuple[Output, ...]
     metas: Mapping[int, Meta]
-    results: TreeSpec
+    arguments: Arguments
+    results: Results
     scalars: Mapping[str, Any] = field(default_factory=dict)
-    signature: TreeSpec | None = None
-    arguments: tuple[Argument, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)

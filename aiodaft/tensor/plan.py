@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils._pytree import TreeSpec
-
 from aiodaft.tensor.instructions import CollectiveKind, Instruction
-from aiodaft.tensor.operations import Argument, Cause, Input, Output
+from aiodaft.tensor.operations import Arguments, Cause, Input, Output, Results
 from aiodaft.tensor.specs import Spec
 
 __all__ = ["Collective", "Plan"]
@@ -46,7 +44,7 @@ class Plan:
         specs: Whole shape, dtype and placements of inputs, outputs and collectives' tensors, by number.
         flops: Floating-point operations of a step, by rank.
         peak: Bytes of tensors that a rank has at most at one time, by rank.
-        signature: As that of the program, and so are `arguments`.
+        arguments: As those of the program, and so are `results` and `aliases`.
         causes: The operation of the program for each instruction.
     """
 
@@ -55,13 +53,13 @@ class Plan:
     instructions: tuple[Instruction, ...]
     outputs: tuple[Output, ...]
     specs: Mapping[int, Spec]
-    results: TreeSpec
+    arguments: Arguments
+    results: Results
     collectives: tuple[Collective, ...]
     flops: tuple[int, ...] = ()
     peak: tuple[int, ...] = ()
     scalars: Mapping[str, Any] = field(default_factory=dict)
-    signature: TreeSpec | None = None
-    arguments: tuple[Argument, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
     causes: tuple[Cause, ...] = ()
 
     @property

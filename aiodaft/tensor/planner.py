@@ -102,11 +102,13 @@ class _Planner:
             instructions=tuple(instructions),
             outputs=tuple(outputs),
             specs=lowering.specs,
+            arguments=self.trace.arguments,
             results=self.trace.results,
             collectives=tuple(collectives),
             flops=flops_of(instructions, lowering.specs, self.rules),
             peak=peak_of(instructions, [one.slot for one in inputs], wanted, lowering.specs, self.rules),
             scalars=self.trace.scalars,
+            aliases=self.trace.aliases,
         )
 
     def _check(self) -> None:

@@ -39,6 +39,7 @@ class Lowering:
 
     Attributes:
         specs: Whole shape, dtype and placements of each tensor, by its number.
+        causes: The operation that each instruction comes from.
         cause: The operation that is being lowered, for its collectives.
         written: Whether the strategy asks for what is being lowered.
         whole: The causes of operations that were done whole, since no rule places them.
@@ -51,6 +52,7 @@ class Lowering:
         self.replicas: Placements = tuple(Replicate() for _ in self.names)
         self.specs: dict[int, Spec] = {}
         self.instructions: list[Instruction] = []
+        self.causes: list[Cause] = []
         self.collectives: list[Collective] = []
         self.cause = Cause("")
         self.written = False
@@ -68,6 +70,7 @@ class Lowering:
     def emit(self, instruction: Instruction) -> None:
         """Appends an instruction."""
         self.instructions.append(instruction)
+        self.causes.append(self.cause)
 
     def redistribute(self, number: int, target: Placements) -> int:
         """The same tensor with other placements; it is made once for each."""

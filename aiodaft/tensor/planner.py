@@ -17,6 +17,7 @@ from aiodaft.tensor.lowering import Lowering
 from aiodaft.tensor.operations import Cause, Gradient, Input, Mark, Operation, Output, Trace
 from aiodaft.tensor.passes.buckets import with_buckets
 from aiodaft.tensor.passes.dead import without_dead
+from aiodaft.tensor.passes.step import Step
 from aiodaft.tensor.plan import Collective, Plan
 from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.specs import Placements, Spec, placed
@@ -89,11 +90,10 @@ class _Planner:
     def _plan(self, inputs: list[Input], outputs: list[Output]) -> Plan:
         lowering = self.lowering
         wanted = [one.slot for one in outputs]
-        instructions = without_dead(lowering.instructions, wanted)
+        steps = without_dead([*map(Step, lowering.instructions, lowering.causes)], wanted)
         replicas = Spec(lowering.replicas, self.trace.metas[self.trace.inputs[0].slot])
-        instructions, joined = with_buckets(
-            instructions, lowering.specs, self.rules.local_shapes, lambda: lowering.new(replicas)
-        )
+        steps, joined = with_buckets(steps, lowering.specs, self.rules.local_shapes, lambda: lowering.new(replicas))
+        instructions = [one.instruction for one in steps]
         alive = {out for one in instructions for out in one.outs}
         collectives = _joined([one for one in lowering.collectives if one.slot in alive | joined.keys()], joined)
         return Plan(
@@ -109,6 +109,7 @@ class _Planner:
             peak=peak_of(instructions, [one.slot for one in inputs], wanted, lowering.specs, self.rules),
             scalars=self.trace.scalars,
             aliases=self.trace.aliases,
+            causes=tuple(one.cause for one in steps),
         )
 
     def _check(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from aiodaft.tensor.instructions import Instruction, Slot, slots_of
+from aiodaft.tensor.passes.step import Step
 from aiodaft.tensor.specs import Spec
 
 __all__ = ["with_buckets"]
@@ -25,48 +26,52 @@ class _Bucket:
 
 
 def with_buckets(
-    instructions: Sequence[Instruction],
+    steps: Sequence[Step],
     specs: Mapping[int, Spec],
     shapes: Callable[[Spec], tuple[tuple[int, ...], ...]],
     new: Callable[[], int],
     limit: int = LIMIT,
-) -> tuple[list[Instruction], dict[int, int]]:
+) -> tuple[list[Step], dict[int, int]]:
     """Joins the all_reduces of one axis, operation and dtype whose results nobody needs before the last of them.
 
-    Returns the instructions, and the tensor of the joined all_reduce by those that it stands for.
+    Returns the steps, and the tensor of the joined all_reduce by those that it stands for.
     """
-    joined = _joined(instructions, specs, shapes, limit)
+    joined = _joined(steps, specs, shapes, limit)
     last = {bucket.members[-1]: bucket for bucket in joined}
     gone = {at for bucket in joined for at in bucket.members}
-    result: list[Instruction] = []
+    result: list[Step] = []
     stands_for: dict[int, int] = {}
-    for at, one in enumerate(instructions):
+    for at, step in enumerate(steps):
         if (bucket := last.get(at)) is not None:
-            members = [instructions[i] for i in bucket.members]
+            members = [steps[i].instruction for i in bucket.members]
             flat, total = new(), new()
             parts = [member.args[0] for member in members]
             outs = [member.outs[0] for member in members]
             by_rank = [shapes(specs[part.number]) for part in parts]
-            result += [
+            joined_up = (
                 Instruction("join", None, (parts,), {}, (flat,)),
-                Instruction("all_reduce", one.target, (Slot(flat), one.args[1]), {}, (total,)),
-                Instruction("split", None, (Slot(total), [_same(shape) for shape in by_rank]), {}, tuple(outs)),
-            ]
+                Instruction(
+                    "all_reduce", step.instruction.target, (Slot(flat), step.instruction.args[1]), {}, (total,)
+                ),
+                Instruction("split", None, (Slot(total), [list(shape[0]) for shape in by_rank]), {}, tuple(outs)),
+            )
+            result += [Step(one, step.cause) for one in joined_up]
             stands_for |= {out: total for out in outs if out is not None}
         elif at not in gone:
-            result.append(one)
+            result.append(step)
     return result, stands_for
 
 
 def _joined(
-    instructions: Sequence[Instruction],
+    steps: Sequence[Step],
     specs: Mapping[int, Spec],
     shapes: Callable[[Spec], tuple[tuple[int, ...], ...]],
     limit: int,
 ) -> list[_Bucket]:
     open_: dict[tuple[str | None, object, torch.dtype], _Bucket] = {}
     closed: list[_Bucket] = []
-    for at, one in enumerate(instructions):
+    for at, step in enumerate(steps):
+        one = step.instruction
         read = set(slots_of((one.args, one.kwargs)))
         closed += [open_.pop(key) for key in list(open_) if open_[key].outs & read]
         if one.kind != "all_reduce" or len(set(shapes(specs[one.args[0].number]))) > 1:
@@ -81,7 +86,3 @@ def _joined(
         bucket.outs.update(out for out in one.outs if out is not None)
         bucket.size += size
     return [bucket for bucket in (*closed, *open_.values()) if len(bucket.members) > 1]
-
-
-def _same(shapes: tuple[tuple[int, ...], ...]) -> list[int]:
-    return list(shapes[0])

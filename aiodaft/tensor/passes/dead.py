@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from aiodaft.tensor.instructions import Instruction, operation, slots_of
+from aiodaft.tensor.passes.step import Step
 
 __all__ = ["without_dead"]
 
 
-def without_dead(instructions: Sequence[Instruction], wanted: Iterable[int]) -> list[Instruction]:
+def without_dead(steps: Sequence[Step], wanted: Iterable[int]) -> list[Step]:
     """The instructions that the wanted tensors depend on, and those that write to a tensor."""
-    needed, kept = set(wanted), []
-    for one in reversed(instructions):
+    needed, kept = set(wanted), list[Step]()
+    for step in reversed(steps):
+        one = step.instruction
         if _writes(one) or any(out in needed for out in one.outs):
             needed.update(slots_of((one.args, one.kwargs)))
-            kept.append(one)
+            kept.append(step)
     return kept[::-1]
 
 

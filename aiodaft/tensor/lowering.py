@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,8 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
-from aiodaft.tensor.instructions import CollectiveKind, Instruction, Slot
+from aiodaft.tensor.aliases import Aliases, View, is_view, written_arguments
+from aiodaft.tensor.instructions import CollectiveKind, Instruction, Slot, slots_of
 from aiodaft.tensor.operations import Cause
 from aiodaft.tensor.plan import Collective
 from aiodaft.tensor.rules import Move, Placing, Rules, norm_of, strided
@@ -57,6 +58,7 @@ class Lowering:
         self.cause = Cause("")
         self.written = False
         self.whole: list[Cause] = []
+        self.aliases = Aliases()
         self.placed: dict[tuple[int, Placements], int] = {}
         self._count = 0
 
@@ -72,8 +74,22 @@ class Lowering:
         self.instructions.append(instruction)
         self.causes.append(self.cause)
 
+    def now(self, number: int) -> int:
+        """The number that holds the value of a tensor: another one after a write that took other placements."""
+        if number in self.aliases.stale:
+            view = self.aliases.views[number]
+            is_whole = self.spec(view.base).placements == self.replicas
+            again = (self.apply_whole if is_whole else self.apply)(view.op, view.args, view.kwargs)
+            self.aliases.made_again(number, tree_leaves(again)[view.place].number)
+        return self.aliases.now.get(number, number)
+
+    def spec(self, number: int) -> Spec:
+        """Whole shape, dtype and placements of a tensor now."""
+        return self.specs[self.now(number)]
+
     def redistribute(self, number: int, target: Placements) -> int:
         """The same tensor with other placements; it is made once for each."""
+        number = self.now(number)
         spec = self.specs[number]
         if spec.placements == target:
             return number
@@ -90,53 +106,108 @@ class Lowering:
         return out
 
     def apply(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Lowers an operation; returns its results, with `Slot`s for tensors, in their structure."""
-        tensors = [one for one in tree_leaves((args, dict(kwargs))) if isinstance(one, Slot)]
-        if not tensors:
-            return self._finish(op, args, kwargs, self._as_replicas(_metas(op, args, kwargs)))
+        """Lowers an operation; returns its results, with `Slot`s for tensors, in their structure.
+
+        An operation that writes to a tensor returns the slot that it was given.
+        """
+        args, kwargs = tuple(args), dict(kwargs)
+        if not slots_of((args, kwargs)):
+            return self._emit_op(op, args, kwargs, self._as_replicas(_metas(op, args, kwargs)))
         if (own := OWN_RULES.get(op)) is not None and (result := own(self, args, kwargs)) is not NotImplemented:
             return result
-        placing = self.rules.place(op, *tree_map(self._spec, (args, dict(kwargs))))
-        if placing is None:
-            return self.apply_whole(op, args, kwargs)
-        return self._apply_placed(op, placing, args, kwargs)
+        placing = self.rules.place(op, *tree_map(self._spec, (args, kwargs)))
+        return self._apply_placed(op, placing or self._whole(op, args, kwargs), args, kwargs)
 
     def apply_whole(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Each rank does all of it."""
-        if op._schema.is_mutable:
-            raise NotImplementedError(
-                f"{self.cause.line}: {op} writes to a tensor that would have to be gathered first; use the form that "
-                "returns a new tensor"
-            )
-        if any(
-            self.specs[one.number].placements != self.replicas
-            for one in tree_leaves((args, dict(kwargs)))
-            if isinstance(one, Slot)
-        ):
+        return self._apply_placed(op, self._whole(op, args, kwargs), args, kwargs)
+
+    def _whole(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Placing:
+        numbers = slots_of((args, kwargs))
+        if any(self.spec(number).placements != self.replicas for number in numbers):
             self.whole.append(self.cause)
-
-        def whole(one: Any) -> Any:
-            return Slot(self.redistribute(one.number, self.replicas)) if isinstance(one, Slot) else one
-
-        args, kwargs = tree_map(whole, (args, dict(kwargs)))
-        metas = _metas(
-            op, *tree_map(lambda one: self.specs[one.number].meta if isinstance(one, Slot) else one, (args, kwargs))
-        )
-        return self._finish(op, args, kwargs, self._as_replicas(metas))
+        specs = tree_map(self._spec, (args, kwargs))
+        metas = _metas(op, *tree_map(lambda one: one.meta if isinstance(one, Spec) else one, specs))
+        return Placing(op, tuple(self.replicas for _ in numbers), specs[0], self._as_replicas(metas))
 
     def _apply_placed(
         self, op: OpOverload[..., Any], placing: Placing, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        tensors = [one.number for one in tree_leaves(args) if isinstance(one, Slot)]
-        moved = iter([self.redistribute(n, want) for n, want in zip(tensors, placing.inputs, strict=True)])
-        if op._schema.is_mutable and self.specs[tensors[0]].placements != placing.inputs[0]:
-            raise NotImplementedError(
-                f"{self.cause.line}: {op} writes to a tensor that would have to be redistributed first"
-            )
-        local = tree_map(lambda one: Slot(next(moved)) if isinstance(one, Spec) else one, placing.args)
-        return self._finish(placing.target, local, kwargs, placing.outputs)
+        numbers = slots_of((args, kwargs))
+        written = dict.fromkeys(written_arguments(op, args, kwargs))
+        wanted = dict(zip(numbers, placing.inputs, strict=True))
+        if any(not self._may_write(number, wanted[number]) for number in written):
+            self._gather_roots(written)
+            placing = self._whole(op, args, kwargs)
+        moved = [self.redistribute(number, want) for number, want in zip(numbers, placing.inputs, strict=True)]
+        for number in written:
+            held = moved[numbers.index(number)]
+            writable = self._writable(number, held)
+            moved = [writable if one == held else one for one in moved]
+        here = iter(moved)
+        local, named = tree_map(
+            lambda one: Slot(next(here)) if isinstance(one, Spec | Slot) else one, (placing.args, dict(kwargs))
+        )
+        attached = moved[0] == self.now(numbers[0])
+        result = self._emit_op(placing.target, local, named, placing.outputs, written=bool(written))
+        for number in written:
+            self._forget_copies(self.aliases.write(number))
+        if is_view(op):
+            for place, one in enumerate(tree_leaves(result)):
+                self.aliases.add(one.number, View(numbers[0], op, args, kwargs, place, attached))
+        return _argument_written(op, args, kwargs) if result is None else result
 
-    def _finish(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> Any:
+    # Writes
+
+    def _may_write(self, number: int, want: Placements) -> bool:
+        """Whether a write to its local tensor, placed like this, reaches the tensors that share its memory."""
+        if number not in self.aliases.views:
+            return True
+        is_alone = self.now(self.aliases.root(number)) not in self.aliases.shared
+        return is_alone and self.aliases.is_attached(number) and self.spec(number).placements == want
+
+    def _gather_roots(self, numbers: Iterable[int]) -> None:
+        """The memory behind views becomes replicas, of which each view is a view."""
+        for root in dict.fromkeys(map(self.aliases.root, numbers)):
+            self._hold(root, self._writable(root, self.redistribute(root, self.replicas)))
+
+    def _writable(self, number: int, held: int) -> int:
+        """`held` is the tensor from now on, or a copy if another tensor may have the same memory."""
+        if number in self.aliases.views:
+            return held
+        if held in self.aliases.shared:
+            copy = self.new(self.specs[held])
+            self.emit(Instruction("op", "aten.clone.default", (Slot(held),), {}, (copy,)))
+            held = copy
+        if held != self.now(number):
+            self._hold(number, held)
+        return held
+
+    def _hold(self, number: int, held: int) -> None:
+        """The value of a tensor that is no view is there from now on, and its views are made again."""
+        family = list(self.aliases.family(number))
+        self._forget_copies(family)
+        self.aliases.now[number] = held
+        self.aliases.stale.update(family[1:])
+
+    def _forget_copies(self, numbers: Iterable[int]) -> None:
+        """Other placements of tensors that were written."""
+        held = {self.aliases.now.get(number, number) for number in numbers} | set(numbers)
+        for key in [key for key, copy in self.placed.items() if key[0] in held or copy in held]:
+            del self.placed[key]
+
+    def _emit_op(
+        self,
+        op: OpOverload[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        outputs: Any,
+        *,
+        written: bool = False,
+    ) -> Any:
+        if written and len(op._schema.returns) <= 1:
+            self.emit(Instruction("op", name_of(op), args, dict(kwargs), (None,) * len(op._schema.returns)))
+            return None
         result = tree_map(lambda one: Slot(self.new(one)) if isinstance(one, Spec) else None, outputs)
         numbers = [one.number if one is not None else None for one in _results(result)]
         self.emit(Instruction("op", name_of(op), args, dict(kwargs), tuple(numbers)))
@@ -177,6 +248,7 @@ class Lowering:
     def _local(self, number: int, axis: int, placement: Any, kind: Any, *args: Any) -> int:
         out = self._after(number, axis, placement)
         self.emit(Instruction(kind, self.names[axis], (Slot(number), *args), {}, (out,)))
+        self.aliases.shared |= {number, out}
         return out
 
     def _collective(self, number: int, axis: int, placement: Any, kind: CollectiveKind, *args: Any) -> int:
@@ -195,7 +267,7 @@ class Lowering:
         return self.new(spec.at((*spec.placements[:axis], placement, *spec.placements[axis + 1 :])))
 
     def _spec(self, one: Any) -> Any:
-        return self.specs[one.number] if isinstance(one, Slot) else one
+        return self.spec(one.number) if isinstance(one, Slot) else one
 
     def _as_replicas(self, metas: Any) -> Any:
         return tree_map(lambda one: Spec(self.replicas, one) if isinstance(one, Meta) else one, metas)
@@ -227,6 +299,13 @@ def _metas(op: OpOverload[..., Any], args: Any, kwargs: Any) -> Any:
     with FakeTensorMode():
         result = op(*tree_map(fake, args), **tree_map(fake, dict(kwargs)))
     return tree_map(lambda one: Meta.of(one) if isinstance(one, torch.Tensor) else None, result)
+
+
+def _argument_written(op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operation in place, as its caller names it: the argument."""
+    given = {**dict(zip([one.name for one in op._schema.arguments], args, strict=False)), **kwargs}
+    written = [one.name for one in op._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    return given[written[0]] if op._schema.returns else None
 
 
 def _results(result: Any) -> Sequence[Any]:

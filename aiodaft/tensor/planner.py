@@ -234,7 +234,7 @@ class _Planner:
             with self._written():
                 return self.lowering.redistribute(number, self._fit_output(one, given))
         if one.gradient and one.side == "out" and one.forward is not None:
-            value = self.lowering.specs[self.numbers[one.forward]].placements
+            value = self.lowering.spec(self.numbers[one.forward]).placements
             # As its value, so that the placement of backward can be told from that of forward.
             return self.lowering.redistribute(number, tuple(Replicate() if p.is_partial() else p for p in value))
         return number
@@ -255,7 +255,7 @@ class _Planner:
         number = self._reduced(one)
         slot = self.slots[one.parameter]
         with self._written():
-            placements = self.lowering.specs[number].placements
+            placements = self.lowering.spec(number).placements
             self.parts[slot] = self.lowering.redistribute(self.numbers[slot], placements)
         return number
 

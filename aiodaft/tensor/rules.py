@@ -152,11 +152,15 @@ class Rules:
         return type(given)(self._ours(one) for one in given) if isinstance(given, tuple | list) else None
 
     def _by_rank(self, op: OpOverload[..., Any], index: int, given: Any, want: Any, sharding: OutputSharding) -> Any:
-        """A shape among the arguments, which is that of the local tensor."""
-        if _TABLE.op_to_shape_and_stride_idx.get(op) != index:
+        """A shape or a stride among the arguments, which is that of the local tensor."""
+        at = _TABLE.op_to_shape_and_stride_idx.get(op)
+        if at is None or index not in (at if isinstance(at, tuple) else (at,)):
             return want
-        shapes = self.local_shapes(self._ours(sharding.output_spec))
-        return list(shapes[0]) if len(set(shapes)) == 1 else ByRank(tuple(list(one) for one in shapes))
+        out = self._ours(sharding.output_spec)
+        by_rank = self.local_shapes(out)
+        if isinstance(at, tuple) and index == at[1]:
+            by_rank = tuple(_strides_like(out.meta.stride, shape) for shape in by_rank)
+        return list(by_rank[0]) if len(set(by_rank)) == 1 else ByRank(tuple(list(one) for one in by_rank))
 
     def _is_uneven(self, spec: Spec, placements: Placements, axis: int) -> bool:
         placement = placements[axis]
@@ -185,6 +189,15 @@ def norm_of(placement: Placement) -> float | None:
 def strided(placement: Placement) -> tuple[int, int] | None:
     """The dimension and the factor of a strided part, which a view of a sharded inner dimension gives."""
     return (placement.dim, int(placement.split_factor)) if isinstance(placement, _StridedShard) else None
+
+
+def _strides_like(strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a dense tensor of this shape with the order of dimensions of these strides."""
+    result, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim)):
+        result[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(result)
 
 
 def _schema_info(op: OpOverload[..., Any], args: tuple[Any, ...]) -> RuntimeSchemaInfo | None:

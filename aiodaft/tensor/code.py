@@ -9,6 +9,7 @@ import linecache
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from aiodaft.tensor.instructions import ByRank, Instruction, Slot, slots_of
+from aiodaft.tensor.instructions import ByRank, Instruction, Slot, operation, slots_of
 
 __all__ = ["Code", "Pending", "Routine", "Row", "chunks"]
 
@@ -120,6 +121,8 @@ class Code:
             trace = trace.tb_next
         at = self._lines[trace.tb_lineno - 2][1] if trace is not None else -1
         if at >= 0:
+            with suppress(AttributeError):
+                error.instruction = at  # type: ignore[attr-defined]  # for the controller
             causes, (kind, target, *_) = self._routine.causes, self._routine.instructions[at]
             cause = f", of {causes[at]}" if causes and causes[at] else ""
             title = target if kind in _NAMED else f"{kind} along {target}" if target else kind
@@ -173,9 +176,9 @@ class Code:
         given = [self._text(value) for value in args]
         given += [f"{name}={self._text(value)}" for name, value in kwargs.items()]
         if kind == "op":
-            operation = _operation(target)
+            overload = _operation(target)
             # The overload itself, without its Python function around it.
-            function, is_list = getattr(operation, "_op", operation), _gives_several(operation)
+            function, is_list = getattr(overload, "_op", overload), _gives_several(overload)
         elif kind == "local":
             function, is_list = self._routine.functions[str(target)], len(outs) != 1
         elif kind in _FUNCTIONS:
@@ -331,14 +334,12 @@ _NAMED: Final = frozenset({"op", "local", "random"})
 
 
 def _operation(name: str | None) -> Any:
-    """The operation of torch with this name, such as `aten.mm.default`."""
-    space, name, overload = _OF_PARTS.get(str(name), str(name)).split(".")
-    return getattr(getattr(getattr(torch.ops, space), name), overload)
+    return operation(_OF_PARTS.get(str(name), str(name)))
 
 
-def _gives_several(operation: Any) -> bool:
-    returns = operation._schema.returns
-    return len(returns) != 1 or str(returns[0].type) != "Tensor"
+def _gives_several(overload: Any) -> bool:
+    returns = overload._schema.returns
+    return len(returns) != 1 or str(returns[0].type).startswith("List")
 
 
 def _numbers_of(one: Instruction) -> list[int]:

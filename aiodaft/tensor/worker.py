@@ -1,0 +1,393 @@
+"""Executes programs on local tensors: the actor in each process of `Workers`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aiodaft.actor import Actor
+from aiodaft.member import CurrentGroup, Planned, current_group
+from aiodaft.methods import method
+from aiodaft.tensor.code import Code, Pending, Routine
+from aiodaft.tensor.instructions import Slot, slots_of
+
+__all__ = ["Filled", "Measure", "Order", "Program", "Progress", "Refused", "Worker"]
+
+
+class Program(NamedTuple):
+    """A routine with its place in the table of a worker.
+
+    Attributes:
+        state: The numbers of its first inputs.
+        names: Their names.
+        outs: The numbers that its outputs get; None for those that the table does not keep.
+        returns: The positions of the outputs that rank 0 returns; they are the same at all ranks.
+        parameters: The inputs that are parameters.
+    """
+
+    routine: Routine
+    state: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    outs: tuple[int | None, ...] = ()
+    returns: tuple[int, ...] = ()
+    parameters: frozenset[int] = frozenset()
+
+
+class Order(NamedTuple):
+    """A message to a worker: to run a program once.
+
+    Attributes:
+        session: The controller; each has a table and collectives of its own.
+        attempt: Counts the failures that the controller knows of. A worker refuses the orders that follow a failure.
+        name: The name of the program.
+        values: The inputs after the state: tensors, numbers, and `Slot`s for tensors of the table.
+        outs: The numbers that the outputs get, in place of those of the program.
+        frees: The numbers of tensors that end with this run, also if it fails.
+        program: The program, with its first order.
+    """
+
+    session: str
+    attempt: int
+    name: str
+    values: Sequence[Any] = ()
+    outs: Sequence[int | None] | None = None
+    frees: Sequence[int] = ()
+    program: Program | None = None
+
+
+class Progress(NamedTuple):
+    """The runs of a program at a rank.
+
+    Attributes:
+        done: The number of runs that have ended.
+        changing: Whether one has failed after it had begun to change the state.
+        collectives: The number of collectives, by axis.
+        received: The bytes that this rank had to receive, by axis; see `Collective.received`.
+    """
+
+    done: int
+    changing: bool
+    collectives: Mapping[str, int]
+    received: Mapping[str, int]
+
+
+class Measure(NamedTuple):
+    """The most bytes that a rank had at one time in a run: of all tensors, and of parameters."""
+
+    peak: int
+    parameters: int
+
+
+class Filled(NamedTuple):
+    """A tensor with one value in all places."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    value: float
+
+
+class Refused(RuntimeError):
+    """A run was not begun, since an earlier one has failed."""
+
+
+class Worker(Actor):
+    """A member of `Workers`. Classes that extend it have methods that see the local tensors, beside the programs.
+
+    The threads of torch are one, unless `cpus` or `OMP_NUM_THREADS` say otherwise.
+    """
+
+    def __init__(self) -> None:
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)
+        self._sessions: dict[str, _Session] = {}
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """The local parts of the state of a loaded step, by name.
+
+        Args:
+            name: The `name` of the step.
+
+        Raises:
+            KeyError: No such step is loaded.
+        """
+        for session in self._sessions.values():
+            if name in session.loaded:
+                program = session.loaded[name].program
+                return {one: session.find(n) for one, n in zip(program.names, program.state, strict=True)}
+        raise KeyError(f"no step {name!r} is loaded at this worker")
+
+    @method
+    def run(self, order: Order) -> tuple[Any, ...]:
+        """Run a program; returns the results that this rank has to give.
+
+        Raises:
+            Exception: That of an operation, with a note of the instruction. The collectives of this attempt end for
+                all members.
+        """
+        return self._run(order, None)
+
+    @method
+    def measure(self, order: Order) -> tuple[tuple[Any, ...], Measure]:
+        """As `run`, slowly; returns also the most memory that it took."""
+        session = self._session(order.session)
+        meter = _Meter(session.tensors, session.loaded[order.name].program)
+        return self._run(order, meter), meter.most
+
+    def _run(self, order: Order, meter: _Meter | None) -> tuple[Any, ...]:
+        session = self._session(order.session)
+        try:
+            session.begin(order.attempt)
+            with torch.no_grad():
+                return session.run(order, meter)
+        except BaseException as error:
+            session.fail(error)
+            raise
+        finally:
+            for number in order.frees:
+                session.tensors.pop(number, None)
+
+    @method
+    def load(self, session: str, name: str, program: Program) -> None:
+        """Take a program in, for the orders that follow."""
+        self._session(session).load(name, program)
+
+    @method
+    def unload(self, session: str, names: list[str]) -> None:
+        """Forget programs and their state."""
+        here = self._session(session)
+        for name in names:
+            gone = here.loaded.pop(name, None)
+            for number in gone.program.state if gone is not None else ():
+                here.tensors.pop(number, None)
+
+    @method
+    def end(self, session: str) -> None:
+        """Forget all of a controller."""
+        if (here := self._sessions.pop(session, None)) is not None:
+            here.fail(RuntimeError("the session has ended"))
+
+    @method
+    def put(self, tensors: dict[int, Tensor | Filled], session: str) -> None:
+        """Keep copies of tensors under their numbers."""
+        table = self._session(session).tensors
+        for number, one in tensors.items():
+            if isinstance(one, Filled):
+                table[number] = torch.full(one.shape, one.value, dtype=one.dtype)
+            else:
+                table[number] = one.detach().clone()
+
+    @method
+    def get(self, numbers: list[int], session: str) -> list[Tensor]:
+        """Return local parts.
+
+        Raises:
+            KeyError: There is no tensor of this number.
+        """
+        here = self._session(session)
+        return [here.find(number) for number in numbers]
+
+    @method
+    def part(self, session: str, number: int) -> Tensor:
+        """Return a local part."""
+        return self._session(session).find(number)
+
+    @method
+    def progress(self, session: str, name: str) -> Progress:
+        """Return the counts of a program."""
+        return self._session(session).loaded[name].progress()
+
+    def _session(self, name: str) -> _Session:
+        found = self._sessions.get(name)
+        if found is None:
+            found = self._sessions[name] = _Session(name, current_group())
+        return found
+
+
+class _Session:
+    """The tensors, programs and collectives of one controller."""
+
+    def __init__(self, name: str, group: CurrentGroup[Any]) -> None:
+        self._name = name
+        self._rank = group.rank
+        self._rows = {axis: _Axis(group.coords[axis], size) for axis, size in group.axes.items()}
+        self._attempt = -1
+        self._failed = ""
+        self.tensors: dict[int, Tensor] = {}
+        self.loaded: dict[str, _Loaded] = {}
+
+    def begin(self, attempt: int) -> None:
+        """Have collectives for an attempt.
+
+        Raises:
+            Refused: It has failed.
+        """
+        if attempt > self._attempt:
+            self._attempt, self._failed = attempt, ""
+            group = current_group()
+            for axis, row in self._rows.items():
+                row.open(group.along(axis).plan(key=("tensor", self._name, attempt)).result())
+        elif self._failed or attempt < self._attempt:
+            raise Refused(f"not run at rank {self._rank}: an earlier run has failed: {self._failed}")
+
+    def fail(self, error: BaseException) -> None:
+        """End this attempt, for all members: each waits for the others no more."""
+        if not self._failed:
+            self._failed = f"{type(error).__name__}: {error}"
+            for row in self._rows.values():
+                row.close()
+
+    def load(self, name: str, program: Program) -> _Loaded:
+        loaded = self.loaded[name] = _Loaded(program, Code(program.routine, self._rank, self._rows), self._rows)
+        return loaded
+
+    def find(self, number: int) -> Tensor:
+        """A tensor of the table.
+
+        Raises:
+            KeyError: There is none of this number.
+        """
+        try:
+            return self.tensors[number]
+        except KeyError:
+            raise KeyError(f"rank {self._rank} has no tensor {number}") from None
+
+    def run(self, order: Order, meter: _Meter | None) -> tuple[Any, ...]:
+        loaded = self.loaded.get(order.name) if order.program is None else self.load(order.name, order.program)
+        if loaded is None:
+            raise KeyError(f"rank {self._rank} has no program {order.name}: load it again")
+        program, code, tensors = loaded.program, loaded.code, self.tensors
+        if meter is not None:
+            code = Code(program.routine, self._rank, self._rows, meter.watch)
+        values: list[Any] = [self.find(number) for number in program.state]
+        values += [self.find(one.number) if type(one) is Slot else one for one in order.values]
+        outputs = loaded.run(code, values, tensors)
+        for number, output in zip(program.outs if order.outs is None else order.outs, outputs, strict=True):
+            if number is not None:
+                tensors[number] = output
+        loaded.changed()
+        return tuple(outputs[at] for at in program.returns) if self._rank == 0 else ()
+
+
+class _Loaded:
+    """A program at this rank, and the counts of its runs."""
+
+    def __init__(self, program: Program, code: Code, rows: Mapping[str, _Axis]) -> None:
+        self.program = program
+        self.code = code
+        self._rows = rows
+        inputs = zip(program.state, program.routine.inputs, strict=False)
+        self._donated = [number for number, slot in inputs if slot in program.routine.donated]
+        self._done = 0
+        self._changing = False
+        self._counts = dict.fromkeys(rows, (0, 0))
+
+    def run(self, code: Code, values: list[Any], tensors: dict[int, Tensor]) -> tuple[Any, ...]:
+        """Run the program, or another form of it."""
+
+        def update() -> None:
+            # From here on, a failure leaves the state neither as it was nor as it is to be.
+            self._changing = True
+            for number in self._donated:
+                tensors.pop(number, None)
+
+        before = [(row.begun, row.received) for row in self._rows.values()]
+        outputs = code.run(values, update)
+        for (axis, row), (begun, received) in zip(self._rows.items(), before, strict=True):
+            here = self._counts[axis]
+            self._counts[axis] = here[0] + row.begun - begun, here[1] + row.received - received
+        self._done += 1
+        return outputs
+
+    def changed(self) -> None:
+        """The table has the outputs of the run."""
+        self._changing = False
+
+    def progress(self) -> Progress:
+        counts = self._counts.items()
+        return Progress(
+            self._done, self._changing, {axis: one[0] for axis, one in counts}, {axis: one[1] for axis, one in counts}
+        )
+
+
+class _Axis:
+    """The members along one axis: their planned collectives, counted. It is a `Row`."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.begun = 0
+        self.received = 0
+        self._plan: Planned | None = None
+
+    def open(self, plan: Planned) -> None:
+        self._plan = plan
+
+    def close(self) -> None:
+        """End the collectives that the others wait in."""
+        if self._plan is not None:
+            self._plan.close()
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> Pending[Tensor]:
+        return self._begin(2 * tensor.nbytes * (self.size - 1) // self.size).all_reduce(tensor, op)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], op: Any) -> Pending[Tensor]:
+        return self._begin(parts[self.rank].nbytes * (self.size - 1)).reduce_scatter(parts, op)
+
+    def all_gather(self, tensor: Tensor) -> Pending[Sequence[Tensor]]:
+        return _Parts(self, self._begin(0).all_gather(tensor))
+
+    def all_to_all(self, parts: Sequence[Tensor]) -> Pending[Sequence[Tensor]]:
+        return _Parts(self, self._begin(0).all_to_all(parts))
+
+    def _begin(self, received: int) -> Planned:
+        self.begun += 1
+        self.received += received
+        assert self._plan is not None
+        return self._plan
+
+
+class _Parts(NamedTuple):
+    """Parts that are counted when they are there."""
+
+    axis: _Axis
+    pending: Pending[Sequence[Tensor]]
+
+    def result(self) -> Sequence[Tensor]:
+        parts, axis = self.pending.result(), self.axis
+        axis.received += sum(part.nbytes for rank, part in enumerate(parts) if rank != axis.rank)
+        return parts
+
+
+# Give tensors with the elements of a parameter in other places.
+_MOVES: Final = frozenset({"alias", "all_gather", "all_to_all", "chunk", "join", "split"})
+
+
+class _Meter:
+    """The memory that a run takes: storages that the table or a local variable refers to."""
+
+    def __init__(self, table: Mapping[int, Tensor], program: Program) -> None:
+        self.most = Measure(0, 0)
+        self._table = table
+        slots = set(program.parameters)
+        for one in program.routine.instructions:
+            if one.kind in _MOVES and slots.issuperset(slots_of(one.args)):
+                slots.update(n for n in one.outs if n is not None)
+        self._names = {f"v{slot}" for slot in slots}
+        self._parameters: set[int] = set()
+
+    def watch(self, variables: Mapping[str, Any]) -> None:
+        """Count what a run has at this moment."""
+        here = {name: one for name, one in variables.items() if isinstance(one, Tensor)}
+        sizes = {
+            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+            for one in (*self._table.values(), *here.values())
+        }
+        # Memory that ended may be that of another tensor now.
+        self._parameters &= sizes.keys()
+        self._parameters |= {one.untyped_storage().data_ptr() for name, one in here.items() if name in self._names}
+        peak, parameters = sum(sizes.values()), sum(sizes[at] for at in self._parameters)
+        self.most = Measure(max(self.most.peak, peak), max(self.most.parameters, parameters))

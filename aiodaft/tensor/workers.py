@@ -1,0 +1,379 @@
+"""Groups of workers that run plans: the controller's side."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import weakref
+from collections.abc import Awaitable, Generator, Mapping, Sequence
+from itertools import count
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from aiodaft.exceptions import DaftError, OutcomeUnknown
+from aiodaft.group import Group
+from aiodaft.placement import Spawned, Spawner
+from aiodaft.ref import Refs
+from aiodaft.tensor.calls import values_of
+from aiodaft.tensor.code import Routine
+from aiodaft.tensor.operations import Cause, Input
+from aiodaft.tensor.plan import Plan
+from aiodaft.tensor.shards import cut, holders, joined
+from aiodaft.tensor.worker import Filled, Measure, Order, Program, Progress, Worker
+
+__all__ = ["Run", "Step", "Workers", "workers"]
+
+
+def workers(
+    spawner: Spawner, axes: Mapping[str, int], cls: type[Worker] = Worker, *args: Any, **options: Any
+) -> Spawned[Workers]:
+    """Make a group of workers: `async with tensor.workers(rt, {"dp": 2, "tp": 2}) as workers`.
+
+    A death of a worker fails the steps that need it, and is not reported to the scope; see `Workers.heal`.
+
+    Args:
+        spawner: The runtime or scope that owns them.
+        axes: Names and sizes of the axes, such as `plan.axes`.
+        cls: The class, which may have methods of yours.
+        args: The arguments of its constructor.
+        options: As for `on`: `cpus=2`, `spread=True`, ...
+
+    Raises:
+        Exception: As `group`.
+    """
+    if not issubclass(cls, Worker):
+        raise TypeError(f"{cls.__name__} is no class of workers: extend aiodaft.tensor.Worker")
+    placement = spawner.on(**{"restart": "temporary", **options})
+    spawned: Spawned[Group[Worker]] = placement.group(math.prod(axes.values()), cls, *args, axes=dict(axes))
+
+    async def start() -> Workers:
+        return Workers(await spawned)
+
+    return Spawned(f"workers({cls.__name__})", start, lambda made, graceful: spawned._end(made.group, graceful))
+
+
+class Workers:
+    """A group of workers with named axes.
+
+    Attributes:
+        group: The group, for calls of your own methods.
+    """
+
+    def __init__(self, group: Group[Any]) -> None:
+        if not group.axes:
+            raise ValueError(f"{group!r} has no axes: make it with axes, such as axes={{'tp': {len(group)}}}")
+        self.group = group
+        self._numbers = count()
+        self._names = count()
+        self._begin_session()
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """The names and sizes of the axes."""
+        return self.group.axes
+
+    async def load(self, plan: Plan, state: Mapping[str, Tensor] | None = None) -> Step:
+        """Send a plan and its state to the workers, each its part; returns the step, which is then one message to each.
+
+        Args:
+            plan: A plan for the axes of this group.
+            state: Whole tensors by name: parameters and buffers, as `model.state_dict()` gives them, and states of the
+                optimizer, which otherwise are as at its beginning. Also what `Step.state()` gives, of a step with any
+                plan of the same program. Other names are ignored.
+
+        Raises:
+            ValueError: The plan is for other axes, or a tensor is missing or has another shape or dtype.
+            ActorDied: A worker is dead; see `heal`.
+
+        Cancellation: nothing is loaded.
+        """
+        if list(plan.axes.items()) != list(self.axes.items()):
+            raise ValueError(f"the plan is for axes {dict(plan.axes)}, and the workers have {dict(self.axes)}")
+        inputs = [one for one in plan.inputs if one.role not in _PER_STEP]
+        values = {one.slot: _first_value(one, plan, state or {}) for one in inputs}
+        await self._refresh()
+        step = Step(self, plan, f"{self._session}/{next(self._names)}", [(one, next(self._numbers)) for one in inputs])
+
+        def parts(rank: int) -> dict[int, Tensor | Filled]:
+            return {number: _part(values[one.slot], plan, one.slot, rank) for one, number in step._state}
+
+        await values_of([
+            *self.group.each(Worker.put, [parts(rank) for rank in range(len(self.group))], self._session),
+            *self.group.all(Worker.load, self._session, step.name, step._program()),
+        ])
+        return step
+
+    async def heal(self) -> list[int]:
+        """Replace the workers that are gone by new ones; then `load` a state again.
+
+        Returns:
+            The ranks of those that were gone.
+
+        Raises:
+            Exception: As `Group.heal`.
+        """
+        gone = await self.group.heal(len(self.group))
+        await self._refresh()
+        return gone
+
+    def __repr__(self) -> str:
+        return f"<Workers {self.group.id}: {', '.join(f'{axis}={size}' for axis, size in self.axes.items())}>"
+
+    def _begin_session(self) -> None:
+        self._session = uuid4().hex
+        self._epoch = self.group.epoch
+        self._attempt = 0
+        # Names of steps that nothing refers to any more.
+        self._gone: list[str] = []
+
+    async def _refresh(self) -> None:
+        """Begin anew with the members of a new epoch; have workers forget steps that are gone."""
+        if self.group.epoch != self._epoch:
+            before = self._session
+            self._begin_session()
+            await values_of(self.group.all(Worker.end, before))
+        if self._gone:
+            gone, self._gone = self._gone, []
+            await values_of(self.group.all(Worker.unload, self._session, gone))
+
+    def _failed(self, attempt: int) -> None:
+        """The runs of an attempt have failed: the next ones have collectives of their own."""
+        if attempt == self._attempt:
+            self._attempt += 1
+
+
+class Step:
+    """A plan that the workers have, with its state: `loss = await step(x, y)`.
+
+    Attributes:
+        plan: The plan.
+        name: Its name at the workers; see `Worker.state`.
+    """
+
+    def __init__(self, workers: Workers, plan: Plan, name: str, state: Sequence[tuple[Input, int]]) -> None:
+        self.plan = plan
+        self.name = name
+        self._workers = workers
+        self._state = tuple(state)
+        self._numbers = {one.name: (number, one.slot) for one, number in state}
+        self._arguments = [one for one in plan.inputs if one.role == "argument"]
+        self._scalars = [one for one in plan.inputs if one.role == "scalar"]
+        self._session = workers._session
+        self._unusable = ""
+        self._unload = weakref.finalize(self, workers._gone.append, name)
+
+    def __call__(self, *args: Any) -> Run:
+        """Run the step, with arguments as those of the captured function: whole tensors.
+
+        It begins at once, after the steps before it: several may be under way. Scalars of the optimizer are read now.
+
+        Returns:
+            An awaitable of the results of the function.
+
+        Raises:
+            ValueError, TypeError: An argument differs in structure, shape or dtype from the captured one; it is named.
+            RuntimeError: The state is unusable, since a step has failed, or the group has changed: load it again.
+        """
+        refs, attempt = self._begin(Worker.run, args)
+        return Run(self, refs, attempt)
+
+    async def measure(self, *args: Any) -> list[Measure]:
+        """Run the step as a call does, slowly; returns the most memory that it took, by rank.
+
+        Raises:
+            Exception: As a call and its awaitable do.
+        """
+        refs, attempt = self._begin(Worker.measure, args)
+        return [measure for _, measure in await self._finish(refs, attempt)]
+
+    async def usage(self) -> list[Progress]:
+        """The steps that were done, their collectives and the bytes that were received, by rank."""
+        self._check()
+        return await values_of(self._workers.group.all(Worker.progress, self._session, self.name))
+
+    async def state(self) -> dict[str, Tensor]:
+        """The whole parameters, buffers and states of the optimizer, by name, after the steps that have begun.
+
+        Raises:
+            RuntimeError: As a call.
+            ActorDied: A worker is dead.
+
+        Cancellation: nothing changes.
+        """
+        self._check()
+        plan, size = self.plan, len(self._workers.group)
+        wanted: list[list[int]] = [[] for _ in range(size)]
+        kept = [(one, number) for one, number in self._state if one.role != "constant"]
+        for one, number in kept:
+            for rank in holders(plan.specs[one.slot].placements, plan.axes):
+                wanted[rank].append(number)
+        parts = await values_of(self._workers.group.each(Worker.get, wanted, self._session))
+        by_number: dict[int, dict[int, Tensor]] = {number: {} for _, number in kept}
+        for rank, (numbers, given) in enumerate(zip(wanted, parts, strict=True)):
+            for number, part in zip(numbers, given, strict=True):
+                by_number[number][rank] = part
+        whole = {}
+        for one, number in kept:
+            spec = plan.specs[one.slot]
+            whole[one.name] = joined(by_number[number], spec.meta.shape, spec.placements, plan.axes)
+        return whole | {alias: whole[name] for alias, name in plan.aliases.items() if name in whole}
+
+    def refs(self, name: str) -> Refs[Tensor]:
+        """The parts of a parameter, a buffer or a state of the optimizer, by rank, where they are.
+
+        Raises:
+            KeyError: There is none of this name.
+            RuntimeError: As a call.
+        """
+        self._check()
+        if name not in self._numbers:
+            raise KeyError(f"the state has no {name!r}: it has {', '.join(self._numbers)}")
+        return self._workers.group.all(Worker.part, self._session, self._numbers[name][0])
+
+    async def unload(self) -> None:
+        """Free the memory of the state at the workers. Idempotent; it happens as well once nothing refers to the step.
+
+        Raises:
+            ActorDied: A worker is dead.
+        """
+        self._unload()
+        self._unusable = self._unusable or "it was unloaded"
+        await self._workers._refresh()
+
+    def __repr__(self) -> str:
+        return f"<Step of {self._workers!r}, {len(self.plan.instructions)} instructions>"
+
+    def _check(self) -> None:
+        if self._session != self._workers._session or self._workers.group.epoch != self._workers._epoch:
+            raise RuntimeError("the workers have changed since this step was loaded: load it again, with a state")
+        if self._unusable:
+            raise RuntimeError(f"the state of this step is unusable: {self._unusable}. Load it again, with a state")
+
+    def _begin(self, method: Any, args: Any) -> tuple[Refs[Any], int]:
+        self._check()
+        plan, workers = self.plan, self._workers
+        given = plan.arguments.bind(*args)
+        scalars = [plan.scalars[one.name] for one in self._scalars]
+
+        def order(rank: int) -> Order:
+            parts = [_part(given[one.name], plan, one.slot, rank) for one in self._arguments]
+            return Order(self._session, workers._attempt, self.name, [*parts, *scalars])
+
+        orders = [order(rank) for rank in range(len(workers.group))]
+        return workers.group.each(method, orders), workers._attempt
+
+    async def _finish(self, refs: Refs[Any], attempt: int) -> list[Any]:
+        """Wait for a run, or for its error and the fate of the state."""
+        try:
+            return await values_of(refs)
+        except asyncio.CancelledError:
+            self._workers._failed(attempt)
+            self._unusable = "a step was cancelled"
+            raise
+        except Exception as error:
+            self._workers._failed(attempt)
+            if await self._is_whole(error):
+                error.add_note("the state is as it was before this step; the next one may follow")
+            else:
+                self._unusable = f"a step has failed with {type(error).__name__}: {error}"
+                error.add_note("the state is unusable: load it again")
+            raise
+
+    async def _is_whole(self, error: Exception) -> bool:
+        """Whether all ranks have done the same number of runs, and no other one in part."""
+        if isinstance(error, OutcomeUnknown):
+            return False
+        try:
+            told = await values_of(self._workers.group.all(Worker.progress, self._session, self.name))
+        except DaftError:
+            return False
+        return not any(one.changing for one in told) and len({one.done for one in told}) == 1
+
+    def _program(self) -> Program:
+        plan = self.plan
+        inputs = [*(one for one, _ in self._state), *self._arguments, *self._scalars]
+        slots = {one.slot for one, _ in self._state}
+        numbers: dict[tuple[str, str], int] = {(one.name, one.role): number for one, number in self._state}
+        replaced = {(one.name, one.role) for one in plan.outputs if one.slot not in slots}
+        routine = Routine(
+            self.name,
+            tuple(one.slot for one in inputs),
+            plan.instructions,
+            tuple(one.slot for one in plan.outputs),
+            frozenset(one.slot for one, _ in self._state if (one.name, one.role) in replaced),
+            tuple(map(_said, plan.causes)),
+        )
+        return Program(
+            routine,
+            state=tuple(number for _, number in self._state),
+            names=tuple(one.name for one, _ in self._state),
+            outs=tuple(numbers.get((one.name, one.role)) for one in plan.outputs),
+            returns=tuple(at for at, one in enumerate(plan.outputs) if one.role == "result"),
+            parameters=frozenset(one.slot for one, _ in self._state if one.role == "parameter"),
+        )
+
+
+class Run(Awaitable[Any]):
+    """A step that has begun. Await it for its results.
+
+    If it fails, the error says whether the state is as before: if no worker has begun its updates. Else it is unusable
+    until it is loaded again.
+
+    Raises:
+        ActorDied: A worker has died.
+        Exception: That of an operation, with a note of its place in your code, and with the frames of the worker.
+
+    Cancellation: the workers end it, and the state is unusable.
+    """
+
+    def __init__(self, step: Step, refs: Refs[Any], attempt: int) -> None:
+        self._step = step
+        self._refs = refs
+        self._attempt = attempt
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._results().__await__()
+
+    async def _results(self) -> Any:
+        by_rank = await self._step._finish(self._refs, self._attempt)
+        return self._step.plan.results.build(list(by_rank[0]))
+
+
+# The roles of inputs that come anew with each step.
+_PER_STEP = frozenset({"argument", "scalar"})
+
+
+def _first_value(one: Input, plan: Plan, state: Mapping[str, Tensor]) -> Tensor | Filled:
+    meta = plan.specs[one.slot].meta
+    names = [one.name, *(alias for alias, name in plan.aliases.items() if name == one.name)]
+    given = next((state[name] for name in names if name in state), None)
+    if one.role != "constant" and given is not None:
+        if tuple(given.shape) != meta.shape or given.dtype != meta.dtype:
+            raise ValueError(
+                f"state[{one.name!r}] is {given.dtype} {tuple(given.shape)}, and the program was captured with "
+                f"{meta.dtype} {meta.shape}"
+            )
+        if given.is_meta:
+            raise ValueError(f"state[{one.name!r}] is on the device meta, without data: give its values")
+        return given.detach()
+    if one.value is not None:
+        return one.value
+    if one.role == "state":
+        return Filled(meta.shape, meta.dtype, one.fill or 0)
+    raise ValueError(f"state has no {one.role} {one.name!r}: give state=model.state_dict() or that of another step")
+
+
+def _part(value: Tensor | Filled, plan: Plan, slot: int, rank: int) -> Any:
+    spec = plan.specs[slot]
+    if isinstance(value, Filled):
+        shape = cut(torch.empty(value.shape, device="meta"), spec.placements, plan.axes, rank).shape
+        return value._replace(shape=tuple(shape))
+    return cut(value, spec.placements, plan.axes, rank)
+
+
+def _said(cause: Cause) -> str:
+    where = ", ".join(one for one in (cause.module, cause.line) if one)
+    return f"{cause.operation} in {where} ({cause.phase})" if where else ""

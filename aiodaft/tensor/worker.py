@@ -283,7 +283,7 @@ class _Loaded:
         self._donated = [number for number, slot in inputs if slot in program.routine.donated]
         self._done = 0
         self._changing = False
-        self._counts = dict.fromkeys(rows, (0, 0))
+        self._counts: dict[str, tuple[int, int]] = dict.fromkeys(rows, (0, 0))
 
     def run(self, code: Code, values: list[Any], tensors: dict[int, Tensor]) -> tuple[Any, ...]:
         """Run the program, or another form of it."""

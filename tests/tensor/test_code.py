@@ -13,9 +13,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lockstep import rows_of, run_ranks  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from aiodaft.tensor.code import Code, Routine, chunks  # noqa: E402
-from aiodaft.tensor.instructions import ByRank, Instruction, Slot  # noqa: E402
+from aiodaft.tensor.code import _OF_TORCH, Code, Routine, _quickest, chunks  # noqa: E402
+from aiodaft.tensor.instructions import ByRank, Instruction, Slot, operation  # noqa: E402
 
 
 @dataclass
@@ -263,3 +264,48 @@ def test_a_view_of_a_part_copies_where_its_strides_are_others() -> None:
     instructions = [along("chunk", "a", 2, X, 0), op("aten.t.default", 3, Slot(2)), op("aten.view.default", 4, V, [-1])]
     ranks = run_ranks(small({"a": 2}, [1], instructions, 4), [[torch.arange(8.0).view(4, 2)]] * 2)
     assert [one[0].tolist() for one in ranks] == [[0.0, 2.0, 1.0, 3.0], [4.0, 6.0, 5.0, 7.0]]
+
+
+class Seen(TorchDispatchMode):
+    """The overloads that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+A, M, S = torch.rand(3, 3) + 1, torch.rand(2, 3, 3), 0.5
+ADDED, SCALED = ((A, A), (A, S), (A, A, {"alpha": S})), ((A, A), (A, S), (A, 2))
+FUSED = (A, A, A), (A, A, A, {"value": -S})
+SUMMED = (A, [0]), (A, [0, 1], True), (A, None), (A, [0], {"dtype": torch.float64})
+CALLS: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "add.Tensor": ADDED, "sub.Tensor": ADDED, "add_.Tensor": ADDED, "sub_.Tensor": ADDED,
+    "mul.Tensor": SCALED, "div.Tensor": SCALED, "mul_.Tensor": SCALED,
+    "addcmul_.default": FUSED, "addcdiv_.default": FUSED, "sum.dim_IntList": SUMMED, "mean.dim": SUMMED,
+    "mm.default": ((A, A),), "bmm.default": ((M, M),),
+    "addmm.default": ((A[0], A, A), (A, A, A, {"beta": 2, "alpha": S})),
+    "transpose.int": ((A, 0, 1), (A, -1, -2)), "unsqueeze.default": ((A, -1),),
+    "reshape.default": ((A, [9]), (A.t(), [-1])),
+    "native_layer_norm.default": ((A, [3], A[0], A[0], 1e-5), (A, [3], None, None, 1e-5)),
+    "_softmax.default": ((A, 1, False),), "lerp_.Scalar": ((A, A, S),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(_OF_TORCH))
+def test_the_faster_function_of_an_operation_calls_its_overload(name: str) -> None:
+    overload = operation(f"aten.{name}")
+    for given in CALLS.get(name, ((A,),)):
+        kwargs = given[-1] if isinstance(given[-1], dict) else {}
+        results, names = [], []
+        for function in (_quickest(overload), overload):
+            args = [one.clone() if isinstance(one, torch.Tensor) else one for one in given[: len(given) - bool(kwargs)]]
+            with Seen() as seen, torch.no_grad():
+                results.append(function(*args, **kwargs))
+            names.append(seen.names)
+        assert _quickest(overload) is not overload
+        assert names[0] == names[1]
+        torch.testing.assert_close(*results, rtol=0, atol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -55,11 +56,9 @@ async def test_results_are_written_into_tensors_that_are_views_of_their_conjugat
     assert await (await opened(rt, 2)).all(Planner.gather_into_conjugates) == [[1j, 1 + 1j]] * 2
 
 
-async def test_an_exchange_has_one_result(rt: aiodaft.Runtime) -> None:
+async def test_an_exchange_gives_its_result_again(rt: aiodaft.Runtime) -> None:
     group = await opened(rt, 2)
-    for error in await errors_of(group.all(Planner.await_twice)):
-        with pytest.raises(RuntimeError, match="all_reduce sum of a plan was begun before: keep its result"):
-            raise error
+    assert await group.all(Planner.await_twice) == [True, True]
 
 
 async def test_another_loop_cannot_await_an_exchange_and_the_plan_goes_on(rt: aiodaft.Runtime) -> None:
@@ -79,6 +78,30 @@ async def test_parts_of_a_group_have_plans_of_their_own(rt: aiodaft.Runtime) -> 
     await group.all(Planner.open, "tp")
     found = await group.each(Planner.reduce, [torch.tensor(rank) for rank in range(4)])
     assert [one.item() for one in found] == [1, 1, 5, 5]
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2}, {"dp": 1, "tp": 3}])
+async def test_each_axis_has_a_plan_and_all_go_on_at_once(rt: aiodaft.Runtime, axes: dict[str, int]) -> None:
+    ranks = torch.arange(math.prod(axes.values())).reshape(*axes.values())
+    group = await rt.group(ranks.numel(), Planner, axes=axes)
+    sums = [ranks.sum(dim, keepdim=True).expand(ranks.shape).flatten().tolist() for dim in range(len(axes))]
+    assert await group.all(Planner.reduce_along_each, *axes) == [
+        [(total, 1, 4) for total in along] for along in zip(*sums, strict=True)
+    ]
+
+
+async def test_processors_that_reorder_writes_count_the_signals(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Planner)
+    await group.all(Planner.count_signals)
+    for size in (10, MANY):
+        await group.all(Planner.check_in_thread, size, torch.float32, "sum")
+        await group.all(Planner.check_on_loop, size, torch.float32, "sum")
+
+
+async def test_lengths_are_those_of_the_rows(rt: aiodaft.Runtime) -> None:
+    for error in await errors_of((await opened(rt, 2)).all(Planner.scatter, torch.ones(3), [1, 1])):
+        with pytest.raises(ValueError, match=r"reduce_scatter: expected lengths of 2 parts of 3 rows, not \[1, 1\]"):
+            raise error
 
 
 async def test_tasks_of_a_member_take_turns(rt: aiodaft.Runtime) -> None:
@@ -136,7 +159,14 @@ async def test_what_one_member_cannot_use_ends_the_plan_for_all(
 
 @pytest.mark.parametrize(
     ("place", "turn", "size"),
-    [("put_terms", 0, 1), ("signal", 0, 1), ("wait", 0, 1), ("signal", 1, MANY), ("wait", 2, MANY), ("put", 2, MANY)],
+    [
+        ("tell", 0, 1),
+        ("signal", 0, 1),
+        ("come_soon", 0, 1),
+        ("signal", 1, MANY),
+        ("come_soon", 2, MANY),
+        ("put", 2, MANY),
+    ],
 )
 async def test_a_death_in_an_exchange_is_told_to_the_others(
     rt: aiodaft.Runtime, place: str, turn: int, size: int

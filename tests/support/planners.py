@@ -14,7 +14,7 @@ from torch import Tensor
 
 import aiodaft
 from aiodaft import Actor, current_group, method
-from aiodaft._runtime.groups import planning
+from aiodaft._runtime.groups import line, planning
 from aiodaft._runtime.groups.line import Line
 from aiodaft._runtime.groups.planned import Planned
 from aiodaft._runtime.groups.planning import Planning
@@ -55,10 +55,27 @@ class Planner(Actor):
         # The first ranks have all, the last one has nothing.
         chunks = list(mine.split([0] * (count - 1) + [size]))[::-1]
         _same([plan.reduce_scatter(chunks, op).result()], [total if rank == 0 else total[:0]])
+        # As DTensor cuts it: the last ranks may have nothing.
+        lengths = [len(chunk) for chunk in mine.chunk(count)] + [0] * (count - len(mine.chunk(count)))
+        _same([plan.reduce_scatter(mine, op, lengths=lengths).result()], [total.split(lengths)[rank]])
+        _same(plan.all_to_all(mine, lengths=lengths).result(), [value.split(lengths)[rank] for value in values])
         _same(plan.all_gather(mine[rank:]).result(), [value[other:] for other, value in enumerate(values)])
         _same(plan.all_to_all(mine).result(), [value.tensor_split(count)[rank] for value in values])
         _same([plan.broadcast(mine if rank == 1 else None, 1).result()], [values[1]])
-        plan.barrier().result()
+        started = [plan.all_reduce(mine, op).start(), plan.all_to_all(mine).start(), plan.barrier().start()]
+        # Each one completes the one before it.
+        _same(started[1].result(), [value.tensor_split(count)[rank] for value in values])
+        _same([started[0].result()], [total])
+        started[2].result()
+        given = size * dtype.itemsize
+        assert plan.counts == dict.fromkeys(("all_reduce", "all_gather", "broadcast", "barrier"), 1) | {
+            "all_reduce": 2,
+            "reduce_scatter": 3,
+            "all_to_all": 3,
+        }
+        assert plan.nbytes["reduce_scatter"] == plan.nbytes["all_to_all"] == 3 * given
+        assert plan.nbytes["all_reduce"] == 2 * given
+        assert plan.nbytes["broadcast"] == (given if rank == 1 else 0)
         plan.close()
 
     @method
@@ -87,9 +104,30 @@ class Planner(Actor):
         return values, values[current_group().rank], reduce(OPS[op], values)
 
     @method
+    def reduce_along_each(self, *axes: str) -> list[tuple[float, int, int]]:
+        """Of each axis: the sum of the ranks along it, and the collectives and bytes of its plan."""
+        group = current_group()
+        plans, rank = [group.along(axis).plan().result() for axis in axes], torch.tensor(float(group.rank))
+        exchanges = [plan.all_reduce(rank).start() for plan in plans]
+        sums = [exchange.result().item() for exchange in reversed(exchanges)][::-1]
+        found = [(total, plan.counts.total(), plan.nbytes.total()) for total, plan in zip(sums, plans, strict=True)]
+        for plan in plans:
+            plan.close()
+        return found
+
+    @method
+    async def count_signals(self) -> None:
+        """As on a processor on which other ones see writes out of order."""
+        line.ORDERED = False  # type: ignore[misc]
+
+    @method
     def reduce(self, tensor: Any, op: Any = "sum", repeat: int = 1, out: Any = None) -> Any:
         """Combine in a thread, again and again."""
         return [self.plan.all_reduce(tensor, op, out=out).result() for _ in range(repeat)][-1]
+
+    @method
+    def scatter(self, tensor: Tensor, lengths: list[int]) -> Tensor:
+        return self.plan.reduce_scatter(tensor, lengths=lengths).result()
 
     @method
     async def reduce_on_loop(self, tensor: Any, op: Any = "sum") -> Any:
@@ -102,10 +140,9 @@ class Planner(Actor):
         return [one.item() for one in out]
 
     @method
-    async def await_twice(self) -> None:
+    async def await_twice(self) -> bool:
         exchange = self.plan.all_reduce(torch.ones(1))
-        await exchange
-        await exchange
+        return await exchange is await exchange
 
     @method
     def reduce_on_another_loop(self) -> None:

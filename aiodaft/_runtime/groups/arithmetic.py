@@ -16,7 +16,7 @@ from aiodaft._runtime.serialization.tensors import loaded_torch
 # Makes an uninitialised tensor of a shape and a dtype.
 Allocate: TypeAlias = Callable[[Any, Any], Any]
 # Elements that torch computes in the calling thread: its GRAIN_SIZE.
-_SERIAL: Final = 1 << 15
+SERIAL: Final = 1 << 15
 # Ops that numpy computes as fast as torch, and to the same bits; of two NaNs, it may give the other one.
 _SAME_OPS: Final = frozenset({"sum", "product"})
 _SAME_DTYPES: Final = frozenset({"torch.float32", "torch.float64", "torch.int32", "torch.int64"})
@@ -54,14 +54,32 @@ def check_reducer(op: Reducer) -> Reducer:
 
 def combine_into(total: Any, values: Sequence[Any], op: str) -> None:
     """Combine dense CPU tensors of one size from the left, into memory of none of them. It uses no threads of torch."""
-    function = getattr(loaded_torch(), _REDUCERS[op][1])
+    function = _function(op)
     if len(values) == 1:
         total.copy_(values[0])
         return
     parts: Iterable[Sequence[Any]] = [(total, *values)]
-    if total.numel() > _SERIAL:
-        parts = zip(*(value.split(_SERIAL) for value in (total, *values)), strict=True)
+    if total.numel() > SERIAL:
+        parts = zip(*(value.split(SERIAL) for value in (total, *values)), strict=True)
     _from_the_left(function, parts)
+
+
+def combined(values: Sequence[Any], op: str, out: Any) -> Any:
+    """Combine small dense CPU tensors from the left, into a given tensor or a new one."""
+    first, *others = values
+    if not others:
+        return first.clone() if out is None else out.copy_(first)
+    function = _function(op)
+    for other in others:
+        first = out = function(first, other, out=out)
+    return out
+
+
+@cache
+def _function(op: str) -> Callable[..., Any]:
+    """The function of torch, which is loaded."""
+    function: Callable[..., Any] = getattr(loaded_torch(), _REDUCERS[op][1])
+    return function
 
 
 def kind_of(value: Any) -> str:
@@ -224,13 +242,13 @@ def _computing(op: str, values: Sequence[Any]) -> tuple[Callable[..., Any], Iter
     if not _is_tensor(first):
         return getattr(_numpy(), of_numpy), [values]
     function = getattr(loaded_torch(), of_torch)
-    if first.numel() <= _SERIAL or len(values) * first.nbytes > 2 * QUICK:
+    if first.numel() <= SERIAL or len(values) * first.nbytes > 2 * QUICK:
         return function, [values]
     if first.device.type != "cpu" or not all(value.is_contiguous() for value in values):
         return function, [values]
     if op in _SAME_OPS and str(first.dtype) in _SAME_DTYPES and _numpy_sees_tensors():
         return _quiet(of_numpy), [[value.detach().numpy() for value in values]]
-    return function, zip(*(value.view(-1).split(_SERIAL) for value in values), strict=True)
+    return function, zip(*(value.view(-1).split(SERIAL) for value in values), strict=True)
 
 
 def _like(value: Any, allocate: Allocate) -> Any:

@@ -1,13 +1,15 @@
 """Memory that the members of a group on one host share, and signals between them.
 
-    of each rank: how it has left | half 0: terms, window | half 1: terms, window
+    words of all ranks | of each rank: why it has left | half 0: terms, window | half 1: terms, window
 
 A rank writes into a half of its own, signals the others, and reads theirs when all have signalled. Halves take turns:
 when a rank writes into one again, all others have signalled once more since, and so have read it.
 
-A rank has one eventfd, which all others write to. It counts signals, and not their senders: no rank can signal again
-before all have signalled as often, so the count is full only when each has come. Bytes that a rank writes before its
-signal are seen by those that read the signal, on any processor.
+The words of a rank count its signals. It also writes to the eventfd of each other rank, which one that sleeps reads:
+what comes in a few microseconds is found in the words before. Processors that let other ones see writes out of order
+have no words that count. There the sum of the signals in an eventfd does: no rank can signal again before all have
+signalled as often, so the sum is full only when each has come. Bytes that a rank writes before its signal are seen by
+those that have read the signal.
 """
 
 from __future__ import annotations
@@ -16,25 +18,33 @@ import asyncio
 import os
 import select
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from mmap import PAGESIZE, mmap
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import CallCancelled
 from aiodaft_transport.memory.address import address_of, copy_memory
 
+T = TypeVar("T")
+
 # Bytes of a value that are under way at once, and of the terms of an exchange.
 WINDOW: Final = 1 << 20
 TERMS: Final = PAGESIZE
 _HALF: Final = TERMS + WINDOW
 _RANK: Final = PAGESIZE + 2 * _HALF
-# Added to the signals of a rank that sends no more.
-_LEFT: Final = 1 << 32
-# Bytes of the number of signals that a rank has sent.
-_COUNT: Final = 8
-_MAX_VIEWS: Final = 200
+# The words of a rank, on a cache line of its own: the signals that it has sent; the numbers of its terms in each half;
+# one more than the signals that it had sent when it has left, or 0.
+_WORDS: Final = 8
+_SENT, _NUMBER, _LEAVES = 0, 1, 3
+_WORD: Final = 8
+# Added to the signals of a rank that only have it look.
+_LOOK: Final = 1 << 32
+# Looks at the words before a thread sleeps: as long as it takes to wake it.
+_LOOKS: Final = 100
+_MAX_KEPT: Final = 500
+ORDERED: Final = os.uname().machine == "x86_64"
 
 
 def make_line(size: int) -> list[int]:
@@ -45,12 +55,17 @@ def make_line(size: int) -> list[int]:
     """
     opened = [os.memfd_create("aiodaft-line", os.MFD_CLOEXEC)]
     try:
-        os.ftruncate(opened[0], size * _RANK)
+        os.ftruncate(opened[0], _first(size) + size * _RANK)
         opened.extend(os.eventfd(0, os.EFD_CLOEXEC) for _ in range(size))
     except BaseException:
         close_all(opened)
         raise
     return opened
+
+
+def _first(size: int) -> int:
+    """The start of the memory of rank 0, behind the words."""
+    return -(-size * _WORDS * _WORD // PAGESIZE) * PAGESIZE
 
 
 def close_all(fds: Iterable[int]) -> None:
@@ -73,7 +88,7 @@ class Line:
         # Until it is closed.
         self.signals = signals
         try:
-            self._mapping: Any = mmap(memory, self.size * _RANK)
+            self._mapping: Any = mmap(memory, _first(self.size) + self.size * _RANK)
         except OSError:
             close_all(signals)
             raise
@@ -88,15 +103,23 @@ class Line:
         self.error: BaseException | None = None
         self._loop = process.loop
         self._address = address_of(self._mapping)
+        self._words: Any = memoryview(self._mapping)[: _first(self.size)].cast("Q")
         self._mine = signals[rank]
         self._others = [fd for fd in signals if fd != self._mine]
-        # Signals that were sent to each other rank, and those of the others that were read and belong to no earlier
-        # step; whether a rank has left.
+        # The places of words: of this rank, of all, and of the others.
+        self._at = rank * _WORDS
+        self._places = [other * _WORDS for other in range(self.size)]
+        self._theirs = [place for place in self._places if place != self._at]
+        # Signals that were sent to each other rank, and those of all others that were read.
         self._sent = self._came = 0
-        self._broken = self._closing = False
+        # The terms in each half of this rank.
+        self._told = [b"", b""]
+        self._looks = _LOOKS if ORDERED and self.size <= len(os.sched_getaffinity(0)) else 0
+        self._closing = False
         # Held to write when this is not the turn, and to close.
         self._gate = threading.Lock()
-        self._views: dict[Any, list[Any]] = {}
+        # Views of its memory, and what has such views: until it is closed.
+        self.kept: dict[Any, Any] = {}
         # Watched by the loop: uvloop would make reads of the signals themselves fail where a thread has to block.
         self._poll: select.epoll | None = None
 
@@ -110,58 +133,91 @@ class Line:
         """Copy bytes out of the window of a rank."""
         copy_memory(address, self._address + self._start(rank) + TERMS + at, nbytes)
 
+    def keep(self, key: Any, make: Callable[[], T]) -> T:
+        """What was made for a key before, or is made now."""
+        found: T | None = self.kept.get(key)
+        if found is None:
+            if len(self.kept) >= _MAX_KEPT:
+                self.kept.clear()
+            found = self.kept[key] = make()
+        return found
+
     def views(self, at: int, count: int, dtype: Any) -> list[Any]:
         """Some elements in the windows of all ranks, as flat tensors."""
         key = self.half, at, count, dtype
-        found = self._views.get(key)
-        if found is None:
-            import torch  # noqa: PLC0415 - optional package
+        return self.keep(key, lambda: [self.view(rank, at, count, dtype) for rank in range(self.size)])
 
-            if len(self._views) == _MAX_VIEWS:
-                self._views.clear()
-            found = self._views[key] = [
-                torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=self._start(rank) + TERMS + at)
-                for rank in range(self.size)
-            ]
-        return found
+    def view(self, rank: int, at: int, count: int, dtype: Any) -> Any:
+        """Some elements in the window of a rank, as a flat tensor."""
+        import torch  # noqa: PLC0415 - optional package
 
-    def put_terms(self, terms: bytes) -> None:
-        start = self._start(self.rank)
-        self._mapping[start : start + len(terms)] = terms
+        # Inside of such a mode it could only be read outside.
+        with torch.inference_mode(False):
+            if not count:
+                return torch.empty(0, dtype=dtype)
+            return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=self._start(rank) + TERMS + at)
 
-    def terms(self, nbytes: int = TERMS) -> list[bytes]:
-        """The first bytes of the terms of each rank."""
+    def tell(self, number: int, terms: bytes) -> None:
+        """Write the terms of an exchange, which have this number."""
+        half = self.half
+        self._words[self._at + _NUMBER + half] = number
+        if self._told[half] is not terms:
+            start = self._start(self.rank)
+            self._mapping[start : start + len(terms)] = terms
+            self._told[half] = terms
+
+    def numbers(self) -> tuple[int, ...]:
+        """Those of the terms of all ranks."""
+        words, at = self._words, _NUMBER + self.half
+        return tuple([words[place + at] for place in self._places])
+
+    def terms(self) -> list[bytes]:
         starts = map(self._start, range(self.size))
-        return [self._mapping[start : start + nbytes] for start in starts]
+        return [self._mapping[start : start + TERMS] for start in starts]
 
     def _start(self, rank: int) -> int:
-        return rank * _RANK + PAGESIZE + self.half * _HALF
+        return _first(self.size) + rank * _RANK + PAGESIZE + self.half * _HALF
 
     def signal(self) -> None:
         """Tell all others that this rank is as far as this."""
         self._sent += 1
+        self._words[self._at + _SENT] = self._sent
         for fd in self._others:
             os.eventfd_write(fd, 1)
 
-    def wait(self) -> None:
+    def _all_came(self) -> bool:
+        """Whether all others have signalled as often as this rank."""
+        if not ORDERED:
+            return self._came >= self._sent * len(self._others)
+        words, sent = self._words, self._sent
+        for at in self._theirs:  # noqa: SIM110 - a generator takes longer
+            if words[at] < sent:
+                return False
+        return True
+
+    def come_soon(self) -> bool:
+        """Whether all others signal within a few microseconds."""
+        for _ in range(self._looks):
+            if self._all_came():
+                return True
+        return self._all_came()
+
+    async def wait_here(self, _: object) -> None:
         """Block this thread until all others have signalled.
 
         Raises:
             BaseException: The error that has ended the line.
         """
-        missing = self.size - 1
-        while self._came < missing:
+        while not self._all_came():
             self._check()
-            self._add(os.eventfd_read(self._mine))
-        self._came -= missing
+            self._came += os.eventfd_read(self._mine) % _LOOK
 
-    async def wait_on_loop(self) -> None:
+    async def wait_on_loop(self, _: object) -> None:
         """The same, in a task."""
-        missing = self.size - 1
         if self._poll is None:
             self._poll = select.epoll()
             self._poll.register(self._mine, select.EPOLLIN)
-        while self._came < missing:
+        while not self._all_came():
             self._check()
             readable = self._loop.create_future()
             self._loop.add_reader(self._poll, _set, readable)
@@ -169,22 +225,17 @@ class Line:
                 await readable
             finally:
                 self._loop.remove_reader(self._poll)
-            self._add(os.eventfd_read(self._mine))
-        self._came -= missing
-
-    def _add(self, signals: int) -> None:
-        self._came += signals % _LEFT
-        self._broken = self._broken or signals >= _LEFT
+            self._came += os.eventfd_read(self._mine) % _LOOK
 
     def _check(self) -> None:
-        if self._broken and self.error is None:
-            for rank in range(self.size):
-                page = self._mapping[rank * _RANK : rank * _RANK + PAGESIZE]
-                reason = page[_COUNT:].rstrip(b"\0").decode(errors="replace")
-                # One that has left after this step has come to it.
-                if reason and int.from_bytes(page[:_COUNT], "little") < self._sent:
-                    self.error = CallCancelled(f"the plan of {self.group}: rank {rank} has left it: {reason}")
-                    break
+        """Raise the error that has ended the line."""
+        for rank in range(self.size):
+            at = rank * _WORDS
+            # One that has left after this step has come to it.
+            if self.error is None and self._words[at + _LEAVES] and self._words[at + _LEAVES] <= self._sent:
+                start = _first(self.size) + rank * _RANK
+                reason = self._mapping[start : start + PAGESIZE].rstrip(b"\0").decode(errors="replace")
+                self.error = CallCancelled(f"the plan of {self.group}: rank {rank} has left it: {reason}")
         if self.error is not None:
             raise self.error
 
@@ -195,17 +246,18 @@ class Line:
         with self._gate:
             if self.error is None and self.signals:
                 self.error = error
-                page = self._sent.to_bytes(_COUNT, "little") + reason.encode()[: PAGESIZE - _COUNT]
-                self._mapping[self.rank * _RANK : self.rank * _RANK + len(page)] = page
+                page, start = reason.encode()[:PAGESIZE], _first(self.size) + self.rank * _RANK
+                self._mapping[start : start + len(page)] = page
+                self._words[self._at + _LEAVES] = self._sent + 1
                 for fd in self.signals:
-                    os.eventfd_write(fd, _LEFT)
+                    os.eventfd_write(fd, _LOOK)
 
     def fail(self, error: BaseException) -> None:
         """End the line for this member: the others hear of it by themselves."""
         with self._gate:
             if self.error is None and self.signals:
                 self.error = error
-                os.eventfd_write(self._mine, _LEFT)
+                os.eventfd_write(self._mine, _LOOK)
 
     def release(self) -> None:
         """End a turn."""
@@ -222,8 +274,8 @@ class Line:
                 fds, self.signals = self.signals, []
             if self._poll is not None:
                 self._poll.close()
-            self._views.clear()
-            self._mapping = None
+            self.kept.clear()
+            self._words = self._mapping = None
             close_all(fds)
             self.turn.release()
 

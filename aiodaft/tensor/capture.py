@@ -1,0 +1,437 @@
+"""A step of ordinary torch code as a program: it runs once, on tensors without data."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map, tree_map_only
+
+from aiodaft.tensor.instructions import Slot, slots_of
+from aiodaft.tensor.operations import Arguments, Gradient, Input, Mark, Operation, Output, Results
+from aiodaft.tensor.program import Program
+from aiodaft.tensor.scalars import Items
+from aiodaft.tensor.specs import Meta
+from aiodaft.tensor.tracer import CaptureError, Tracer
+
+__all__ = ["CaptureError", "capture"]
+
+aten = torch.ops.aten
+
+
+def capture(fn: Callable[..., Any], *args: Any) -> Program:
+    """The program of `fn(*args)`: its operations on whole tensors, with shapes and without data.
+
+    Modules and optimizers among the arguments, at any depth, are left as they are: their parameters, buffers and
+    states are inputs of the program, and so are the numbers of the optimizers' groups, read anew at each step. A module
+    may be on the device "meta". All other tensors in the arguments are arguments of each step; what is no tensor is
+    part of the program.
+
+    Raises:
+        CaptureError: The code needs the value of a tensor, or changes what a program cannot; the message has the line.
+    """
+    return _Capture(fn, args).run()
+
+
+class _Capture:
+    """One capture: the owners of tensors, and their names."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.fn, self.args = fn, args
+        names = _names_of(fn, args)
+        leaves = [
+            (_path(name, keys), leaf)
+            for name, arg in zip(names, args, strict=True)
+            for keys, leaf in tree_flatten_with_path(arg)[0]
+        ]
+        self.models = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.nn.Module)]
+        self.optimizers = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.optim.Optimizer)]
+        self.leaves = [one for one in leaves if not isinstance(one[1], (torch.nn.Module, torch.optim.Optimizer))]
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.tracer = Tracer(self.fake, self._mark_gradients)
+        self.fakes: dict[int, torch.Tensor] = {}
+        """The fake tensor of each parameter, buffer and argument, by the id of the real one."""
+        self.names: dict[int, str] = {}
+        self.aliases: dict[str, str] = {}
+        self.pending: dict[str, Gradient] = {}
+        self.superseded: dict[int, int] = {}
+        self.kept: list[tuple[Input, torch.Tensor]] = []
+        """Inputs that the step may change, with the tensors that stand for them."""
+
+    def run(self) -> Program:
+        with ExitStack() as stack:
+            for name, model in self.models:
+                stack.enter_context(self._with_model(model, f"{name}." if len(self.models) > 1 else ""))
+            for name, optimizer in self.optimizers:
+                stack.enter_context(self._with_optimizer(name, optimizer))
+            args = [tree_map(self._argument, arg) for arg in self.args]
+            self._name_arguments()
+            stack.enter_context(self.fake)
+            stack.enter_context(self.tracer)
+            stack.enter_context(Items())
+            result = self.fn(*args)
+            self.tracer.end_backward()
+            leaves, tree = tree_flatten(result)
+            outputs = self._outputs(leaves)
+        others = {at: one for at, one in enumerate(leaves) if not isinstance(one, torch.Tensor)}
+        return self._program(outputs, Results(tree, others))
+
+    # models
+
+    @contextmanager
+    def _with_model(self, model: torch.nn.Module, prefix: str) -> Generator[None]:
+        modules = dict(model.named_modules())
+        saved = [(one, dict(one.__dict__), *map(dict, (one._parameters, one._buffers))) for one in modules.values()]
+        hooks = []
+        try:
+            for path, module in modules.items():
+                self._replace_tensors(module, prefix + path)
+                hooks += self._hooks(module, prefix + path)
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module, attributes, parameters, buffers in saved:
+                module._parameters.clear()
+                module._parameters.update(parameters)
+                module._buffers.clear()
+                module._buffers.update(buffers)
+                module.__dict__.clear()
+                module.__dict__.update(attributes)
+
+    def _replace_tensors(self, module: torch.nn.Module, path: str) -> None:
+        for owned, role in ((module._parameters, "parameter"), (module._buffers, "buffer")):
+            for key, tensor in owned.items():
+                if tensor is None:
+                    continue
+                name = f"{path}.{key}" if path else key
+                if id(tensor) in self.fakes:
+                    self.aliases[name] = self.names[id(tensor)]
+                else:
+                    transient = role == "buffer" and key in module._non_persistent_buffers_set
+                    value = tensor.detach().clone() if transient and tensor.device.type != "meta" else None
+                    self.fakes[id(tensor)] = self._input(tensor, name, role, value=value)
+                    self.names[id(tensor)] = name
+                owned[key] = self.fakes[id(tensor)]  # type: ignore[assignment]  # a fake parameter
+        if isinstance(module, torch.nn.RNNBase):
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+    def _input(self, tensor: torch.Tensor, name: str, role: Any, **kwargs: Any) -> torch.Tensor:
+        fake = self.tracer.input(tensor, name, role, **kwargs)
+        self.kept.append((self.tracer.memory(fake).given, fake))  # type: ignore[arg-type]  # it is an input
+        return fake
+
+    def _hooks(self, module: torch.nn.Module, path: str) -> list[Any]:
+        def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+            self.tracer.modules.append(path)
+            return self._marked(args, path, "in"), self._marked(kwargs, path, "in")
+
+        def leave(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            output = self._marked(output, path, "out")
+            self.tracer.modules.pop()
+            return output
+
+        return [
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            module.register_forward_hook(leave, with_kwargs=True),
+        ]
+
+    def _marked(self, values: Any, path: str, side: str) -> Any:
+        if not path:
+            return values
+
+        def mark(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                return value
+            return self.tracer.mark(value, path, side)
+
+        return tree_map(mark, values)
+
+    # optimizers
+
+    @contextmanager
+    def _with_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> Generator[None]:
+        attributes = dict(optimizer.__dict__)
+        try:
+            first = self._first_state(optimizer)
+            optimizer.param_groups = [
+                {**self._numbers(f"{name}.{at}", group), **_PLAIN, "params": self._parameters(group["params"])}
+                for at, group in enumerate(attributes["param_groups"])
+            ]
+            optimizer.state = self._state(name, attributes["param_groups"], first)
+            hooks = (optimizer.register_step_pre_hook(self._begin), optimizer.register_step_post_hook(self._end))
+            yield
+            for hook in hooks:
+                hook.remove()
+        finally:
+            optimizer.__dict__.clear()
+            optimizer.__dict__.update(attributes)
+
+    def _parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        if strange := [tuple(one.shape) for one in parameters if id(one) not in self.fakes]:
+            raise CaptureError(f"the optimizer has parameters of no model that is an argument: shapes {strange}")
+        return [self.fakes[id(one)] for one in parameters]
+
+    def _numbers(self, name: str, group: dict[str, Any]) -> dict[str, Any]:
+        """A group with inputs of the program for its floats."""
+
+        def number(key: str, value: Any, index: int | None = None) -> Any:
+            if not isinstance(value, float):
+                return value
+            path = f"{name}.{key}" if index is None else f"{name}.{key}.{index}"
+            self.tracer.scalars.add(path, group, key, index)
+            return self.tracer.number(path, value)
+
+        return {
+            key: tuple(number(key, one, at) for at, one in enumerate(value))
+            if isinstance(value, tuple)
+            else number(key, value)
+            for key, value in group.items()
+        }
+
+    def _first_state(self, optimizer: torch.optim.Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
+        """The state of each parameter before its first step: as it is, or as the optimizer would make it."""
+        state, groups = optimizer.state, optimizer.param_groups
+        missing = [one for group in groups for one in group["params"] if one.requires_grad and not state.get(one)]
+        stand_ins = {one: self.tracer.like(one) for one in missing}
+        optimizer.state = defaultdict(dict)
+        optimizer.param_groups = [
+            {**group, **_PLAIN, "params": [stand_ins[one] for one in group["params"] if one in stand_ins]}
+            for group in groups
+        ]
+        hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        with self.fake, _Fills():  # type: ignore[no-untyped-call]  # of torch
+            for one in stand_ins.values():
+                one.grad = torch.empty_like(one)
+            type(optimizer).step(optimizer)
+        made = optimizer.state
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
+        return {**state, **{one: dict(made[stand_in]) for one, stand_in in stand_ins.items()}}
+
+    def _state(self, name: str, groups: list[dict[str, Any]], first: Any) -> defaultdict[torch.Tensor, Any]:
+        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for at, group in enumerate(groups):
+            steps: dict[tuple[str, float], int] = {}
+            for parameter in group["params"]:
+                for key, value in first.get(parameter, {}).items():
+                    state[self.fakes[id(parameter)]][key] = (
+                        self._state_of(f"{name}.{at}", group, steps, parameter, key, value)
+                        if isinstance(value, torch.Tensor)
+                        else value
+                    )
+        return state
+
+    def _state_of(
+        self,
+        group_name: str,
+        group: dict[str, Any],
+        steps: dict[tuple[str, float], int],
+        parameter: torch.Tensor,
+        key: str,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """The input for a state; the numbers of steps of the parameters of a group are one input while they agree."""
+        name = self.names[id(parameter)]
+        fill = getattr(value, "fill", None)
+        if fill is None and isinstance(value, torch._subclasses.FakeTensor):
+            if key != "momentum_buffer" or group.get("dampening"):
+                raise CaptureError(f"the first {key} of {name} depends on gradients: take one step before the capture")
+            fill = 0.0
+        if fill is None and value.device.type == "meta":
+            fill = group.get("initial_accumulator_value", 0.0)
+        first = {"fill": fill} if fill is not None else {"value": value.detach().clone()}
+        if value.dim():
+            return self._input(value, f"{key}/{name}", "state", parameter=name, **first)
+        now = float(value) if fill is None else fill
+        slot = steps.get((key, now))
+        suffix = f".{len(steps)}" if steps else ""
+        fake = self._input(value, f"{key}/{group_name}{suffix}", "state", slot=slot, **first)
+        steps[key, now] = self.tracer.read(fake)
+        self.tracer.share(fake)
+        return fake
+
+    def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.tracer.end_backward()
+        self.pending.clear()
+        self.tracer.updating = True
+
+    def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.tracer.updating = False
+
+    def _mark_gradients(self) -> None:
+        """Mark the gradients after a backward pass; a further pass before the update takes the marks back."""
+        for given, parameter in self.kept:
+            if given.role != "parameter" or parameter.grad is None:
+                continue
+            mark = self.pending.get(given.name)
+            slot = self.tracer.read(parameter.grad)
+            if mark is None or slot != mark.out:
+                if mark is not None:
+                    self.superseded[mark.out] = mark.source
+                self.pending[given.name] = self.tracer.gradient(given.name, parameter.grad)
+
+    # arguments
+
+    def _argument(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in self.fakes:
+            name = next(name for name, one in self.leaves if one is leaf)
+            self.fakes[id(leaf)] = self._input(leaf, name, "argument")
+        return self.fakes[id(leaf)]
+
+    def _name_arguments(self) -> None:
+        owners = (torch.nn.Module, torch.optim.Optimizer)
+        kinds = [{isinstance(leaf, owners) for leaf in tree_flatten(arg)[0]} for arg in self.args]
+        if {True, False} in kinds:
+            raise CaptureError("an argument has a model or an optimizer beside other values: pass it by itself")
+        rest = [arg for arg, kind in zip(self.args, kinds, strict=True) if True not in kind]
+        leaves, tree = tree_flatten(tuple(rest))
+        self.arguments = Arguments(
+            tree,
+            tuple(
+                (name, Meta.of(leaf), None) if isinstance(leaf, torch.Tensor) else (name, None, leaf)
+                for (name, _), leaf in zip(self.leaves, leaves, strict=True)
+            ),
+        )
+
+    # the program
+
+    def _outputs(self, leaves: list[Any]) -> list[Output]:
+        tracer = self.tracer
+        outputs = [Output(tracer.read(one), "", "result") for one in leaves if isinstance(one, torch.Tensor)]
+        seen: dict[str, int] = {}
+        for given, fake in self.kept:
+            slot = tracer.memory(fake).slot
+            if slot == given.slot:
+                continue
+            if given.role == "argument":
+                raise CaptureError(f"the step writes to its argument {given.name}: clone it first")
+            if seen.setdefault(given.name, slot) != slot:
+                raise CaptureError(f"parameters of one group of the optimizer count their steps apart: {given.name}")
+            outputs.append(Output(slot, given.name, given.role))
+        return list(dict.fromkeys(outputs))
+
+    def _program(self, outputs: list[Output], results: Results) -> Program:
+        operations = _needed(_without_marks(self.tracer.operations, self.superseded), {one.slot for one in outputs})
+        used = {slot for one in operations for slot in _sources(one)} | {one.slot for one in outputs}
+        inputs = [
+            one for one in self.tracer.inputs if one.slot in used or one.role in ("parameter", "buffer", "argument")
+        ]
+        made = {one.slot for one in inputs} | {out for one in operations for out in _outs(one) if out is not None}
+        return Program(
+            inputs=tuple(inputs),
+            operations=tuple(
+                replace(one, forward=None) if isinstance(one, Mark) and one.forward not in made else one
+                for one in operations
+            ),
+            outputs=tuple(outputs),
+            metas={slot: meta for slot, meta in self.tracer.metas.items() if slot in made},
+            arguments=self.arguments,
+            results=results,
+            scalars=self.tracer.scalars,
+            aliases=self.aliases,
+        )
+
+
+_ALWAYS = ("parameter", "buffer", "argument")
+_PLAIN = {"foreach": False, "fused": False, "capturable": False}
+"""The form of an optimizer that updates one tensor after the other, without fused kernels."""
+
+
+class _Fills(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    """Remembers the constant that a tensor is filled with when it is made."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default:
+            return 1.0
+        result: Any = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            fill: float | None = None
+            match func._opname:
+                case "zeros" | "zeros_like" | "new_zeros":
+                    fill = 0.0
+                case "ones" | "ones_like" | "new_ones":
+                    fill = 1.0
+                case "full" | "full_like" | "new_full":
+                    fill = float(args[-1])
+                case "lift_fresh" if args[0].dim() == 0:
+                    fill = _number_of(args[0])
+                case "detach":
+                    fill = getattr(args[0], "fill", None)
+            if fill is not None:
+                vars(result)["fill"] = fill
+        return result
+
+
+def _number_of(tensor: torch.Tensor) -> float:
+    with _disable_current_modes():
+        return float(tensor)
+
+
+def _names_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+    """The name of each argument in the signature of the function."""
+    names: list[str] = []
+    for name, parameter in inspect.signature(fn).parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{name}.{at}" for at in range(len(args) - len(names))]
+        elif parameter.kind is not parameter.VAR_KEYWORD:
+            names.append(name)
+    if len(names) < len(args):
+        raise TypeError(f"{fn} takes {len(names)} arguments, and there are {len(args)}")
+    return names[: len(args)]
+
+
+def _path(name: str, keys: Any) -> str:
+    return ".".join([name, *(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)])
+
+
+def _sources(one: Operation | Mark | Gradient) -> list[int]:
+    return slots_of((one.args, one.kwargs)) if isinstance(one, Operation) else [one.source]
+
+
+def _outs(one: Operation | Mark | Gradient) -> tuple[int | None, ...]:
+    return one.outs if isinstance(one, Operation) else (one.out,)
+
+
+def _needed(operations: list[Any], wanted: set[int]) -> list[Any]:
+    """The operations that the outputs need."""
+    needed = []
+    for one in reversed(operations):
+        if not wanted.isdisjoint(_outs(one)):
+            wanted.update(_sources(one))
+            needed.append(one)
+    return needed[::-1]
+
+
+def _without_marks(operations: list[Any], superseded: Mapping[int, int]) -> list[Any]:
+    """The operations without these marks of gradients: with their sources in their places."""
+
+    def source(value: Any) -> Any:
+        if isinstance(value, Slot):
+            return Slot(source(value.number))
+        while value in superseded:
+            value = superseded[value]
+        return value
+
+    if not superseded:
+        return operations
+    rest = []
+    for one in operations:
+        if not isinstance(one, Operation):
+            if one.out not in superseded:
+                rest.append(replace(one, source=source(one.source)))
+        elif superseded.keys().isdisjoint(slots_of((one.args, one.kwargs))):
+            rest.append(one)
+        else:
+            args, kwargs = tree_map_only(Slot, source, (one.args, dict(one.kwargs)))
+            rest.append(replace(one, args=args, kwargs=kwargs))
+    return rest

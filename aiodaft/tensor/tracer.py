@@ -1,0 +1,573 @@
+"""Operations of torch on fake tensors, recorded as operations on numbered tensors that never change."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from aiodaft.tensor.instructions import Slot, slots_of
+from aiodaft.tensor.operations import Cause, Gradient, Input, Mark, Operation, Phase, Role
+from aiodaft.tensor.scalars import LiveScalars, Number, NumberUsed
+from aiodaft.tensor.specs import Meta
+
+__all__ = ["CaptureError", "Tracer"]
+
+aten = torch.ops.aten
+Op: TypeAlias = OpOverload[..., Any]
+
+_ON_VALUES = (
+    "the step needs the value of a tensor here, and a program has none while it is captured: write torch.where for a "
+    "branch, return the tensor instead of its number, or make the value an argument"
+)
+
+
+class CaptureError(TypeError):
+    """A step cannot be captured; the message begins with the line of the user's code."""
+
+
+class _Step(NamedTuple):
+    """A view: `target(parent, *args, **kwargs)`, or one of its results."""
+
+    target: Op
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    at: int | None
+    parent: Meta
+
+
+class _Memory:
+    """The memory of a tensor and of its views; its value is the tensor `slot`, and each write makes another one."""
+
+    __slots__ = ("given", "name", "own", "slot", "version")
+
+    def __init__(self, slot: int, given: Input | None = None) -> None:
+        self.slot = slot
+        self.version = 0
+        self.given = given
+        self.own = given is not None
+        """Whether no other memory has the same slot, so that an update may write in place."""
+
+
+@dataclass(slots=True)
+class _Value:
+    """A tensor of the user's code: a memory seen through views. `slot` holds until the memory has another version."""
+
+    memory: _Memory
+    path: tuple[_Step, ...]
+    slot: int
+    version: int
+
+
+class Tracer(TorchDispatchMode):
+    """Records while it is entered (with its `fake` mode below it).
+
+    Attributes:
+        operations: What was recorded. There are no writes, except in the phase `update`: these stay in place.
+    """
+
+    def __init__(self, fake: FakeTensorMode, after_backward: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self.fake = fake
+        self._after_backward = after_backward
+        self._in_backward = False
+        self.operations: list[Operation | Mark | Gradient] = []
+        self.inputs: list[Input] = []
+        self.metas: dict[int, Meta] = {}
+        self.modules: list[str] = []
+        self.updating = False
+        self.scalars = LiveScalars()
+        self._numbers = 0
+        self._count = 0
+        self._marking: tuple[str, Any, Mark | None] | None = None
+        self._constants: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
+        self._names: dict[int, str] = {}
+        self._shared: set[int] = set()
+        """Numbers, and the tensors of one element that they come from: each operation on these is done once."""
+        self._done: dict[Any, tuple[int, ...]] = {}
+        self._causes: dict[int, tuple[str, str]] = {}
+        self._had_backward = False
+
+    # inputs
+
+    def input(self, tensor: torch.Tensor, name: str, role: Role, slot: int | None = None, **kwargs: Any) -> FakeTensor:
+        """A fake tensor for an input of the program; one with the `slot` of another input is the same input."""
+        fake = self.like(tensor)
+        if slot is None:
+            slot = self._new(Meta.of(fake))
+            self.inputs.append(Input(slot, name, role, **kwargs))
+        self._adopt(fake, _Memory(slot, next(one for one in reversed(self.inputs) if one.slot == slot)))
+        return fake
+
+    def number(self, name: str, value: float | None) -> Number:
+        """A number that the program takes."""
+        slot = self._new()
+        self.inputs.append(Input(slot, name, "scalar"))
+        self._names[slot] = name
+        self._shared.add(slot)
+        return Number(self, slot, value)
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """Count this tensor of one element among the numbers."""
+        self._shared.add(self._value(tensor).slot)
+
+    def like(self, tensor: torch.Tensor) -> FakeTensor:
+        """A fake tensor with the same shape, and a leaf as it is one."""
+        device = "cpu" if tensor.device.type == "meta" else tensor.device
+        with self.fake:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, torch.nn.Parameter):
+                return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)  # type: ignore[return-value]  # made in the mode
+            return empty.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]  # made in the mode
+
+    # results
+
+    def read(self, tensor: torch.Tensor) -> int:
+        """The number of the value that a tensor has now."""
+        value = self._value(tensor)
+        if value.version != value.memory.version:
+            value.slot = self._walk(value)[-1]
+            value.version = value.memory.version
+        return value.slot
+
+    def memory(self, tensor: torch.Tensor) -> _Memory:
+        """The memory of a tensor."""
+        return self._value(tensor).memory
+
+    # marks
+
+    def mark(self, tensor: torch.Tensor, module: str, side: str) -> torch.Tensor:
+        """The same tensor beyond the end of a module, and so its gradient."""
+        self._marking = (module, side, None)
+        marked: torch.Tensor = aten.alias.default(tensor)
+        forward = self.operations[-1]
+        if marked.requires_grad:
+            hook = partial(self._mark_gradient, forward)
+            marked.register_hook(hook)  # type: ignore[no-untyped-call]  # of torch
+        return marked
+
+    def _mark_gradient(self, forward: Any, gradient: torch.Tensor) -> torch.Tensor:
+        self._marking = (forward.module, forward.side, forward)
+        marked: torch.Tensor = aten.alias.default(gradient)
+        return marked
+
+    def gradient(self, parameter: str, tensor: torch.Tensor) -> Gradient:
+        """Mark the complete gradient of a parameter."""
+        source = self.read(tensor)
+        out = self._new(self.metas[source])
+        cause = Cause("gradient", parameter.rpartition(".")[0], self._line(), "backward")
+        self.operations.append(one := Gradient(parameter, source, out, cause))
+        self._adopt(tensor, _Memory(out))
+        return one
+
+    def end_backward(self) -> None:
+        """A backward pass is over, if one was under way."""
+        if self._in_backward:
+            self._in_backward = False
+            self._after_backward()
+
+    # numbers
+
+    def arithmetic(self, target: Op, *args: Number | float) -> Number:
+        outs = self._record(
+            target, tuple(Slot(x.slot) if isinstance(x, Number) else float(x) for x in args), {}, [None]
+        )
+        return Number(self, outs[0])
+
+    def decided(self, number: Number, comparison: Callable[[Any, Any], bool], other: Any) -> bool:
+        if number.value is None or isinstance(other, Number):
+            raise CaptureError(f"{self._line()}: {_ON_VALUES}")
+        outcome = comparison(number.value, other)
+        self.scalars.guard(self._names[number.slot], comparison, other, outcome)
+        return outcome
+
+    # dispatch
+
+    def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
+        if self._in_backward and torch._C._current_autograd_node() is None:
+            self.end_backward()
+        kwargs = kwargs or {}
+        try:
+            return self._dispatch(func, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException, NumberUsed):
+            raise CaptureError(f"{self._line()}: {func} has a result of unknown shape or value: {_ON_VALUES}") from None
+
+    def _dispatch(self, func: Op, args: Any, kwargs: Any) -> Any:
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if handler := _HANDLERS.get(func):
+            done, result = handler(self, func, args, kwargs)
+            if done:
+                return result
+        traits = _traits(func)
+        args, kwargs = self._faked(args), self._faked(kwargs)
+        result = func(*_plain(args), **_plain(kwargs))
+        if traits.written:
+            return self._dispatch_write(func, traits, args, kwargs, result)
+        if traits.viewed is not None:
+            return self._dispatch_view(func, traits.viewed, args, kwargs, result)
+        tensors = result if isinstance(result, (tuple, list)) else (result,)
+        metas = [Meta.of(one) if isinstance(one, torch.Tensor) else None for one in tensors]
+        outs = self._record(func, self._slots(args), self._slots(kwargs), metas)
+        for one, out in zip(tensors, outs, strict=True):
+            if isinstance(one, torch.Tensor):
+                self._adopt(one, _Memory(out)).own = self.updating and out not in self._shared
+        return result
+
+    def _dispatch_view(self, func: Op, viewed: int, args: Any, kwargs: Any, result: Any) -> Any:
+        source = self._value(args[viewed])
+        parent = self.metas[self.read(args[viewed])]
+        several = isinstance(result, (tuple, list))
+        metas = [Meta.of(one) for one in (result if several else (result,))]
+        outs = self._record(func, self._slots(args), self._slots(kwargs), metas)
+        for index, (one, out) in enumerate(zip(result if several else (result,), outs, strict=True)):
+            step = _Step(func, tuple(args[1:]), kwargs, index if several else None, parent)
+            one.aiodaft = _Value(source.memory, (*source.path, step), out, source.memory.version)
+        return result
+
+    def _dispatch_write(self, func: Op, traits: _Traits, args: Any, kwargs: Any, result: Any) -> Any:
+        target = args[0] if traits.written == (0,) else kwargs.get("out")
+        if traits.written not in ((0,), ("out",)) or not isinstance(target, torch.Tensor):
+            raise CaptureError(
+                f"{self._line()}: {func} writes to several tensors; write it with operations that do not"
+            )
+        value, meta = self._value(target), Meta.of(target)
+        self.read(target)
+        if self.updating and value.memory.own and not value.path and value.slot not in self._shared:
+            outs = self._record(func, self._slots(args), self._slots(kwargs), [meta])
+            self._write(value, outs[0])
+            return result
+        rest = {key: one for key, one in kwargs.items() if key != "out"}
+        self._write(value, self._without_write(func, args, rest, target, meta))
+        return result
+
+    def _without_write(self, func: Op, args: Any, kwargs: Any, target: torch.Tensor, meta: Meta) -> int:
+        """The number of the value that an operation would write."""
+        if func in (aten.zero_.default, aten.fill_.Scalar):
+            (fill,) = args[1:] or (0,)
+            fill = Slot(fill.slot) if isinstance(fill, Number) else fill
+            return self._record(aten.full_like.default, (Slot(self.read(target)), fill), {}, [meta])[0]
+        if func is aten.copy_.default:
+            return self._converted(self.read(args[1]), meta)
+        functional = _functional(func)
+        if functional is None:
+            raise CaptureError(f"{self._line()}: {func} has no form that does not write: write it otherwise")
+        result = functional(*_plain(args), **_plain(kwargs))
+        outs = self._record(functional, self._slots(args), self._slots(kwargs), [Meta.of(result)])
+        return self._converted(outs[0], meta, copy=False)
+
+    def _converted(self, slot: int, meta: Meta, *, copy: bool = True) -> int:
+        """The number of a tensor with another dtype and a shape that it expands to."""
+        now = self.metas[slot]
+        if now.dtype != meta.dtype:
+            slot = self._record(aten._to_copy.default, (Slot(slot),), {"dtype": meta.dtype}, [meta])[0]
+            copy = False
+        if now.shape != meta.shape:
+            slot = self._record(aten.expand.default, (Slot(slot), list(meta.shape)), {}, [meta])[0]
+            copy = True
+        return self._record(aten.clone.default, (Slot(slot),), {}, [meta])[0] if copy else slot
+
+    # values
+
+    def _walk(self, value: _Value) -> list[int]:
+        """The numbers of the memory of a tensor and of each view on the way to it, now."""
+        slots = [value.memory.slot]
+        for at, step in enumerate(value.path):
+            after = value.path[at + 1].parent if at + 1 < len(value.path) else self.metas[value.slot]
+            outs = self._outs_of(step, after)
+            self._emit(step.target, (Slot(slots[-1]), *step.args), step.kwargs, outs)
+            slots.append(outs[step.at or 0])  # type: ignore[arg-type]  # only the one that is wanted has a number
+        return slots
+
+    def _outs_of(self, step: _Step, meta: Meta) -> tuple[int | None, ...]:
+        if step.at is None:
+            return (self._new(meta),)
+        return (*[None] * step.at, self._new(meta))
+
+    def _write(self, value: _Value, slot: int) -> None:
+        """A tensor has another value now; other views of its memory are made again when they are read."""
+        parents = self._walk(value)[:-1] if value.path else []
+        written = slot
+        for step, parent in zip(reversed(value.path), reversed(parents), strict=True):
+            written = self._written_through(step, parent, written)
+        value.memory.slot = written
+        value.memory.version += 1
+        value.slot, value.version = slot, value.memory.version
+
+    def _written_through(self, step: _Step, parent: int, child: int) -> int:
+        undo = _UNDO.get(step.target._opname)
+        if undo is None:
+            raise CaptureError(f"{self._line()}: a write to a view made by {step.target} is not supported: clone it")
+        target, args = undo(self.metas, step, parent, child)
+        return self._record(target, args, {}, [self.metas[parent]])[0]
+
+    def _value(self, tensor: torch.Tensor) -> _Value:
+        value: _Value | None = getattr(tensor, "aiodaft", None)
+        if value is None:
+            raise CaptureError(f"{self._line()}: a tensor of another capture, or of torch itself, is used here")
+        return value
+
+    def _adopt(self, tensor: torch.Tensor, memory: _Memory) -> _Memory:
+        vars(tensor)["aiodaft"] = _Value(memory, (), memory.slot, memory.version)
+        return memory
+
+    def _faked(self, value: Any) -> Any:
+        """Arguments with fake tensors; other tensors become constants of the program."""
+        kind = type(value)
+        if kind is FakeTensor or kind is int or kind is float or value is None:
+            return value
+        if isinstance(value, torch.Tensor):
+            return value if isinstance(value, FakeTensor) else self._constant(value)
+        if kind in (list, tuple):
+            return kind([self._faked(one) for one in value])
+        return {key: self._faked(one) for key, one in value.items()} if kind is dict else value
+
+    def _constant(self, tensor: torch.Tensor) -> FakeTensor:
+        if isinstance(tensor, torch.nn.Parameter) or tensor.device.type == "meta":
+            raise CaptureError(f"{self._line()}: a parameter of no model that is an argument is used: pass the model")
+        if known := self._constants.get(id(tensor)):
+            return known[1]
+        with torch.utils._python_dispatch._disable_current_modes():
+            value = tensor.detach().clone()
+        fake = self.input(tensor, f"constant.{len(self._constants)}", "constant", value=value)
+        self._constants[id(tensor)] = (tensor, fake)
+        return fake
+
+    def _slots(self, value: Any) -> Any:
+        """Arguments with `Slot`s for tensors and numbers."""
+        if isinstance(value, torch.Tensor):
+            return Slot(self.read(value))
+        if isinstance(value, torch.SymFloat):
+            return Slot(value.node.number.slot)
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._slots(one) for one in value])
+        return {key: self._slots(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+    # recording
+
+    def _new(self, meta: Meta | None = None) -> int:
+        self._count += 1
+        if meta is not None:
+            self.metas[self._count] = meta
+        return self._count
+
+    def _record(self, target: Op, args: Any, kwargs: Any, metas: Iterable[Meta | None]) -> tuple[int, ...]:
+        """The numbers of the results of an operation; of one on numbers that was done before, those of then."""
+        slots = slots_of((args, kwargs))
+        shared = bool(slots) and self._shared.issuperset(slots)
+        key = (target, args, tuple(kwargs.items())) if shared else None
+        if key is not None and (known := self._done.get(key)):
+            return known
+        outs = tuple(self._new(meta) for meta in metas)
+        if key is not None:
+            self._shared.update(outs)
+            self._done[key] = outs
+        self._emit(target, args, kwargs, outs)
+        return outs
+
+    def _emit(self, target: Op, args: Any, kwargs: Any, outs: tuple[int | None, ...]) -> None:
+        self.operations.append(Operation(target, args, kwargs, outs, self._cause(str(target))))
+
+    def _cause(self, operation: str) -> Cause:
+        node = torch._C._current_autograd_node()
+        if node is not None and not self.modules:
+            self._had_backward = self._in_backward = True
+            module, line = self._causes.get(node._sequence_nr(), ("", ""))
+            return Cause(operation, module, line, "backward")
+        module, line = self.modules[-1] if self.modules else "", self._line()
+        self._causes.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, line))
+        return Cause(operation, module, line, self._phase(node is not None))
+
+    def _phase(self, inside_backward: bool) -> Phase:
+        if self.updating:
+            return "update"
+        if inside_backward or _seeds_backward():
+            return "backward"
+        return "update" if self._had_backward and not torch.is_grad_enabled() and not self.modules else "forward"
+
+    def _line(self) -> str:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if name := _user_file(frame.f_code.co_filename):
+                return f"{name}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+
+_STDLIB = sysconfig.get_path("stdlib")
+_INSIDE = tuple(os.path.dirname(one) + os.sep for one in (torch.__file__, os.path.dirname(__file__)))
+
+
+@functools.cache
+def _user_file(path: str) -> str:
+    """The name of a file of user code; empty for one of torch, of Python or of this package."""
+    library = path.startswith(_STDLIB) and "site-packages" not in path
+    return "" if library or path.startswith(("<", *_INSIDE)) else os.path.basename(path)
+
+
+def _seeds_backward() -> bool:
+    """Whether torch.autograd makes the gradient that a backward pass begins with."""
+    frame = sys._getframe(1)
+    for _ in range(12):
+        if frame.f_code.co_name == "_make_grads":
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+class _Traits(NamedTuple):
+    written: tuple[int | str, ...]
+    viewed: int | None
+
+
+@functools.cache
+def _traits(func: Op) -> _Traits:
+    """The arguments that an operation writes to, and the one that its results are views of."""
+    arguments = func._schema.arguments
+    aliased = [(at, one, one.alias_info) for at, one in enumerate(arguments) if one.alias_info is not None]
+    written = tuple(one.name if one.kwarg_only else at for at, one, alias in aliased if alias.is_write)
+    returned = any(one.alias_info is not None for one in func._schema.returns)
+    return _Traits(written, aliased[0][0] if aliased and returned and not written else None)
+
+
+@functools.cache
+def _functional(func: Op) -> Op | None:
+    """The operation that computes the same without writing."""
+    packet = getattr(aten, func._opname.removesuffix("_"), None)
+    if packet is None:
+        return None
+    wanted = [(one.name, str(one.type)) for one in func._schema.arguments if one.name != "out"]
+    for name in packet.overloads():
+        one = getattr(packet, name)
+        if not _traits(one).written and [(x.name, str(x.type)) for x in one._schema.arguments] == wanted:
+            return one  # type: ignore[no-any-return]  # torch says Any
+    return None
+
+
+def _plain(value: Any) -> Any:
+    """Arguments for the fake operation: any float does for a number."""
+    if isinstance(value, torch.SymFloat):
+        return 0.5
+    if isinstance(value, (list, tuple)):
+        return type(value)([_plain(one) for one in value])
+    return {key: _plain(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def _same(tracer: Tracer, func: Op, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """`detach` and `alias`: the same tensor, or the one beyond a mark."""
+    (tensor,) = args
+    if not isinstance(tensor, FakeTensor):
+        return True, tracer._constant(tensor)
+    result = func(tensor)
+    value = tracer._value(tensor)
+    slot = tracer.read(tensor)
+    if tracer._marking is not None:
+        module, side, forward = tracer._marking
+        tracer._marking = None
+        source, slot = slot, tracer._new(tracer.metas[slot])
+        if forward is None:
+            cause = tracer._cause(f"{side} of {module}")
+        else:
+            cause = replace(forward.cause, operation=f"gradient of {forward.cause.operation}", phase="backward")
+        mark = Mark(module, side, forward is not None, source, slot, cause, None if forward is None else forward.out)
+        tracer.operations.append(mark)
+    result.aiodaft = _Value(value.memory, value.path, slot, value.memory.version)
+    return True, result
+
+
+def _clone(tracer: Tracer, func: Op, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """A clone is the same value in a memory of its own."""
+    source = tracer._faked(args[0])
+    result = func(source, **kwargs)
+    slot = tracer.read(source)
+    if tracer.updating or result.stride() != source.stride() or tracer.memory(source).given is not None:
+        return False, None
+    tracer._adopt(result, _Memory(slot))
+    return True, result
+
+
+def _item(tracer: Tracer, func: Op, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """A tensor of one element as a number."""
+    (tensor,) = args
+    constant = getattr(tensor, "constant", None)
+    if constant is not None:
+        return True, func(constant)
+    slot = tracer.read(tracer._faked(tensor))
+    if not tracer.updating and slot not in tracer._shared:
+        return False, None
+    return True, Number(tracer, tracer._record(func, (Slot(slot),), {}, [None])[0])
+
+
+_HANDLERS: dict[Op, Callable[..., tuple[bool, Any]]] = {
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.lift_fresh.default: _same,
+    aten.clone.default: _clone,
+    aten._local_scalar_dense.default: _item,
+}
+
+
+def _reshaped(metas: Mapping[int, Meta], step: _Step, parent: int, child: int) -> tuple[Op, tuple[Any, ...]]:
+    return aten.reshape.default, (Slot(child), list(step.parent.shape))
+
+
+def _scattered(name: str) -> Callable[..., tuple[Op, tuple[Any, ...]]]:
+    target = getattr(aten, name).default
+
+    def undo(metas: Mapping[int, Meta], step: _Step, parent: int, child: int) -> tuple[Op, tuple[Any, ...]]:
+        return target, (Slot(parent), Slot(child), *step.args)
+
+    return undo
+
+
+def _swapped(metas: Mapping[int, Meta], step: _Step, parent: int, child: int) -> tuple[Op, tuple[Any, ...]]:
+    return step.target, (Slot(child), *step.args)
+
+
+def _permuted(metas: Mapping[int, Meta], step: _Step, parent: int, child: int) -> tuple[Op, tuple[Any, ...]]:
+    rank = len(step.parent.shape)
+    order = [dim % rank for dim in step.args[0]]
+    return aten.permute.default, (Slot(child), [order.index(dim) for dim in range(rank)])
+
+
+def _unbound(metas: Mapping[int, Meta], step: _Step, parent: int, child: int) -> tuple[Op, tuple[Any, ...]]:
+    dim = step.args[0] if step.args else 0
+    return aten.select_scatter.default, (Slot(parent), Slot(child), dim, step.at)
+
+
+def _unsplit(metas: Mapping[int, Meta], step: _Step, parent: int, child: int) -> tuple[Op, tuple[Any, ...]]:
+    sizes, dim = step.args[0], step.args[1] if len(step.args) > 1 else 0
+    index = step.at or 0
+    start = sum(sizes[:index]) if isinstance(sizes, list) else sizes * index
+    length = metas[child].shape[dim]
+    return aten.slice_scatter.default, (Slot(parent), Slot(child), dim, start, start + length)
+
+
+_UNDO: dict[str, Callable[..., tuple[Op, tuple[Any, ...]]]] = {
+    **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze"), _reshaped),
+    **dict.fromkeys(("transpose", "t"), _swapped),
+    "permute": _permuted,
+    "select": _scattered("select_scatter"),
+    "slice": _scattered("slice_scatter"),
+    "diagonal": _scattered("diagonal_scatter"),
+    "as_strided": _scattered("as_strided_scatter"),
+    "unbind": _unbound,
+    "split": _unsplit,
+    "split_with_sizes": _unsplit,
+}

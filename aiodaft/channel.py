@@ -7,7 +7,7 @@ from typing import Any, Generic, Self, TypeVar
 from aiodaft._protocol.numbers import is_count
 from aiodaft._runtime.channels import Channels
 from aiodaft._runtime.process import current_process
-from aiodaft._runtime.serialization.building import builder
+from aiodaft._runtime.serialization.containers import builder
 from aiodaft._runtime.serialization.pickling import home
 from aiodaft.exceptions import ChannelClosed
 from aiodaft.ref import Ref

@@ -38,7 +38,7 @@ from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.rosters import RosterCell, Rosters
 from aiodaft._runtime.groups.group_map import GroupMap, is_asynchronous
 from aiodaft._runtime.groups.member_calls import MemberCalls, Unit
-from aiodaft._runtime.serialization.building import builder
+from aiodaft._runtime.serialization.containers import builder
 from aiodaft.actor import ActorFacts, CallTarget, handle_of, target_of
 from aiodaft.html import facts, page, table
 from aiodaft.methods import MethodSpec, Sig, StreamSig, specs_of

@@ -14,7 +14,7 @@ from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.owning import Owner, WorkerOwner
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.process import Process, current_process
-from aiodaft._runtime.scope_errors import ScopeErrors
+from aiodaft._runtime.scope_actors import ScopeErrors
 from aiodaft.exceptions import OutcomeUnknown
 from aiodaft.owned import Owned
 from aiodaft.runtime import Runtime

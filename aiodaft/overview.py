@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from aiodaft._protocol.diagnostics.failures import Cause, Failure
 from aiodaft._protocol.numbers import amount, count
-from aiodaft._runtime.connections.traffic import Traffic
+from aiodaft._runtime.connections.route import Traffic
 from aiodaft._runtime.diagnostics.process_view import StoredInfo
 from aiodaft.causes import message_of
 from aiodaft.html import Branch, page, table, tree

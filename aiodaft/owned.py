@@ -21,8 +21,7 @@ from aiodaft._runtime.calls.rosters import Rosters
 from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.tasks import see_through, wait_through
-from aiodaft._runtime.scope_actors import ScopeActors
-from aiodaft._runtime.scope_errors import ScopeErrors
+from aiodaft._runtime.scope_actors import ScopeActors, ScopeErrors
 from aiodaft._runtime.supervision.child_spec import ChildSpec
 from aiodaft.actor import Actor, Handle, handle_of, target_of
 from aiodaft.exceptions import ActorDied, InsufficientResources, NameTaken, OutcomeUnknown, RuntimeClosed

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.diagnostics.attach import Answers
-from aiodaft._runtime.logs.recent import Recent, Said
+from aiodaft._runtime.logs.log_files import Recent, Said
 from aiodaft._runtime.owning import Owner
 from aiodaft.survey import look_over
 from aiodaft.tracing import Trace

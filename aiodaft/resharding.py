@@ -13,8 +13,7 @@ from aiodaft._protocol.groups.layout import Grid, Rule, lay_out
 from aiodaft._protocol.groups.reshard import bundle, plan
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.graphs.captured_call import Opaque
-from aiodaft._runtime.groups.pieces import Expected
-from aiodaft._runtime.groups.resharding import Source, resharding_of
+from aiodaft._runtime.groups.resharding import Expected, Source, resharding_of
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft.actor import target_of
 from aiodaft.group import Group

@@ -21,20 +21,20 @@ from aiodaft._protocol.coordination.records import check_name as check_actor_nam
 from aiodaft._protocol.coordination.records import check_prefix
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.numbers import count, is_count, is_number
-from aiodaft._runtime.connections.traffic import Traffic
+from aiodaft._runtime.connections.route import Traffic
 from aiodaft._runtime.controller import Controller, ControllerOptions
 from aiodaft._runtime.diagnostics.telemetry import packed_setup
 from aiodaft._runtime.node.local_node import Machine
 from aiodaft._runtime.node.pid_namespace import prefix_of
 from aiodaft._runtime.node.shipped_code import ShippedCode
-from aiodaft._runtime.node.surroundings import NodeOptions
+from aiodaft._runtime.node.worker import NodeOptions
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.capabilities import has_fork_server
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.tasks import logger, shield_from_anyio
 from aiodaft._runtime.process import MSGPACK, ProcessOptions
-from aiodaft._runtime.scope_errors import ScopeErrors
+from aiodaft._runtime.scope_actors import ScopeErrors
 from aiodaft._runtime.serialization.errors import add_note, give_frames, take_frames
 from aiodaft._runtime.serialization.frames import FrameData
 from aiodaft.actor import Actor, class_of, handle_of
@@ -439,8 +439,8 @@ def _cluster_at(address: str, key_file: str | os.PathLike[str] | None, env: Env)
     """The address at which a node listens, and the way to it."""
     if env.network is not None:
         return address, env.network
+    from aiodaft._runtime.connections.dialing import TcpNetwork  # noqa: PLC0415 - as above
     from aiodaft._runtime.connections.identity import load_identity  # noqa: PLC0415 - TLS is slow to load
-    from aiodaft._runtime.connections.network import TcpNetwork  # noqa: PLC0415 - as above
 
     return str(parse_address(address)), TcpNetwork(load_identity(key_file))
 

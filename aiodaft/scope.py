@@ -9,7 +9,7 @@ from aiodaft._protocol.numbers import count
 from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.blueprint import Constraints
 from aiodaft._runtime.platform.tasks import see_through
-from aiodaft._runtime.scope_errors import ScopeErrors
+from aiodaft._runtime.scope_actors import ScopeErrors
 from aiodaft.actor import Actor, ActorFacts, class_of, handle_of
 from aiodaft.group import Group
 from aiodaft.html import page, table

@@ -19,7 +19,7 @@ from typing import (
 )
 
 from aiodaft._protocol.groups.roster import Roster
-from aiodaft._runtime.serialization.building import builder
+from aiodaft._runtime.serialization.containers import builder
 from aiodaft.actor import target_of
 from aiodaft.group import Group, Items, MembersOwner, Source
 from aiodaft.methods import ATTRIBUTE, Generated, MethodSpec, PlainMethods, Sig, StreamSig, is_private

@@ -7,8 +7,7 @@ import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
-from aiodaft._runtime.connections.ring_poller import RingPoller
-from aiodaft._runtime.connections.shm_ring import RingPair, offer_rings, take_rings
+from aiodaft._runtime.connections.ring_poller import RingPair, RingPoller, offer_rings, take_rings
 
 from .floors import serving
 from .results import seconds_of_one

@@ -16,11 +16,9 @@ from aiodaft._protocol.diagnostics.trace import ProcessTrace
 from aiodaft._protocol.graphs.layout import ValueNote
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import AGENT, FIRST_USER_ACTOR, ActorId, CallId, PeerId, incarnation, node_of
-from aiodaft._runtime.actors.birth import Birth
 from aiodaft._runtime.actors.enlisted import Enlisted
-from aiodaft._runtime.actors.fence import Fence
-from aiodaft._runtime.actors.host import Host
-from aiodaft._runtime.actors.hosted_actor import HostedActor, current_call, serving
+from aiodaft._runtime.actors.host import Fence, Host
+from aiodaft._runtime.actors.hosted_actor import Birth, HostedActor, current_call, serving
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.diagnostics.attach import Visits
@@ -31,11 +29,11 @@ from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.groups.keyed import Keyed
-from aiodaft._runtime.logs.levels import set_levels
-from aiodaft._runtime.objects.objects import Objects
+from aiodaft._runtime.logs.options import set_levels
+from aiodaft._runtime.objects.transfer import Objects
 from aiodaft._runtime.platform.linux import clock_id
+from aiodaft._runtime.serialization.definitions import Origin, check_origin
 from aiodaft._runtime.serialization.errors import add_note, needs_loop
-from aiodaft._runtime.serialization.origin import Origin, check_origin
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, DaftError, WaitingCall
 from aiodaft.methods import PlainMethods, method, specs_of

@@ -25,11 +25,11 @@ from aiodaft._protocol.objects.value import HERE
 from aiodaft._runtime.actors.hosted_actor import current_call, serving
 from aiodaft._runtime.calls.call import Caller, Request, Target, TellState
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import RefState, state_of
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.context import under
-from aiodaft._runtime.serialization.building import builder
+from aiodaft._runtime.serialization.containers import builder
+from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note
 from aiodaft.actor import Actor

@@ -20,17 +20,15 @@ from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.ids import COORDINATOR, PeerId
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.attach import Answers, Visits
-from aiodaft._runtime.diagnostics.loop_watch import LoopWatch
-from aiodaft._runtime.diagnostics.native_dump import offer_dump, withdraw_dump
+from aiodaft._runtime.diagnostics.loop_watch import LoopWatch, offer_dump, withdraw_dump
 from aiodaft._runtime.diagnostics.telemetry import begin_telemetry, set_up_telemetry
 from aiodaft._runtime.logs.console import Console
-from aiodaft._runtime.logs.levels import LevelWatch
-from aiodaft._runtime.logs.options import Logs
-from aiodaft._runtime.logs.recent import Recent
+from aiodaft._runtime.logs.log_files import Recent
+from aiodaft._runtime.logs.options import LevelWatch, Logs
 from aiodaft._runtime.logs.relay import ConsoleThread
 from aiodaft._runtime.node.local_node import LocalNode, Machine
-from aiodaft._runtime.node.postmortem import is_of_a_user
-from aiodaft._runtime.node.surroundings import NodeOptions
+from aiodaft._runtime.node.worker import NodeOptions
+from aiodaft._runtime.node.workers import is_of_a_user
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
@@ -41,7 +39,7 @@ from aiodaft_transport import Key
 
 if TYPE_CHECKING:
     from aiodaft._runtime.connections.far import Network
-    from aiodaft._runtime.node.attachment import Attachment, Cluster
+    from aiodaft._runtime.node.membership import Attachment, Cluster
 
 T = TypeVar("T")
 
@@ -96,7 +94,7 @@ class Controller(Owner):
             PeerLost: No node of this cluster answers there.
         """
         if self.options.cluster is not None:
-            from aiodaft._runtime.node.attachment import find_cluster  # noqa: PLC0415 - TLS is slow to load
+            from aiodaft._runtime.node.membership import find_cluster  # noqa: PLC0415 - TLS is slow to load
 
             process = self.options.process
             cluster = self._cluster = await find_cluster(*self.options.cluster, process.id)
@@ -154,7 +152,7 @@ class Controller(Owner):
             site.owners.here = self.directory
             peer.add_actor(COORDINATOR, "coordinator", Coordinator())
         else:
-            from aiodaft._runtime.node.attachment import Attachment  # noqa: PLC0415 - TLS is slow to load
+            from aiodaft._runtime.node.membership import Attachment  # noqa: PLC0415 - TLS is slow to load
 
             self.site = Attachment(peer, self.nodes, self.contact, cluster, ConsoleThread(process, console))
             self.site.on_back = self._node_back

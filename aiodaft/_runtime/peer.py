@@ -29,8 +29,7 @@ from aiodaft._protocol.ids import (
 )
 from aiodaft._runtime.actors.blocking import block_on
 from aiodaft._runtime.actors.enlisted import Enlisted
-from aiodaft._runtime.actors.fence import Fence
-from aiodaft._runtime.actors.host import Host
+from aiodaft._runtime.actors.host import Fence, Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.agent import Agent, agent_of
@@ -58,9 +57,9 @@ from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.groups.planning import PLANS, Planning
 from aiodaft._runtime.groups.resharding import Resharding
 from aiodaft._runtime.groups.turns import TurnKeeper
-from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.objects.transfer import Objects
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import Process, ProcessOptions
 from aiodaft.exceptions import DaftError, RemoteProtocolError, RuntimeClosed

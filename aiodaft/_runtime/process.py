@@ -21,9 +21,9 @@ from aiodaft._protocol.diagnostics.failures import FailureLog, Kind, Subject
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.node.code import Code
 from aiodaft._protocol.node.liveness import Patience
+from aiodaft._runtime.platform.context import Recorder
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.fork_hooks import when_forked
-from aiodaft._runtime.platform.recorder import Recorder
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.exceptions import RuntimeClosed
 from aiodaft_transport import Key

@@ -17,8 +17,8 @@ import click
 
 from aiodaft._protocol.node.gpu_names import gpu_names
 from aiodaft._runtime.platform.capabilities import missing
+from aiodaft._runtime.platform.gpu_claims import machine_gpus
 from aiodaft._runtime.platform.interfaces import interfaces
-from aiodaft._runtime.platform.machine_gpus import machine_gpus
 from aiodaft.actor import Actor
 from aiodaft.methods import method
 from aiodaft.program import run

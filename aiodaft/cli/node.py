@@ -18,13 +18,13 @@ import click
 from aiodaft._protocol.connections.address import Address
 from aiodaft._protocol.coordination.registry import Stored
 from aiodaft._protocol.ids import PeerId
+from aiodaft._runtime.connections.dialing import TcpNetwork
 from aiodaft._runtime.connections.identity import Identity, load_identity, receive_identity
-from aiodaft._runtime.connections.network import TcpNetwork
 from aiodaft._runtime.coordination.coordinator import LEASE, Coordinator
 from aiodaft._runtime.coordination.state import store_at
 from aiodaft._runtime.node.local_node import Machine
 from aiodaft._runtime.node.node_process import NodeProcess, NodeProcessOptions
-from aiodaft._runtime.node.surroundings import NodeOptions
+from aiodaft._runtime.node.worker import NodeOptions
 from aiodaft._runtime.platform.capabilities import has_fork_server
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.interfaces import interface_to

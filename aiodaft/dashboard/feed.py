@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from aiodaft._runtime.logs.recent import Recent
+from aiodaft._runtime.logs.log_files import Recent
 from aiodaft.dashboard.frames import frame_of
 from aiodaft.dashboard.graph import Plain
 from aiodaft.dashboard.lines import line_of

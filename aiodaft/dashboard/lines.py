@@ -6,7 +6,7 @@ from typing import Final
 
 from aiodaft._protocol.diagnostics.printing import cut
 from aiodaft._runtime.logs.entries import Line
-from aiodaft._runtime.logs.recent import Said
+from aiodaft._runtime.logs.log_files import Said
 from aiodaft.dashboard.graph import Plain
 
 # Characters of one entry.

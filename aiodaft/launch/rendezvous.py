@@ -15,9 +15,9 @@ from typing import Final
 
 from aiodaft._protocol.connections.address import parse_address
 from aiodaft._protocol.ids import PeerId
+from aiodaft._runtime.connections.dialing import TcpNetwork
 from aiodaft._runtime.connections.far import who_listens
 from aiodaft._runtime.connections.identity import Identity, read_private, write_private
-from aiodaft._runtime.connections.network import TcpNetwork
 from aiodaft.exceptions import DaftError, LaunchFailed
 from aiodaft_transport import TransportError
 

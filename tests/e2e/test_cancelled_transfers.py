@@ -18,7 +18,7 @@ import aiodaft
 from aiodaft._protocol.connections import session
 from aiodaft._protocol.connections.messages import FLOW
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._runtime.connections.traffic import Traffic
+from aiodaft._runtime.connections.route import Traffic
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.transfer import Delivery

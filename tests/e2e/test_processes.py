@@ -27,7 +27,7 @@ from transport_probes import no_more_files
 
 import aiodaft
 from aiodaft import Restart
-from aiodaft._runtime.node.postmortem import condition_of
+from aiodaft._runtime.node.workers import condition_of
 from aiodaft._runtime.platform import linux as processes
 from aiodaft._runtime.platform.env import Env, Timeouts
 
@@ -254,7 +254,7 @@ async def test_a_stopped_fork_server_is_reported_and_then_fails_what_waits_for_i
         assert isinstance(error, aiodaft.SpawnFailed)
         assert error.executed is False
         assert advice in str(error)
-    told = [record.levelname for record in caplog.records if record.module in {"forkserver_watch", "launcher"}]
+    told = [record.levelname for record in caplog.records if record.module == "launcher"]
     assert told == ["WARNING", "ERROR"]
     # Calls that need no fork server go on, and so does everything once it is continued.
     assert await other.echo("goes on") == "goes on"

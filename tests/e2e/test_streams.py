@@ -13,9 +13,9 @@ from failing import Failing
 from inside import peer_of
 
 import aiodaft
-from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.peer import Peer
+from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.encoder import Names
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

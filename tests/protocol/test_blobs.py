@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aiodaft._protocol.objects.blobs import APART, blob_table, lay_out
+from aiodaft._runtime.serialization.encoded import APART, blob_table, lay_out
 
 
 @dataclass

@@ -35,8 +35,8 @@ from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.objects.broadcast import DIRECT
-from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.ref_state import state_of
+from aiodaft._runtime.objects.transfer import Objects
 from aiodaft._runtime.serialization.errors import encode_error
 from aiodaft.actor import Handle, target_of
 from aiodaft.exceptions import (

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from aiodaft._protocol.connections.codec import pack
-from aiodaft._runtime.node import code_files
-from aiodaft._runtime.node.code_files import pack_code, unpack_code
+from aiodaft._runtime.node import shipped_code
+from aiodaft._runtime.node.shipped_code import pack_code, unpack_code
 
 
 def folder(at: Path, *names: str) -> Path:
@@ -106,11 +106,11 @@ def test_what_cannot_be_shipped_is_named(tmp_path: Path) -> None:
 
 def test_too_many_files_and_bytes_are_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = folder(tmp_path / "src", "a.py", "b.py")
-    monkeypatch.setattr(code_files, "MAX_FILES", 1)
+    monkeypatch.setattr(shipped_code, "MAX_FILES", 1)
     with pytest.raises(ValueError, match="src cannot be shipped: it has more than 1 files: ship a folder with nothing"):
         pack_code(str(source))
     monkeypatch.undo()
-    monkeypatch.setattr(code_files, "MAX_BYTES", 7)
+    monkeypatch.setattr(shipped_code, "MAX_BYTES", 7)
     with pytest.raises(ValueError, match=r"with /.*/src/b.py \(4 bytes\) it has more than 7 bytes: ship a folder"):
         pack_code(str(source))
 

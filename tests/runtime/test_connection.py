@@ -24,8 +24,8 @@ from aiodaft._runtime.calls.call import PendingCall, TellState
 from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import BURSTS, Connection
 from aiodaft._runtime.connections.ring_poller import RingPoller
+from aiodaft._runtime.platform.capabilities import Sockets
 from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.platform.sockets import Sockets
 from aiodaft._runtime.platform.wakeup import Wakeup
 from aiodaft._runtime.process import Process, ProcessOptions
 from aiodaft.exceptions import DaftError, PeerLost, RemoteProtocolError

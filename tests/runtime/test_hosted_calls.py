@@ -25,9 +25,9 @@ from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
-from aiodaft._runtime.objects.received import Plain, ReceivedValue
 from aiodaft._runtime.objects.transfer import Delivery
 from aiodaft._runtime.platform.threads import HelperThread
+from aiodaft._runtime.serialization.decoder import Plain, ReceivedValue
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.exceptions import (
     ActorDied,

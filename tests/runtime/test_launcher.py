@@ -20,12 +20,11 @@ from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.entries import Source
 from aiodaft._runtime.logs.worker_output import OutputReader
-from aiodaft._runtime.node import forkserver_watch as server_watch
+from aiodaft._runtime.node import launcher as launching
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.orders import Spawned, packed, unpacked
-from aiodaft._runtime.node.surroundings import NodeOptions
-from aiodaft._runtime.node.worker import Worker
+from aiodaft._runtime.node.worker import NodeOptions, Worker
 from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.process import ProcessOptions
 from aiodaft.exceptions import SpawnFailed
@@ -98,7 +97,7 @@ async def test_a_path_that_is_too_long_to_be_told_is_named(monkeypatch: pytest.M
 
 async def test_no_answer_is_expected_to_an_order_that_could_not_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = asyncio.Event()
-    monkeypatch.setattr(server_watch, "signs_of_life", lambda pid, others: looked.set())
+    monkeypatch.setattr(launching, "signs_of_life", lambda pid, others: looked.set())
     async with launcher_and_server(Timeouts(fork_server_look=0)) as (launcher, server):
         (worker,) = launcher.workers.values()
         server.send(packed(Spawned(worker.id, 1)))

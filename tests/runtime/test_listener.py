@@ -20,8 +20,8 @@ from transport_probes import no_more_files
 from aiodaft._protocol.connections.address import Address, parse_address
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections import dialing
-from aiodaft._runtime.connections.authentication import Authenticated
 from aiodaft._runtime.connections.dialing import dial
+from aiodaft._runtime.connections.far import Authenticated
 from aiodaft._runtime.connections.listener import MAX_STRANGERS, Listener
 from aiodaft._runtime.connections.secure_socket import secure
 from aiodaft._runtime.platform.tasks import TaskOwner

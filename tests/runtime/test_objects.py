@@ -11,17 +11,16 @@ import pytest
 
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._runtime.connections.traffic import Traffic
-from aiodaft._runtime.objects.objects import Objects
-from aiodaft._runtime.objects.received import Plain
+from aiodaft._runtime.connections.route import Traffic
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.ref_table import PutState
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
+from aiodaft._runtime.objects.transfer import Objects
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.wakeup import Wakeups
 from aiodaft._runtime.process import Process, ProcessOptions
-from aiodaft._runtime.serialization.decoder import decode
+from aiodaft._runtime.serialization.decoder import Plain, decode
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.exceptions import OwnerDied, PeerLost, RemoteProtocolError
 from aiodaft.ref import Ref

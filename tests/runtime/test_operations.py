@@ -15,7 +15,7 @@ import torch
 from inside import peer_of
 
 import aiodaft
-from aiodaft._runtime.platform.operations import wait_passed
+from aiodaft._runtime.platform.threads import wait_passed
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.ref import Borrowed
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
 from aiodaft._protocol.node.worker import Activity, Ending
-from aiodaft._runtime.node.postmortem import died
 from aiodaft._runtime.node.worker import Worker
+from aiodaft._runtime.node.workers import died
 from aiodaft._runtime.platform.linux import UNKNOWN, status_of
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiodaft._runtime.node.random_state import part_from_parent, repeat
+from aiodaft._runtime.node.worker_main import part_from_parent, repeat
 
 
 def draw() -> list[int]:

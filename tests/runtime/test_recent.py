@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.logs.entries import Line, Source
-from aiodaft._runtime.logs.recent import Recent, Said
+from aiodaft._runtime.logs.log_files import Recent, Said
 
 
 def line(process: int, text: str) -> Said:

@@ -19,7 +19,7 @@ from secured import SESSION, tcp_pair
 from tcp_ends import receive
 
 from aiodaft._runtime.connections.identity import Identity, load_identity, write_key_file
-from aiodaft._runtime.connections.secure_stream import protect
+from aiodaft._runtime.connections.secure_socket import protect
 from aiodaft.cli.key import new_certificate
 from aiodaft.exceptions import NotAuthenticated, PeerLost
 

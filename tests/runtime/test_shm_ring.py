@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiodaft._runtime.connections import shm_ring as rings
-from aiodaft._runtime.connections.ring_poller import RingPoller
-from aiodaft._runtime.connections.shm_ring import CAPACITY, RingPair, barrier, offer_rings, take_rings
+from aiodaft._runtime.connections import ring_poller as rings
+from aiodaft._runtime.connections.ring_poller import CAPACITY, RingPair, RingPoller, barrier, offer_rings, take_rings
 
 
 def make_pair() -> tuple[RingPair, RingPair]:

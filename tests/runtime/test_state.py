@@ -47,8 +47,7 @@ def test_an_etcd_has_members_and_a_prefix() -> None:
 
 
 def test_without_aetcd_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("aiodaft._runtime.coordination.etcd_link", "aiodaft._runtime.coordination.etcd_store"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "aiodaft._runtime.coordination.etcd_store", raising=False)
     monkeypatch.setitem(sys.modules, "aetcd", None)
     with pytest.raises(ImportError, match=r"pip install 'aiodaft\[etcd\]'"):
         store_at("etcd://a")

@@ -13,8 +13,8 @@ from rooms import Bench, Wire, turns
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.objects.stream import CREDIT_WINDOW
-from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.exceptions import RuntimeClosed
 from aiodaft.ref import Stream

@@ -20,8 +20,7 @@ from aiodaft._protocol.node.worker import Ending
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.shipped_code import ShippedCode
-from aiodaft._runtime.node.surroundings import NodeOptions
-from aiodaft._runtime.node.worker import Conditions, Place, Tenant, Worker
+from aiodaft._runtime.node.worker import Conditions, NodeOptions, Place, Tenant, Worker
 from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.platform.gpu_claims import GpuClaims
 from aiodaft.exceptions import ActorDied, InsufficientResources, PeerLost, SpawnFailed

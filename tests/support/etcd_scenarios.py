@@ -22,10 +22,9 @@ from etcd_cluster import EtcdCluster
 from aiodaft._protocol.coordination.records import Change, Kind, Member, NamedActor
 from aiodaft._protocol.coordination.registry import first_revision
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._runtime.coordination import etcd_link
+from aiodaft._runtime.coordination import etcd_store
 from aiodaft._runtime.coordination.coordinator import Coordinator
-from aiodaft._runtime.coordination.etcd_link import Address, EtcdEvent, EtcdLink, events
-from aiodaft._runtime.coordination.etcd_store import EtcdStore
+from aiodaft._runtime.coordination.etcd_store import Address, EtcdEvent, EtcdLink, EtcdStore, events
 from aiodaft._runtime.coordination.store import Deposed, StoreFailed
 from aiodaft._runtime.serialization.errors import decode_error, encode_error
 from aiodaft.exceptions import CoordinatorUnavailable, CorruptState, NameTaken
@@ -152,7 +151,7 @@ async def a_member_that_most_others_do_not_hear_confirms_nothing(etcd: EtcdClust
     await store.commit([])
     for member in (1, 2):
         etcd.kill(member)
-    with patch.object(etcd_link, "_PATIENCE", 0.5), pytest.raises(StoreFailed, match="no member of etcd"):
+    with patch.object(etcd_store, "_PATIENCE", 0.5), pytest.raises(StoreFailed, match="no member of etcd"):
         await store.commit([])
     await store.aclose()
 

@@ -13,12 +13,11 @@ from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId
 from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.objects.received import Plain, ReceivedValue
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.transfer import Delivery, Place, Transfer
 from aiodaft._runtime.platform.tasks import run_through
 from aiodaft._runtime.serialization.containers import resolved
-from aiodaft._runtime.serialization.decoder import is_heavy
+from aiodaft._runtime.serialization.decoder import Plain, ReceivedValue, is_heavy
 from aiodaft._runtime.serialization.errors import needed_by, passed_on
 
 

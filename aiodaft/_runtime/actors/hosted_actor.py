@@ -7,32 +7,43 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
-from typing import Any, Final, NoReturn, Protocol, cast
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, cast
 
 from aiodaft._protocol.calls.call import CANCEL, CANCELLED, EXPIRE, GONE, LATE, ONWARD, WAITING, WANTED, WITHDRAW, Life
 from aiodaft._protocol.calls.mailbox import BoundedMailbox, Mailbox
 from aiodaft._protocol.connections.messages import Awaited
 from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId, group_call_of
-from aiodaft._runtime.actors.birth import Birth
-from aiodaft._runtime.actors.managed import enter, leave
-from aiodaft._runtime.actors.paced import Paced
-from aiodaft._runtime.actors.steps import in_steps
+from aiodaft._runtime.actors.steps import Paced, enter, in_steps, leave
 from aiodaft._runtime.connections.ring_poller import RingPoller
-from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.transfer import Place
 from aiodaft._runtime.platform.context import Terms, current_terms
-from aiodaft._runtime.platform.eager_start import Starter
 from aiodaft._runtime.platform.tasks import run_through
+from aiodaft._runtime.platform.wakeup import Starter
 from aiodaft._runtime.process import Process
-from aiodaft._runtime.serialization.decoder import decode_small
+from aiodaft._runtime.serialization.decoder import ReceivedValue, decode_small
 from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error
 from aiodaft._runtime.serialization.small import Small, encode_small
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExceeded, LocalProtocolError, Overloaded
 from aiodaft.methods import MethodSpec
+
+
+class Birth(NamedTuple):
+    """The class, owner and restart mode of an actor of a program.
+
+    Attributes:
+        cls: Its class.
+        owner: The process that has had it made.
+        follow: Whether handles follow its restarts; None if it is not supervised.
+    """
+
+    cls: type
+    owner: PeerId
+    follow: bool | None
+
 
 logger = logging.getLogger("aiodaft")
 
@@ -57,8 +68,7 @@ class Responder(Protocol):
     def answer(self, call: InboundCall, result: Any) -> None:
         """Give a plain result, or to a local caller any result."""
 
-    def answer_stored(self, call: InboundCall, stored: StoredValue | Small) -> None:
-        """Give a result that is encoded and packed."""
+    def answer_stored(self, call: InboundCall, stored: StoredValue | Small) -> None: ...
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
         """Give an error, unless the call is answered already."""
@@ -66,8 +76,7 @@ class Responder(Protocol):
     def turn_away(self, call: InboundCall) -> None:
         """Have a call that has not begun be made again where the actor moves to."""
 
-    async def item(self, call: InboundCall, value: Any) -> None:
-        """Give the next item of a stream."""
+    async def item(self, call: InboundCall, value: Any) -> None: ...
 
 
 class InboundCall(Life, Paced):
@@ -151,7 +160,6 @@ class InboundCall(Life, Paced):
         return [CallAt(producer, owner, number) for _, owner, number, producer, _ in self.awaited.values()][:1]
 
     def add_puller(self, found: Callable[[Place], object]) -> None:
-        """Register a callback for another process that pulls the result."""
         self._pullers = [*(self._pullers or ()), found]
 
     @property
@@ -159,7 +167,6 @@ class InboundCall(Life, Paced):
         return self._pullers is not None
 
     def tell_pullers(self, place: Place) -> None:
-        """Call these callbacks: the result exists."""
         pullers, self._pullers = self._pullers, None
         for found in pullers or ():
             found(place)
@@ -227,12 +234,10 @@ class HostedActor:
 
     @property
     def holds_some_up(self) -> bool:
-        """Whether calls wait for their turn, in the mailbox or for the thread."""
         return self.mailbox.holds_some or self.thread.backlog > 0
 
     @property
     def where(self) -> str:
-        """The actor, its process and its node, for errors."""
         return f"{self.name} (pid {self._process.pid}, {self._process.options.node})"
 
     def admits(self, call: InboundCall) -> bool:
@@ -383,7 +388,6 @@ class HostedActor:
             self._process.call_soon(self.look_again)
 
     def _decode_arguments(self, call: InboundCall) -> None:
-        """Decode the arguments. For a call on the loop they are small: large ones were decoded on arrival."""
         received, slots, store, patient = call.received, call.slots, self._store, call.rules.on_thread
         assert received is not None
         call.received, call.slots = None, ()
@@ -458,7 +462,6 @@ class HostedActor:
         return False
 
     def _withdraw(self, call: InboundCall, *, waits: bool) -> None:
-        """See to it that a call never begins, which `take` has claimed."""
         call.handle(WITHDRAW)
         fetching, call.fetching = call.fetching, ()
         for task in fetching:
@@ -496,7 +499,6 @@ class HostedActor:
         call.responder.fail(call, failure, executed=executed)
 
     def note_failure(self, label: str, error: BaseException) -> None:
-        """Count and remember the failure of a call, or of a step of a graph. On the loop."""
         self.failed += 1
         self._process.note_failure("call", self.name, error, label)
 

@@ -14,12 +14,11 @@ from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.actors.responders import LocalResponder, RemoteResponder
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.transfer import Delivery, Transfer
 from aiodaft._runtime.platform.context import received_terms
 from aiodaft._runtime.serialization.containers import contains_ref
-from aiodaft._runtime.serialization.decoder import is_heavy
+from aiodaft._runtime.serialization.decoder import ReceivedValue, is_heavy
 from aiodaft._runtime.serialization.encoder import all_plain
 from aiodaft._runtime.serialization.errors import encode_error
 from aiodaft._runtime.serialization.small import SMALL

@@ -10,12 +10,12 @@ from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.objects.received import Plain, ReceivedValue
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Place
+from aiodaft._runtime.serialization.decoder import Plain, ReceivedValue
 from aiodaft._runtime.serialization.errors import encode_error, passed_on
 from aiodaft._runtime.serialization.small import Small
 from aiodaft.exceptions import CallCancelled

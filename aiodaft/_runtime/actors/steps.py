@@ -4,15 +4,73 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextvars import copy_context
 from typing import Any, Final, TypeVar
 
 from aiodaft._protocol.connections.rings import Pace
-from aiodaft._runtime.actors.paced import Paced
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.tasks import see_through
 from aiodaft._runtime.platform.threads import HelperThread
+
+
+class Paced:
+    """A call that gives items, paced by its consumer."""
+
+    # The number of items that the consumer still takes.
+    credit = 0
+    # The step of its generator that is on the actor's thread, or waits for it.
+    step: asyncio.Future[Any] | None = None
+    # Its generator was told to end: the awaits of its cleanup are not cancelled with the call.
+    closes = False
+    _credit_wanted: asyncio.Event | None = None
+
+    def add_credit(self, count: int) -> None:
+        self.credit += count
+        if self._credit_wanted is not None:
+            self._credit_wanted.set()
+
+    async def wait_credit(self) -> None:
+        while self.credit <= 0:
+            if self._credit_wanted is None:
+                self._credit_wanted = asyncio.Event()
+            self._credit_wanted.clear()
+            await self._credit_wanted.wait()
+        self.credit -= 1
+
+    async def give_items(self, items: AsyncGenerator[Any, None], give: Callable[[Any, Any], Awaitable[None]]) -> None:
+        """Give each item as `give(call, item)` when there is room for it."""
+        try:
+            await self.wait_credit()
+            async for item in items:
+                await give(self, item)
+                await self.wait_credit()
+        finally:
+            # The end of the `async for` does not close the generator, and garbage collection closes it too late.
+            await items.aclose()
+
+
+async def enter(instance: Any, thread: HelperThread) -> tuple[Any, Any]:
+    """Enter an instance if it is a context manager; `__aenter__` takes precedence over `__enter__`.
+
+    Returns:
+        The instance that serves the calls, and the manager to `leave`, or None.
+    """
+    if hasattr(type(instance), "__aenter__"):
+        entered = await instance.__aenter__()
+    elif hasattr(type(instance), "__enter__"):
+        entered = await thread.run(instance.__enter__)
+    else:
+        return instance, None
+    return (entered if isinstance(entered, type(instance)) else instance), instance
+
+
+async def leave(manager: Any, thread: HelperThread) -> None:
+    if hasattr(type(manager), "__aenter__"):
+        await manager.__aexit__(None, None, None)
+    elif manager is not None:
+        await thread.run(lambda: manager.__exit__(None, None, None))
+
 
 T = TypeVar("T")
 

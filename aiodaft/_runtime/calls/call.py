@@ -16,16 +16,16 @@ from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.objects.broadcast import DIRECT
-from aiodaft._runtime.objects.objects import Objects
-from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import ABSENT, RefState, UnhandledErrors, release_inputs
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.objects.transfer import Objects
 from aiodaft._runtime.platform.context import Terms, under
 from aiodaft._runtime.platform.error_log import log_error, printable
 from aiodaft._runtime.platform.tasks import current_task, logger
 from aiodaft._runtime.process import Process
-from aiodaft._runtime.serialization.building import builder
+from aiodaft._runtime.serialization.containers import builder
+from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.errors import add_note, copy_error, unsent
 from aiodaft._runtime.serialization.pickling import home
 from aiodaft.actor import ActorFacts, Handle

@@ -27,10 +27,10 @@ from aiodaft._protocol.objects.value import Status
 from aiodaft._runtime.calls.backlog import Backlog
 from aiodaft._runtime.calls.call import Caller, CallState, PendingCall, Request, Target, TellState, home_of
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import UnhandledErrors
 from aiodaft._runtime.objects.streams import StreamState
-from aiodaft._runtime.serialization.building import builder
+from aiodaft._runtime.serialization.containers import builder
+from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.encoder import all_plain
 from aiodaft._runtime.serialization.errors import copy_error, unsent
 from aiodaft.actor import ActorFacts, Handle

@@ -7,10 +7,9 @@ from aiodaft._protocol.connections.messages import Message, Value
 from aiodaft._protocol.ids import CallId
 from aiodaft._runtime.calls.call import CallState, PendingCall, loss_for
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.objects.objects import Objects
-from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.streams import StreamState
-from aiodaft._runtime.objects.transfer import Delivery
+from aiodaft._runtime.objects.transfer import Delivery, Objects
+from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.errors import decode_failure
 from aiodaft.exceptions import CallCancelled, DaftError, RemoteProtocolError
 

@@ -41,11 +41,9 @@ from aiodaft._protocol.connections.messages import Message
 from aiodaft._protocol.connections.rings import Upgrade
 from aiodaft._protocol.connections.session import STALL, Definitions, Session
 from aiodaft._protocol.ids import CallId, PeerId, can_share_memory
-from aiodaft._runtime.connections.fd_passing import SPACE, Descriptors
-from aiodaft._runtime.connections.ring_poller import RingPoller
-from aiodaft._runtime.connections.send_queue import SendQueue
-from aiodaft._runtime.connections.shm_ring import RingPair
-from aiodaft._runtime.connections.traffic import Traffic
+from aiodaft._runtime.connections.ring_poller import RingPair, RingPoller
+from aiodaft._runtime.connections.route import Traffic
+from aiodaft._runtime.connections.send_queue import SPACE, Descriptors, SendQueue
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.definitions import Definition, Named

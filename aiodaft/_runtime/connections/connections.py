@@ -18,9 +18,8 @@ from aiodaft._runtime.connections.data_streams import FROM_AFAR, UNASKED, DataSt
 from aiodaft._runtime.connections.far import FarConnections
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.connections.ring_upgrade import take_step
-from aiodaft._runtime.connections.route import Loopback, Route
-from aiodaft._runtime.connections.traffic import Traffic, total
-from aiodaft._runtime.platform.exhaustion import exhausted
+from aiodaft._runtime.connections.route import Loopback, Route, Traffic, total
+from aiodaft._runtime.platform.linux import exhausted
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import copy_error

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from aiodaft._protocol.connections.address import Address, is_wildcard
-from aiodaft._runtime.connections.authentication import Authenticated, configure, receive_message, resolve
+from aiodaft._runtime.connections.far import Authenticated, configure, receive_message, resolve
 from aiodaft._runtime.connections.identity import Identity
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.tasks import TaskOwner

@@ -9,8 +9,8 @@ from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED
 from aiodaft._protocol.connections.rings import Step
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.connections.shm_ring import offer_rings, take_rings
-from aiodaft._runtime.platform.sockets import Sockets
+from aiodaft._runtime.connections.ring_poller import offer_rings, take_rings
+from aiodaft._runtime.platform.capabilities import Sockets
 from aiodaft.exceptions import RemoteProtocolError
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from aiodaft._protocol.coordination.records import Change, Kind, Record, plain_of, record_of
 from aiodaft._protocol.coordination.registry import Stored
 from aiodaft._runtime.coordination.store import NotStored, StoreFailed
-from aiodaft._runtime.platform.private_file import private
+from aiodaft._runtime.platform.error_log import private
 from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft.exceptions import CorruptState, ResourceExhausted
 

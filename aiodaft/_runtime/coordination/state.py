@@ -32,8 +32,7 @@ def store_at(state: str) -> Store:
             raise ValueError(f"{member!r} in {state!r} is not HOST:PORT")
         addresses.append((parts.hostname, parts.port or _ETCD_PORT))
     try:
-        from aiodaft._runtime.coordination.etcd_link import Address  # noqa: PLC0415 - aetcd is optional
-        from aiodaft._runtime.coordination.etcd_store import EtcdStore  # noqa: PLC0415 - aetcd is optional
+        from aiodaft._runtime.coordination.etcd_store import Address, EtcdStore  # noqa: PLC0415 - aetcd is optional
     except ImportError as error:
         raise ImportError(f"{state} needs aetcd: pip install 'aiodaft[etcd]'") from error
     members = [Address(host, port) for host, port in addresses]

@@ -18,7 +18,7 @@ from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Transfer
-from aiodaft._runtime.platform.eager_start import Deferred
+from aiodaft._runtime.platform.wakeup import Deferred
 from aiodaft.ref import Awaiting, Ref
 
 # For each type of awaitable, the attributes with its frame and with the object that it awaits.

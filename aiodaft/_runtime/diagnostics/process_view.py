@@ -14,9 +14,9 @@ from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
 from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.connections.connections import Connections
-from aiodaft._runtime.connections.traffic import Traffic
-from aiodaft._runtime.objects.objects import Objects
+from aiodaft._runtime.connections.route import Traffic
 from aiodaft._runtime.objects.stored import StoredValue
+from aiodaft._runtime.objects.transfer import Objects
 from aiodaft._runtime.platform.linux import resident_bytes
 
 # Running calls of an actor, and stored values of a process, that are named.

@@ -29,7 +29,7 @@ from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.graphs.strand_call import StrandCall
 from aiodaft._runtime.graphs.strands import BoundStep, BoundStrand
 from aiodaft._runtime.objects.ref_state import state_of
-from aiodaft._runtime.platform.recorder import Recorder
+from aiodaft._runtime.platform.context import Recorder
 from aiodaft.ref import Ref
 
 # Tells a process to record: for which process, the number of the trace there, and the limit of events.

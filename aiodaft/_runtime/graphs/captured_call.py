@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
-from aiodaft._runtime.serialization.building import builder
+from aiodaft._runtime.serialization.containers import builder
+from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.encoder import Names, encode, is_plain
 from aiodaft._runtime.serialization.tensors import Places
 from aiodaft.methods import MethodSpec

@@ -6,12 +6,11 @@ from typing import Any, TypeAlias
 
 from aiodaft._protocol.connections.messages import FAILED_VALUE, GraphItem
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.objects.objects import Objects
-from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.objects.transfer import Delivery
+from aiodaft._runtime.objects.transfer import Delivery, Objects
+from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.errors import add_note, decode_failure, encode_error
 from aiodaft.exceptions import DaftError
 from aiodaft_transport import TransportError

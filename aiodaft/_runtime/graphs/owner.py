@@ -34,7 +34,7 @@ from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.deployment import Deployment, Specs
 from aiodaft._runtime.graphs.graph_value import GraphValue, item_of
 from aiodaft._runtime.graphs.owner_run import OwnerRun, ResultState
-from aiodaft._runtime.graphs.timing import size_of
+from aiodaft._runtime.graphs.strands import size_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import current_terms, sent_terms
 from aiodaft._runtime.serialization.errors import copy_error

@@ -11,11 +11,11 @@ from aiodaft._protocol.ids import CallId
 from aiodaft._runtime.calls.call import CallState
 from aiodaft._runtime.graphs.deployment import Deployment, Specs
 from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue
-from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import RefState, state_of
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import Terms
+from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.encoder import Names, all_plain, is_plain
 from aiodaft._runtime.serialization.errors import copy_error, decode_failure
 from aiodaft.exceptions import CallCancelled, DaftError

@@ -13,9 +13,9 @@ from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.groups.arithmetic import Reducer, nbytes_of
 from aiodaft._runtime.groups.collectives import Collectives, Members
 from aiodaft._runtime.groups.part import Brought, Packed, Part
-from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.small import encode_small
 from aiodaft.ref import Ref
 

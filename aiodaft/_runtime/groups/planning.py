@@ -21,7 +21,7 @@ from aiodaft._runtime.groups.keyed import Keyed, apart, ask_gone
 from aiodaft._runtime.groups.line import Line, close_all, make_line
 from aiodaft._runtime.groups.meeting_place import loss_of, target_of_member, whereabouts_of
 from aiodaft._runtime.groups.part import Part
-from aiodaft._runtime.platform.exhaustion import refusal
+from aiodaft._runtime.platform.linux import refusal
 from aiodaft._runtime.process import Process
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, DaftError, ResourceExhausted

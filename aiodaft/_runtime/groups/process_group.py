@@ -33,7 +33,7 @@ from aiodaft._runtime.groups.keyed import Keyed, belongs_to
 from aiodaft._runtime.groups.meeting_place import Whereabouts, target_of_member, whereabouts_of
 from aiodaft._runtime.groups.torch_sockets import TorchSockets
 from aiodaft._runtime.objects.ref_state import state_of
-from aiodaft._runtime.platform.exhaustion import exhausted
+from aiodaft._runtime.platform.linux import exhausted
 from aiodaft._runtime.serialization.errors import add_note, copy_error
 from aiodaft.exceptions import CallCancelled, DaftError
 from aiodaft.ref import Ref

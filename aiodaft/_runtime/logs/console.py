@@ -7,21 +7,43 @@ import sys
 import threading
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import groupby
 from operator import itemgetter
-from typing import Final
+from typing import Any, Final, TextIO
 
 from aiodaft._protocol.diagnostics.merging import Member, Merged, Merging, member_of, ranks_text
 from aiodaft._protocol.diagnostics.printing import Screen
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.logs import own_bars
 from aiodaft._runtime.logs.entries import Entry, Life, Line, Source, log_record
-from aiodaft._runtime.logs.json_lines import JsonFormatter
-from aiodaft._runtime.logs.log_files import LogFiles, json_of
-from aiodaft._runtime.logs.options import Logs
-from aiodaft._runtime.logs.recent import Recent, Said
+from aiodaft._runtime.logs.log_files import LogFiles, Recent, Said, json_of
+from aiodaft._runtime.logs.options import JsonFormatter, Logs
 from aiodaft._runtime.platform.error_log import log_error
+
+
+def own_bars_are_shown() -> bool:
+    """Whether there are any."""
+    bars = _bars()
+    if bars is None:
+        return False
+    with bars.get_lock():
+        return any(bar.fp in (sys.stdout, sys.stderr) for bar in bars._instances)
+
+
+def aside_from_bars(target: TextIO) -> AbstractContextManager[object]:
+    """Take them away while something else is written."""
+    bars = _bars()
+    return nullcontext() if bars is None else bars.external_write_mode(target)
+
+
+def _bars() -> Any:
+    """The class that knows them; None if there are none.
+
+    The first bar makes the lock of all. From Python 3.14 on that lock starts a process.
+    """
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    return bars if bars is not None and bars._instances else None
+
 
 logger = logging.getLogger("aiodaft")
 
@@ -131,7 +153,7 @@ class Console:
             self._texts.append((line.stream, json_of(source, line, ranks) + "\n"))
             return
         text, stream = f"({title}) {line.text}", line.stream
-        if line.complete or not own_bars.are_shown():
+        if line.complete or not own_bars_are_shown():
             self._write_line((source.process, stream), stream, text, complete=line.complete, is_bar=line.is_bar)
 
     def _write_line(
@@ -164,6 +186,6 @@ class Console:
             for stream, parts in groupby(texts, itemgetter(0)):
                 target, text = (sys.stdout if stream == 1 else sys.stderr), "".join(text for _, text in parts)
                 encoding = target.encoding or "utf-8"
-                with own_bars.aside(target):
+                with aside_from_bars(target):
                     target.write(text.encode(encoding, "backslashreplace").decode(encoding))
                     target.flush()

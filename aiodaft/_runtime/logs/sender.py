@@ -16,8 +16,7 @@ from typing import Any, Final
 
 from aiodaft._protocol.diagnostics.log_frames import frames_of
 from aiodaft._protocol.diagnostics.printing import cut
-from aiodaft._runtime.logs.json_lines import STANDARD
-from aiodaft._runtime.logs.levels import Levels, set_levels
+from aiodaft._runtime.logs.options import STANDARD, Levels, set_levels
 
 logger = logging.getLogger("aiodaft")
 

@@ -20,7 +20,7 @@ from aiodaft._protocol.diagnostics.log_frames import Sieve
 from aiodaft._protocol.diagnostics.printing import MAX_LINE, Printed
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.entries import Display, Entry, Life, Line, Source
-from aiodaft._runtime.platform.sockets import Sockets
+from aiodaft._runtime.platform.capabilities import Sockets
 from aiodaft_transport.system import start_thread
 
 _READ_SIZE: Final = 64 << 10

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from aiodaft._protocol.connections.codec import pack, unpack
-from aiodaft._runtime.logs.levels import Levels, levels_here
+from aiodaft._runtime.logs.options import Levels, levels_here
 from aiodaft._runtime.platform.linux import importable_path
 from aiodaft._runtime.process import ProcessOptions
 from aiodaft.exceptions import SpawnFailed

@@ -19,14 +19,11 @@ from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.node.worker import Ending
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
-from aiodaft._runtime.node.fresh_worker import start_fresh
-from aiodaft._runtime.node.orders import Spawn
-from aiodaft._runtime.node.surroundings import NodeOptions
-from aiodaft._runtime.node.worker import Worker
+from aiodaft._runtime.node.orders import Spawn, start_fresh
+from aiodaft._runtime.node.worker import NodeOptions, Worker
 from aiodaft._runtime.node.workers import Launcher
 from aiodaft._runtime.platform.env import Timeouts
-from aiodaft._runtime.platform.exhaustion import refusal
-from aiodaft._runtime.platform.linux import describe_exit, kill_group
+from aiodaft._runtime.platform.linux import describe_exit, kill_group, refusal
 from aiodaft.exceptions import SpawnFailed
 from aiodaft_transport.system import start_thread
 

@@ -24,7 +24,6 @@ from typing import Final
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.node.environment import change_environment
-from aiodaft._runtime.node.fresh_worker import start_fresh
 from aiodaft._runtime.node.orders import (
     Exited,
     Failed,
@@ -36,10 +35,12 @@ from aiodaft._runtime.node.orders import (
     Unforkable,
     Visited,
     packed,
+    start_fresh,
     unpacked,
 )
 from aiodaft._runtime.platform.capabilities import can_be_asked
 from aiodaft._runtime.platform.command_address import VISIT, open_board
+from aiodaft._runtime.platform.gpu_claims import has_initialized_cuda
 from aiodaft._runtime.platform.linux import (
     FOR_PROGRAM,
     adopt_orphans,
@@ -53,7 +54,6 @@ from aiodaft._runtime.platform.linux import (
     session_of,
     visible_pid,
 )
-from aiodaft._runtime.platform.machine_gpus import has_initialized_cuda
 from aiodaft_transport.folders import remove, sweep
 
 _MAX_MESSAGE: Final = 1 << 20

@@ -20,8 +20,7 @@ from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.nodes import Nodes
 from aiodaft._runtime.node.shipped_code import host_code
-from aiodaft._runtime.node.surroundings import NodeOptions
-from aiodaft._runtime.node.worker import Tenant
+from aiodaft._runtime.node.worker import NodeOptions, Tenant
 from aiodaft._runtime.node.workers import Launcher
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.capabilities import has_fork_server

@@ -23,12 +23,23 @@ from aiodaft._protocol.placement.planner import NodeState
 from aiodaft._runtime.actors.hosted_actor import serving
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.contacts import NodeContact
-from aiodaft._runtime.diagnostics.native_dump import take_dump
+from aiodaft._runtime.diagnostics.loop_watch import take_dump
 from aiodaft._runtime.node.draining import Draining
 from aiodaft._runtime.node.environment import WorkerSettings
-from aiodaft._runtime.node.introductions import Introductions
-from aiodaft._runtime.node.owners import FarOwners, Owners
-from aiodaft._runtime.node.postmortem import (
+from aiodaft._runtime.node.introductions import FarOwners, Introductions, Owners
+from aiodaft._runtime.node.shipped_code import ShippedCode
+from aiodaft._runtime.node.worker import (
+    Conditions,
+    NodeOptions,
+    Offer,
+    OtherNodes,
+    Place,
+    Tenant,
+    Worker,
+    WorkerProcess,
+)
+from aiodaft._runtime.node.workers import (
+    Launcher,
     activity,
     died,
     given_up,
@@ -37,10 +48,6 @@ from aiodaft._runtime.node.postmortem import (
     was_oom_kill,
     watch_oom_kills,
 )
-from aiodaft._runtime.node.shipped_code import ShippedCode
-from aiodaft._runtime.node.surroundings import NodeOptions, Offer, OtherNodes
-from aiodaft._runtime.node.worker import Conditions, Place, Tenant, Worker, WorkerProcess
-from aiodaft._runtime.node.workers import Launcher
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost, SpawnFailed

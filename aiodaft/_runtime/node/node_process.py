@@ -3,31 +3,133 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple, cast
 
+from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.address import parse_address
-from aiodaft._protocol.coordination.records import Kind, Member, View, check_node_name
+from aiodaft._protocol.coordination.records import Kind, Member, NamedActor, View, check_node_name
 from aiodaft._protocol.ids import COORDINATOR, SUPERVISOR, PeerId, is_attached, node_of
 from aiodaft._protocol.node.liveness import period_of
-from aiodaft._runtime.connections.far import FarConnections, Network, who_listens
+from aiodaft._runtime.connections.data_streams import FROM_AFAR
+from aiodaft._runtime.connections.far import ANY_NODE, Answer, Authenticated, FarConnections, Network, who_listens
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.attach import Greeting, Visits
+from aiodaft._runtime.diagnostics.process_stack import is_answered
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.options import Logs
 from aiodaft._runtime.node.contact import CoordinatorContact
-from aiodaft._runtime.node.fencing import Fencing
+from aiodaft._runtime.node.introductions import KeptActors
 from aiodaft._runtime.node.local_node import LocalNode, Machine
 from aiodaft._runtime.node.membership import Membership, watch_members
 from aiodaft._runtime.node.nodes import Nodes
-from aiodaft._runtime.node.owners import KeptActors
-from aiodaft._runtime.node.port import NodePort
-from aiodaft._runtime.node.surroundings import NodeOptions
+from aiodaft._runtime.node.worker import NodeOptions
+from aiodaft._runtime.node.workers import Launcher
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
+from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import ProcessOptions, closed, opened
 from aiodaft.exceptions import DaftError
+from aiodaft.ref import Ref
+
+
+class NodePort:
+    """Hands on the connections that its listener accepts."""
+
+    def __init__(self, peer: Peer, far: FarConnections, launcher: Launcher) -> None:
+        self._peer = peer
+        self._far = far
+        self._launcher = launcher
+
+    def control_came(self, came: Authenticated) -> None:
+        """A process of another machine has connected. Takes over the socket."""
+        peer, remote, wanted, (sock, _, _, session) = self._peer, PeerId(came.sender), PeerId(came.to), came
+        connections = peer.connections
+        if wanted == ANY_NODE:
+            # It closes the connection when it knows which node this is.
+            self._far.refuse(sock, session, Answer.USED)
+        elif wanted == peer.process.id:
+            peer.process.create_task(self._far.accept(remote, sock, session), name=f"be connected to {remote}")
+        elif wanted in self._launcher.workers:
+            self._hand_on(sock, wanted, m.admit(remote, session.secret()))
+        elif (known := connections.get(wanted)) is not None and known.far and known.lost is None:
+            # A controller, which no connection can be handed to.
+            peer.agent_of(wanted).connect.tell(remote)
+            self._far.refuse(sock, session, Answer.LATER)
+        else:
+            self._far.refuse(sock, session, Answer.GONE)
+
+    def data_came(self, came: Authenticated) -> None:
+        """A transport of another machine has connected. Takes over the socket."""
+        sender, wanted, connections = PeerId(came.sender), PeerId(came.to), self._peer.connections
+        if wanted == self._peer.process.id:
+            connections.stream_from_afar(sender, came.sock, came.session)
+        elif wanted in self._launcher.workers:
+            self._hand_on(came.sock, wanted, m.data(sender, FROM_AFAR, came.session.secret()))
+        else:
+            came.sock.close()
+
+    def _hand_on(self, sock: socket.socket, wanted: PeerId, message: m.Message) -> None:
+        try:
+            with sock:
+                self._peer.connections.to(wanted).send_fds(message, (sock.fileno(),))
+        except OSError as error:
+            # The other side tries again.
+            logger.warning("a connection of another machine could not be handed to %s: %s", wanted, error)
+
+
+class Fencing:
+    """Tells workers with named actors of the lease, and ends actors that were replaced."""
+
+    def __init__(self, peer: Peer, local: LocalNode, membership: Membership) -> None:
+        self._peer = peer
+        self._local = local
+        self._membership = membership
+        # Workers in which actors have, or had, names.
+        self._guarded: set[PeerId] = set()
+        local.agent.on_named = self._named
+        membership.on_prolonged = self._prolonged
+        membership.on_replaced = self._end
+        membership.is_there = self._is_there
+
+    def _named(self, granted: NamedActor) -> None:
+        self._membership.note_name(granted)
+        # A supervised actor has the name by its owner, which is elsewhere.
+        if not granted.supervised and granted.peer in self._local.launcher.workers:
+            self._guarded.add(granted.peer)
+            self._peer.agent_of(granted.peer).guard.tell(granted.actor, self._membership.until)
+
+    def _prolonged(self, until: float) -> None:
+        self._guarded &= self._local.launcher.workers.keys()
+        for worker in self._guarded:
+            self._peer.agent_of(worker).prolong.tell(until)
+
+    async def _end(self, held: NamedActor) -> None:
+        worker = self._local.launcher.workers.get(held.peer)
+        if worker is None or held.supervised or held.actor not in worker.actors:
+            return
+        reason = f"its name {held.name!r} went to another actor while its node had no lease"
+        if len(worker.actors) > 1:
+            # Else its process ends, and callers hear the reason.
+            with suppress(DaftError):
+                await self._peer.agent_of(held.peer).stop(held.actor, reason, 0.0)
+        await self._local.agent.vacate(worker.owner, held.peer, held.actor, reason)
+
+    async def _is_there(self, held: NamedActor) -> bool:
+        if held.supervised:
+            connection = self._peer.connections.get(held.peer)
+            return connection is not None and connection.lost is None
+        report: Ref[object] = self._peer.agent_of(held.peer).report(held.actor)
+        if await is_answered(report, self._peer.process.env.timeouts.report):
+            with suppress(DaftError):
+                await report
+                return True
+            return False
+        # It is stopped, or busy.
+        return True
+
 
 # Seconds that the other nodes have to leave.
 _PATIENCE: Final = 10.0

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.ids import ActorId, PeerId, number_of
 from aiodaft._protocol.node.code import Code
 from aiodaft._protocol.node.liveness import LastHeartbeat, Patience
+from aiodaft._protocol.node.resources import Resources
 from aiodaft._protocol.node.worker import TRANSITIONS, Ending, WorkerEvent, WorkerState
 from aiodaft._protocol.numbers import next_state
+from aiodaft._runtime.contacts import Addresses, NodeContact
 from aiodaft._runtime.logs.relay import Relay
 from aiodaft._runtime.logs.worker_output import WorkerOutput
 from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.node.heartbeat import HeartbeatWatch
+from aiodaft._runtime.platform.gpu_claims import GpuClaims
 from aiodaft._runtime.process import ProcessOptions
 from aiodaft.exceptions import OutcomeUnknown, SpawnFailed
 
@@ -145,3 +150,51 @@ class Worker:
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience):
                     await self.relay.wait_idle()
+
+
+class NodeOptions(NamedTuple):
+    """The options of every worker of a node.
+
+    Attributes:
+        fork: False starts every worker by exec.
+        preload: Modules that the fork server imports; None: those that are slow to import and loaded here.
+        isolation: The command that isolates the fork server; see pid_namespace.py.
+        uvloop: Whether workers run on uvloop.
+    """
+
+    fork: bool
+    preload: tuple[str, ...] | None
+    isolation: tuple[str, ...]
+    uvloop: bool
+
+
+class Offer(Protocol):
+    """The offer of a machine to actors."""
+
+    @property
+    def resources(self) -> Resources[Tenant]: ...
+    @property
+    def gpu_names(self) -> Sequence[str]: ...
+
+    @property
+    def claims(self) -> GpuClaims: ...
+
+
+class OtherNodes(Addresses, Protocol):
+    """The nodes of the cluster."""
+
+    def members(self) -> list[Member]: ...
+
+    def is_member(self, name: str) -> bool: ...
+
+    def process_of(self, peer: PeerId) -> PeerId:
+        """The process that serves the node of a process.
+
+        Raises:
+            ActorDied: The node is not in the cluster any more.
+        """
+        ...
+
+    def contact(self, peer: PeerId) -> NodeContact:
+        """The agent of the node of a process. Raises as `process_of` does."""
+        ...

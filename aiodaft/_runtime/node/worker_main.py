@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import select
 import signal
 import socket
@@ -21,23 +22,21 @@ from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.agent import acting
 from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.connections.dialing import TcpNetwork
 from aiodaft._runtime.connections.far import FarConnections, Network
 from aiodaft._runtime.connections.identity import Identity
-from aiodaft._runtime.connections.network import TcpNetwork
 from aiodaft._runtime.diagnostics.breakpoints import debug_at
-from aiodaft._runtime.diagnostics.native_dump import offer_dump
+from aiodaft._runtime.diagnostics.loop_watch import offer_dump
 from aiodaft._runtime.diagnostics.telemetry import begin_telemetry, end_telemetry, set_up_telemetry
-from aiodaft._runtime.logs.json_lines import trace_ids
+from aiodaft._runtime.logs.options import trace_ids
 from aiodaft._runtime.logs.sender import send_records
 from aiodaft._runtime.node.environment import WorkerSettings
-from aiodaft._runtime.node.fresh_worker import BY_KERNEL
 from aiodaft._runtime.node.heartbeat import Heartbeat
-from aiodaft._runtime.node.random_state import part_from_parent, repeat
+from aiodaft._runtime.node.orders import BY_KERNEL
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
-from aiodaft._runtime.platform.finishing import finish
-from aiodaft._runtime.platform.fork_hooks import leave_signals, when_forked
+from aiodaft._runtime.platform.fork_hooks import finish, leave_signals, when_forked
 from aiodaft._runtime.platform.linux import FOR_PROGRAM, die_with_parent, kill_group
 from aiodaft._runtime.process import opened
 from aiodaft._runtime.serialization.errors import encode_error
@@ -45,6 +44,33 @@ from aiodaft._runtime.serialization.main_module import take_main
 from aiodaft.exceptions import DaftError, ProtocolError, RuntimeClosed
 from aiodaft_transport import Key
 from aiodaft_transport.handshake import KEY_SIZE
+
+
+def part_from_parent() -> None:
+    """In a forked process: leave the states that its parent and its siblings have. Python leaves its own."""
+    numpy, torch = _loaded()
+    if numpy is not None:
+        numpy.seed()
+    if torch is not None:
+        torch.default_generator.seed()
+
+
+def repeat(seed: int, label: str, epoch: int) -> int:
+    """Seed all three for an incarnation of an actor. Returns the seed for the actors that it spawns."""
+    own = random.Random(f"{seed} {label} {epoch}").getrandbits(63)
+    random.seed(own)
+    numpy, torch = _loaded()
+    if numpy is not None:
+        numpy.seed(own % (1 << 32))
+    if torch is not None:
+        torch.manual_seed(own)
+    return own
+
+
+def _loaded() -> tuple[Any, Any]:
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    return getattr(numpy, "random", None), torch if hasattr(torch, "default_generator") else None
+
 
 # Seconds that the orderly end of a worker may take.
 _EXIT_GRACE = 1.0

@@ -19,10 +19,10 @@ from aiodaft._protocol.objects.broadcast import Broadcasts, Fanout
 from aiodaft._protocol.objects.value import Key
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
-from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.process import Process
+from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft.exceptions import DaftError
 from aiodaft_transport import Block, TransportError
 

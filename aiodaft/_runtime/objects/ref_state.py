@@ -23,14 +23,13 @@ from aiodaft._protocol.ids import CallId, PeerId, serial_of
 from aiodaft._protocol.objects.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict, first_error
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.into_tensor import IntoTensor
-from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_host import RefHost
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.tasks import run_through, wait_shielded
 from aiodaft._runtime.platform.wakeup import Wakeup
 from aiodaft._runtime.process import Process
-from aiodaft._runtime.serialization.decoder import is_heavy
+from aiodaft._runtime.serialization.decoder import ReceivedValue, is_heavy
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.serialization.tensors import kind_of, nbytes_of
 from aiodaft.exceptions import DaftError, ResourceExhausted

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.objects.value import Key
-from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.platform.exhaustion import exhausted
-from aiodaft._runtime.platform.operations import wait_passed
-from aiodaft._runtime.platform.threads import SYNC_COPY
+from aiodaft._runtime.platform.linux import exhausted
+from aiodaft._runtime.platform.threads import SYNC_COPY, wait_passed
 from aiodaft._runtime.process import Process
-from aiodaft._runtime.serialization.decoder import decode, decode_small, is_heavy, spec_of
+from aiodaft._runtime.serialization.decoder import ReceivedValue, decode, decode_small, is_heavy, spec_of
 from aiodaft._runtime.serialization.encoded import Source
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.small import NAMED, SMALL

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aiodaft._protocol.connections.messages import INLINE_LIMIT
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.objects.received import ReceivedValue
-from aiodaft._runtime.platform.exhaustion import exhausted
-from aiodaft._runtime.serialization.decoder import decode_small
+from aiodaft._runtime.platform.linux import exhausted
+from aiodaft._runtime.serialization.decoder import ReceivedValue, decode_small
 from aiodaft._runtime.serialization.encoded import Encoded, Source
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.small import NAMED

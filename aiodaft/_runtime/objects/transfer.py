@@ -22,16 +22,15 @@ from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.broadcast import Fetching, Relays
 from aiodaft._runtime.objects.into_tensor import IntoTensor
-from aiodaft._runtime.objects.owner import InboundProducer
-from aiodaft._runtime.objects.received import Plain, ReceivedValue
+from aiodaft._runtime.objects.ref_host import InboundProducer, ObjectsOwner, RefHost
 from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.platform.exhaustion import exhausted
+from aiodaft._runtime.platform.linux import exhausted
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
-from aiodaft._runtime.serialization.decoder import is_heavy
+from aiodaft._runtime.serialization.decoder import Plain, ReceivedValue, is_heavy
 from aiodaft._runtime.serialization.encoder import plain_payload
 from aiodaft._runtime.serialization.errors import add_note, copy_error, decode_error, encode_error
 from aiodaft.exceptions import ActorDied, DaftError, OwnerDied, PeerLost
@@ -481,3 +480,13 @@ def _received(plain: Plain) -> ReceivedValue:
 
 def _freed(owner: PeerId, number: CallId) -> OwnerDied:
     return OwnerDied(f"ref {number} of {owner} was freed")
+
+
+class Objects(RefHost):
+    """The values of one process."""
+
+    def __init__(self, process: Process, connections: Connections, store: Store, owner: ObjectsOwner) -> None:
+        super().__init__(process, store, owner, connections.ring_poller.wakeups)
+        self.refs = RefTable(self, connections)
+        self.transfer = Transfer(process, connections, store, self.refs, owner.running_call)
+        self.pull = self.transfer.pull

@@ -8,8 +8,35 @@ from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
 from aiodaft._protocol.connections.messages import SentTerms
-from aiodaft._protocol.diagnostics.trace import TraceContext
+from aiodaft._protocol.diagnostics.trace import Event, TraceContext
 from aiodaft.exceptions import DaftError, DeadlineExceeded, RemoteProtocolError
+
+
+class Recorder:
+    """The first events of a process, as many as there is room for. Safe in any thread.
+
+    Args:
+        now: The clock of its events.
+        limit: The number of events that are kept; later ones are only counted.
+        before: Another recorder, which goes on meanwhile.
+    """
+
+    def __init__(self, now: Callable[[], float], limit: int, before: Recorder | None = None) -> None:
+        self.now = now
+        self.events: list[Event] = []
+        self.dropped = 0
+        self.before = before
+        self._limit = limit
+
+    def add(self, event: Event) -> None:
+        """Keep an event, if there is room."""
+        if self.before is not None:
+            self.before.add(event)
+        if len(self.events) < self._limit:
+            self.events.append(event)
+        else:
+            self.dropped += 1
+
 
 # Per second.
 _MICROSECONDS: Final = 1e6

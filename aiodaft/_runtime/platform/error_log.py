@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Final
 
 from aiodaft._protocol.diagnostics.printing import cut
@@ -44,3 +47,31 @@ def _escape(line: str) -> str:
     if line.isprintable():
         return line
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+
+
+def private(path: str, flags: int) -> int:
+    """The `opener` of a file that only this user can read, if it is made; one that is there keeps its mode."""
+    return os.open(path, flags, 0o600)
+
+
+@contextmanager
+def private_file(name: str, content: bytes) -> Generator[str]:
+    """The path of a file that only this user can read, for as long as the block lasts.
+
+    It lies in memory, without a name in any folder, and ends with this process, if the system has such files. Else it
+    is a temporary file.
+    """
+    if hasattr(os, "memfd_create"):
+        fd, path = os.memfd_create(name, os.MFD_CLOEXEC), ""
+        os.fchmod(fd, 0o600)
+    else:
+        import tempfile  # noqa: PLC0415 - takes long to import
+
+        fd, path = tempfile.mkstemp(prefix=f"{name}-")
+    try:
+        with open(fd, "wb", buffering=0) as file:
+            file.write(content)
+            yield path or f"/proc/{os.getpid()}/fd/{fd}"
+    finally:
+        if path:
+            os.unlink(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import glob
 import os
 import resource
@@ -11,6 +12,8 @@ import sys
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Final
+
+from aiodaft.exceptions import ResourceExhausted
 
 _STANDARD_ERROR: Final = 2
 _PR_SET_PDEATHSIG: Final = 1
@@ -262,3 +265,40 @@ def describe_status(status: int) -> tuple[int | None, str | None]:
 def describe_exit(code: int) -> tuple[int | None, str | None]:
     """The same, of the exit code as `subprocess` gives it."""
     return (code, None) if code >= 0 else (None, signal.Signals(-code).name)
+
+
+_LARGEST: Final = {resource.RLIM_INFINITY: "unlimited"}
+
+
+def exhausted(error: OSError, what: str) -> ResourceExhausted:
+    """The error for a value that this process has no descriptor, memory or thread for."""
+    return ResourceExhausted(refusal(error, what))
+
+
+def refusal(error: OSError, what: str) -> str:
+    """The text of a refusal: the resource, the reason and the remedy."""
+    process, text = f"process {visible_pid()}", error.strerror or str(error)
+    if error.errno == errno.EMFILE:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        reason = (
+            f"{process} has no file descriptors left, its limit is {soft}: close some, or raise the limit before the "
+            f"program starts (`ulimit -n`, at most {_LARGEST.get(hard, hard)})"
+        )
+    elif error.errno == errno.EFBIG:
+        soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        reason = (
+            f"{process} may make no file, and no shared memory, of more than {soft} bytes: raise the limit before the "
+            "program starts (`ulimit -f`)"
+        )
+    elif error.errno == errno.ENFILE:
+        reason = "the machine has no file descriptors left: close some, or raise the limit (`sysctl fs.file-max`)"
+    elif error.errno == errno.EAGAIN:
+        reason = (
+            f"{process} gets no further thread ({text}): raise the limit of its user (`ulimit -u`) or of its container "
+            "(pids), or stop other processes"
+        )
+    elif error.errno in {errno.ENOMEM, errno.ENOSPC}:
+        reason = f"{process} gets no memory for it ({text}): free some, or raise the limit of its container"
+    else:
+        reason = f"{process} is refused it: {text}"
+    return f"{what}: {reason}"

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
-from typing import Final, TypeVar
+from opcode import opmap
+from types import FrameType
+from typing import Final, TypeAlias, TypeVar
 
-from aiodaft._runtime.platform.exhaustion import exhausted
+from aiodaft._runtime.platform.linux import exhausted, sleeping_threads
 from aiodaft._runtime.platform.tasks import see_through
+from aiodaft.exceptions import BorrowError
 from aiodaft_transport.system import start_thread
 
 T = TypeVar("T")
@@ -124,3 +128,107 @@ class HelperThread:
 
 # The code that a thread is in while it has no job.
 IDLE: Final = HelperThread._work.__code__
+
+
+# A frame, and the instruction that it is at.
+_Place: TypeAlias = tuple[FrameType, int]
+
+# The instructions before which threads take turns, besides calls.
+_GIVES_WAY: Final = {code for name, code in opmap.items() if "JUMP_BACKWARD" in name or name == "RESUME"}
+
+# Seconds: between two looks, first and at most; and until a thread that is where it was is taken for stuck there.
+_FIRST_LOOK: Final = 0.0005
+_LAST_LOOK: Final = 0.02
+_PATIENCE: Final = 30.0
+
+
+async def wait_passed() -> None:
+    """Wait until each other Python thread has left the operation that it is in, or has been seen to wait in it.
+
+    An operation of torch is the outermost call of torch's code: compiled functions and operators in Python count their
+    writes at their ends, too.
+
+    Raises:
+        BorrowError: A thread has computed in one operation for 30 s.
+    """
+    places = _places()
+    if not places:
+        return
+    loop = asyncio.get_running_loop()
+    began, pause = loop.time(), _FIRST_LOOK
+    sleepers = _Sleepers()
+    while places := _still(places):
+        if sleepers.have(places, loop.time()):
+            return
+        if loop.time() - began > _PATIENCE:
+            name = next((thread.name for thread in threading.enumerate() if thread.ident in places), "a thread")
+            raise BorrowError(
+                f"the thread {name!r} has been in one operation for {_PATIENCE:.0f} s, which may write to a tensor "
+                "that is lent: return x.clone(), or lend x when that operation is over"
+            )
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _LAST_LOOK)
+
+
+def _places() -> dict[int, _Place]:
+    """The places of the other threads of the program, by ident; without those that wait for a job."""
+    left_out = {thread.ident for thread in threading.enumerate() if thread.name.startswith("aiodaft ")}
+    left_out.add(threading.get_ident())
+    frames = sys._current_frames()
+    found: dict[int, _Place] = {}
+    for ident, top in frames.items():
+        if ident not in left_out and top.f_code is not IDLE:
+            place = frame, at = _outside(top)
+            # A loop of Python gives way where it begins again: between two operations.
+            if frame is not top or top.f_code.co_code[at] not in _GIVES_WAY:
+                found[ident] = place
+    return found
+
+
+def _outside(top: FrameType) -> _Place:
+    """The place from which torch was called, or else the innermost one."""
+    place, caller = top, top.f_back
+    frame = top
+    while caller is not None:
+        if _is_torch(frame):
+            place = caller
+        frame, caller = caller, caller.f_back
+    return place, place.f_lasti
+
+
+def _is_torch(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+
+
+def _still(places: dict[int, _Place]) -> dict[int, _Place]:
+    """The threads that are where they were."""
+    now = _places()
+    return {ident: place for ident, place in places.items() if now.get(ident) == place}
+
+
+class _Sleepers:
+    """Tells threads that wait in an operation from those that compute in it, by several looks."""
+
+    def __init__(self) -> None:
+        # The last state of a sleeping thread by the kernel, and the time since which it is the same.
+        self._seen: dict[int | None, tuple[object, float]] = {}
+
+    def have(self, idents: Collection[int], now: float) -> bool:
+        """Whether all of these threads sleep, and have not run for longer than one that waits for the GIL sleeps."""
+        kernel = sleeping_threads()
+        known = {thread.native_id: thread.ident for thread in threading.enumerate()}
+        # In a fork, Python may know the first thread by its number before.
+        known[threading.get_native_id()] = threading.get_ident()
+        if any(runs is None for number, runs in kernel.items() if number not in known):
+            # A thread that Python does not know may do the work of one that waits for it.
+            self._seen = {}
+            return False
+        states = {known.get(number): state for number, state in kernel.items()}
+        for ident in idents:
+            state = states.get(ident, ())
+            if state is None:
+                self._seen.pop(ident, None)
+            elif ident not in self._seen or self._seen[ident][0] != state:
+                self._seen[ident] = state, now
+        longest = 2 * sys.getswitchinterval()
+        return all(ident in self._seen and now - self._seen[ident][1] > longest for ident in idents)

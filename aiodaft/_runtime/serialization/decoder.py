@@ -12,21 +12,22 @@ from aiodaft._protocol.connections.codec import BIG_INT, big_int_of, unpack_stre
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization import encoder as wire
 from aiodaft._runtime.serialization import small as codes
-from aiodaft._runtime.serialization.building import (
+from aiodaft._runtime.serialization.containers import (
     build_dataclass,
     build_error,
     build_member,
     build_namedtuple,
     builder_named,
     checked,
+    rebuild,
 )
-from aiodaft._runtime.serialization.containers import rebuild
 from aiodaft._runtime.serialization.definitions import NONE_HEARD, Definition, find
 from aiodaft._runtime.serialization.encoded import digest_of
 from aiodaft._runtime.serialization.pickling import check_pickle, decoding_in, unpickle, yield_gil
 from aiodaft._runtime.serialization.small import NAMED, SIZE_BYTES, SMALL
 from aiodaft._runtime.serialization.tensors import Spec, TensorMaker, as_bytes, tensor_in
 from aiodaft.exceptions import SerializationError
+from aiodaft.ref import Ref
 from aiodaft_transport.memory.address import address_of, copy_memory
 
 _new_bytes: Final = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -269,3 +270,49 @@ def decode_small(payload: bytes, heard: Mapping[bytes, Definition] = NONE_HEARD)
 
 def _refused(error: Exception) -> SerializationError:
     return SerializationError(f"a received value cannot be rebuilt here: {error}")
+
+
+class ReceivedValue:
+    """An encoded value."""
+
+    __slots__ = ("blobs", "heard", "inline", "origin", "payload", "refs")
+
+    def __init__(
+        self,
+        payload: bytes,
+        inline: bytes | None,
+        blobs: list[Any],
+        refs: list[Ref[Any]],
+        heard: Mapping[bytes, Definition] = NONE_HEARD,
+    ) -> None:
+        self.payload = payload
+        self.inline = inline
+        # Views of host memory, and tensors of bytes on accelerators.
+        self.blobs = blobs
+        self.refs = refs
+        # Returns the object that a buffer came from, if the value was made in this process.
+        self.origin: Callable[[int], Any] = _no_origin
+        # The definitions of the names in it; any other value keeps none of it alive.
+        self.heard = heard if payload[0] == NAMED else NONE_HEARD
+
+    @property
+    def is_moved_tensor(self) -> bool:
+        """Whether it is one tensor of another process, whose bytes came through host memory beside the message."""
+        return len(self.blobs) == 1 and is_tensor(self.payload) and self.origin is _no_origin and not self.on_device
+
+    @property
+    def on_device(self) -> bool:
+        return not all(isinstance(blob, memoryview) for blob in self.blobs)
+
+
+class Plain:  # noqa: B903 - the name says what the value is
+    """A value that is a field of a message as it is."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _no_origin(index: int) -> Any:
+    return None

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from aiodaft._protocol.connections.codec import pack, pack_exts
 from aiodaft._protocol.connections.messages import FEW_ARGS, INLINE_LIMIT, PLAIN_ARGS_LIMIT, PLAIN_TEXT_LIMIT
-from aiodaft._protocol.objects.blobs import blob_table, lay_out
 from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization import small as codes
-from aiodaft._runtime.serialization.building import builder_name
 from aiodaft._runtime.serialization.containers import (
     FLAT,
+    builder_name,
     contains_ref,
     field_names,
     is_namedtuple,
@@ -30,7 +29,7 @@ from aiodaft._runtime.serialization.containers import (
     text_size,
 )
 from aiodaft._runtime.serialization.diagnosis import advice_on, cause_of, find_path
-from aiodaft._runtime.serialization.encoded import Encoded, Source, digest_of
+from aiodaft._runtime.serialization.encoded import Encoded, Source, blob_table, digest_of, lay_out
 from aiodaft._runtime.serialization.error_parts import parts_of_error
 from aiodaft._runtime.serialization.pickling import Owned, TooLong, pickle_into
 from aiodaft._runtime.serialization.small import SmallEncoder, encode_small

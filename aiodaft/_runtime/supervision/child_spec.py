@@ -17,7 +17,7 @@ from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
-from aiodaft._runtime.serialization.origin import Origin, origin_of
+from aiodaft._runtime.serialization.definitions import Origin, origin_of
 from aiodaft.exceptions import DaftError
 from aiodaft.methods import MethodSpec, Options, specs_of
 from aiodaft.ref import Ref

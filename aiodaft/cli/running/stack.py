@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from aiodaft._runtime.diagnostics.native_dump import take_dump
+from aiodaft._runtime.diagnostics.loop_watch import take_dump
 from aiodaft.cli.output import FAILED, Failed, json_option, print_json
 from aiodaft.program import run
 

@@ -12,7 +12,7 @@ from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.node.local_node import Machine
 from aiodaft._runtime.node.node_process import NodeProcess, NodeProcessOptions
-from aiodaft._runtime.node.surroundings import NodeOptions
+from aiodaft._runtime.node.worker import NodeOptions
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import ProcessOptions

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Self, cast
 
-from aiodaft._runtime.platform.sockets import Sockets
+from aiodaft._runtime.platform.capabilities import Sockets
 from simulated.simulated_loop import SimulatedLoop, SimulatedProcess
 
 # Real descriptors are smaller.

@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 
 from aiodaft._protocol.connections.address import Address, parse_address
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.connections.authentication import Authenticated, receive_message
 from aiodaft._runtime.connections.dialing import DEADLINE
+from aiodaft._runtime.connections.far import Authenticated, receive_message
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.exceptions import PeerLost
 from aiodaft_transport import Key

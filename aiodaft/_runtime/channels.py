@@ -149,6 +149,7 @@ class MessageState(TellState):
 
 
 def leaving_of(connection: Connection) -> Leaving:
+    """The way in which the process at the other end of a lost connection left its channels."""
     return Leaving.ENDED if connection.dismissed else Leaving.DIED
 
 
@@ -207,6 +208,7 @@ class Channels(Actor):
             del self._waiting[channel_id, ticket]
 
     def close(self) -> None:
+        """End every wait, because the runtime is closed."""
         for (_, ticket), waiting in list(self._waiting.items()):
             if not waiting.done():
                 waiting.set_result(Settle(ticket, Outcome.LOST))
@@ -302,6 +304,7 @@ class Port:
         await self.endpoint.send(value)
 
     async def receive(self) -> Any:
+        """Receive the next item. Cancellation: no item is lost."""
         self.endpoint.check()
         call = current_call.get()
         # A caller in this process has the same object, and may send.
@@ -396,6 +399,7 @@ class Endpoint:
         self.process.check_open("the channel cannot be closed")
 
     def check(self) -> None:
+        """Raise if the channel cannot be used here and now."""
         self.process.check_open("the channel cannot be used")
         if asyncio._get_running_loop() is not self.process.loop:
             raise RuntimeError("a channel is used on another event loop than the one its runtime was opened on")

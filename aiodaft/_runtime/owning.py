@@ -111,11 +111,13 @@ class Owner(ABC):
 
     @property
     @abstractmethod
-    def is_open(self) -> bool: ...
+    def is_open(self) -> bool:
+        """Whether actors can be made and called."""
 
     @property
     @abstractmethod
-    def is_closed(self) -> bool: ...
+    def is_closed(self) -> bool:
+        """Whether this has ended here."""
 
     @property
     @abstractmethod

@@ -62,20 +62,25 @@ def peak_of(
             base |= {out: base.get(read[0], read[0]) for out in one.outs if out is not None}
         for number in (*read, *(out for out in one.outs if out is not None)):
             last[base.get(number, number)] = at
+    none = (0,) * rules.size
+
+    def size(number: int) -> tuple[int, ...]:
+        return rules.local_bytes(specs[number]) if number in specs else none
+
     kept = {base.get(one, one) for one in (*inputs, *outputs)}
     ends: dict[int, list[int]] = {}
     for number, at in last.items():
         if number not in kept:
             ends.setdefault(at, []).append(number)
-    now = [sum(column) for column in zip(*(rules.local_bytes(specs[one]) for one in inputs), strict=True)]
+    now = [sum(column) for column in zip(none, *map(size, inputs), strict=True)]
     most = list(now)
     for at, one in enumerate(instructions):
         for out in one.outs:
             if out is not None and out not in base:
-                now = [a + b for a, b in zip(now, rules.local_bytes(specs[out]), strict=True)]
+                now = [a + b for a, b in zip(now, size(out), strict=True)]
         most = [max(a, b) for a, b in zip(most, now, strict=True)]
         for number in ends.get(at, ()):
-            now = [a - b for a, b in zip(now, rules.local_bytes(specs[number]), strict=True)]
+            now = [a - b for a, b in zip(now, size(number), strict=True)]
     return tuple(most)
 
 

@@ -44,6 +44,8 @@ Kind: TypeAlias = (
         "alias",  # args (x,)
         "local",  # target: name of a function of the user, on local tensors
         "random",  # see randoms.py
+        "send",  # target: axis of a pipeline; args (x, stage): to the rank of that stage
+        "receive",  # target: axis of a pipeline; args (stage, number): the tensor of that number, from that stage
     ]
 )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -32,11 +33,32 @@ class OwnRule(Protocol):
 OWN_RULES: dict[OpOverload[..., Any], OwnRule] = {}
 
 
+class _Number(float):
+    """A number that is known when the plan runs, such as a learning rate; to a rule it is any number."""
+
+    def __new__(cls, slot: Slot) -> _Number:
+        return super().__new__(cls, 1.0)
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+
+
+def gives_number(op: OpOverload[..., Any]) -> bool:
+    """Whether the result is a number of Python."""
+    returns = op._schema.returns
+    return len(returns) == 1 and str(returns[0].type) in ("number", "float", "int", "bool", "Scalar")
+
+
+def _without_numbers(args: Any) -> Any:
+    return tree_map(lambda one: one.slot if isinstance(one, _Number) else one, args)
+
+
 class Lowering:
     """Turns operations on placed tensors into instructions.
 
     Args:
         rules: The table of placements, for a group with named axes.
+        numbers: Numbers for new tensors.
 
     Attributes:
         specs: Whole shape, dtype and placements of each tensor, by its number.
@@ -46,7 +68,7 @@ class Lowering:
         whole: The causes of operations that were done whole, since no rule places them.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, numbers: Iterator[int] | None = None) -> None:
         self.rules = rules
         self.axes = rules.axes
         self.names = tuple(rules.axes)
@@ -60,13 +82,13 @@ class Lowering:
         self.whole: list[Cause] = []
         self.aliases = Aliases()
         self.placed: dict[tuple[int, Placements], int] = {}
-        self._count = 0
+        self._numbers = numbers or count()
 
-    def new(self, spec: Spec) -> int:
-        """The number of a new tensor."""
-        number = self._count
-        self._count += 1
-        self.specs[number] = spec
+    def new(self, spec: Spec | None) -> int:
+        """The number of a new tensor, or without a spec of a new number."""
+        number = next(self._numbers)
+        if spec is not None:
+            self.specs[number] = spec
         return number
 
     def emit(self, instruction: Instruction) -> None:
@@ -108,15 +130,26 @@ class Lowering:
     def apply(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Lowers an operation; returns its results, with `Slot`s for tensors, in their structure.
 
-        An operation that writes to a tensor returns the slot that it was given.
+        An operation that writes to a tensor returns the slot that it was given. A slot without a spec is a number.
         """
-        args, kwargs = tuple(args), dict(kwargs)
+        args, kwargs = tree_map(self._with_numbers, (tuple(args), dict(kwargs)))
+        if gives_number(op):
+            return self._apply_number(op, args, kwargs)
         if not slots_of((args, kwargs)):
             return self._emit_op(op, args, kwargs, self._as_replicas(_metas(op, args, kwargs)))
         if (own := OWN_RULES.get(op)) is not None and (result := own(self, args, kwargs)) is not NotImplemented:
             return result
         placing = self.rules.place(op, *tree_map(self._spec, (args, kwargs)))
         return self._apply_placed(op, placing or self._whole(op, args, kwargs), args, kwargs)
+
+    def _apply_number(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Slot:
+        """An operation that gives a number, of numbers or of a tensor that each rank has."""
+        args = tree_map(
+            lambda one: Slot(self.redistribute(one.number, self.replicas)) if isinstance(one, Slot) else one, args
+        )
+        out = self.new(None)
+        self.emit(Instruction("op", name_of(op), _without_numbers(args), _without_numbers(dict(kwargs)), (out,)))
+        return Slot(out)
 
     def apply_whole(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Each rank does all of it."""
@@ -205,12 +238,13 @@ class Lowering:
         *,
         written: bool = False,
     ) -> Any:
+        args, kwargs = _without_numbers((args, dict(kwargs)))
         if written and len(op._schema.returns) <= 1:
-            self.emit(Instruction("op", name_of(op), args, dict(kwargs), (None,) * len(op._schema.returns)))
+            self.emit(Instruction("op", name_of(op), args, kwargs, (None,) * len(op._schema.returns)))
             return None
         result = tree_map(lambda one: Slot(self.new(one)) if isinstance(one, Spec) else None, outputs)
         numbers = [one.number if one is not None else None for one in _results(result)]
-        self.emit(Instruction("op", name_of(op), args, dict(kwargs), tuple(numbers)))
+        self.emit(Instruction("op", name_of(op), args, kwargs, tuple(numbers)))
         return tree_map(lambda one: self._without_norms(one) if isinstance(one, Slot) else one, result)
 
     def _without_norms(self, slot: Slot) -> Slot:
@@ -265,6 +299,9 @@ class Lowering:
     def _after(self, number: int, axis: int, placement: Any) -> int:
         spec = self.specs[number]
         return self.new(spec.at((*spec.placements[:axis], placement, *spec.placements[axis + 1 :])))
+
+    def _with_numbers(self, one: Any) -> Any:
+        return _Number(one) if isinstance(one, Slot) and one.number not in self.specs else one
 
     def _spec(self, one: Any) -> Any:
         return self.spec(one.number) if isinstance(one, Slot) else one

@@ -117,6 +117,7 @@ class Input:
         parameter: The parameter that a state belongs to; empty for others.
         value: The tensor of a constant, or the first value of a state or of a buffer that no checkpoint has.
         fill: The first value of each element of a state that has no `value`.
+        stage: The stage of a pipeline that takes it.
     """
 
     slot: int
@@ -125,6 +126,7 @@ class Input:
     parameter: str = ""
     value: torch.Tensor | None = None
     fill: float | None = None
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,7 @@ class Output:
     slot: int
     name: str
     role: Literal["result"] | Role
+    stage: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from aiodaft.pipeline import Schedule
 from aiodaft.tensor.instructions import CollectiveKind, Instruction
 from aiodaft.tensor.operations import Arguments, Cause, Input, Output, Results
+from aiodaft.tensor.passes.stages import SegmentKind
 from aiodaft.tensor.specs import Spec
 
-__all__ = ["Collective", "Plan"]
+__all__ = ["Collective", "Pipeline", "Plan", "Segment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +22,58 @@ class Collective:
     Attributes:
         received: Bytes that a rank must receive, by rank: the lower bound. For n members and a local tensor of b bytes:
             all_reduce 2b(n-1)/n; all_gather the parts of the others; reduce_scatter (n-1) times its own part;
-            all_to_all what others have of its part.
+            all_to_all what others have of its part. Of `send`, from stage to stage of a pipeline, the tensor.
         cause: The operation that needs it, with module and line.
         written: Whether the strategy asks for it, by the placement of a parameter in use, of a module's output, of an
             optimizer's state or of a result; otherwise the rule of an operation does.
         slot: The tensor that it makes.
+        times: How often it happens in a step.
     """
 
-    kind: CollectiveKind
+    kind: CollectiveKind | Literal["send"]
     axis: str
     received: tuple[int, ...]
     cause: Cause
     written: bool
     slot: int
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a stage of a pipeline: forward (F), the gradient of its input (B), those of its parameters (W), or the
+    update (U), which runs once a step.
+
+    Attributes:
+        takes: The tensors that it reads: inputs of the plan, and what earlier segments of the stage gave.
+        gives: The tensors that later segments need, the gradients to accumulate, and outputs of the plan.
+    """
+
+    stage: int
+    kind: SegmentKind
+    takes: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+    gives: tuple[int, ...]
+    causes: tuple[Cause, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The segments of a program in stages, and the order in which ranks run them.
+
+    Attributes:
+        axis: The axis along which stages stand; empty if there is one stage.
+        schedule: By coordinate in that axis, the tasks in their order; the update follows.
+        gradients: The tensors whose sum over micro-batches, divided by their number, the updates take.
+        begins: Parameters that a stage sends to others before a step: number, from stage, to stage.
+    """
+
+    axis: str
+    microbatches: int
+    schedule: Schedule
+    segments: tuple[Segment, ...]
+    gradients: tuple[int, ...]
+    begins: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +87,7 @@ class Plan:
         peak: Bytes of tensors that a rank has at most at one time, by rank.
         arguments: As those of the program, and so are `results` and `aliases`.
         causes: The operation of the program for each instruction.
+        pipeline: The segments of a program in stages or with micro-batches, which has no instructions besides.
     """
 
     axes: Mapping[str, int]
@@ -61,6 +103,7 @@ class Plan:
     scalars: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     causes: tuple[Cause, ...] = ()
+    pipeline: Pipeline | None = None
 
     @property
     def bytes(self) -> dict[str, tuple[int, ...]]:
@@ -69,5 +112,5 @@ class Plan:
         total = {axis: [0] * size for axis in self.axes}
         for one in self.collectives:
             for rank, count in enumerate(one.received):
-                total[one.axis][rank] += count
+                total[one.axis][rank] += count * one.times
         return {axis: tuple(counts) for axis, counts in total.items()}

@@ -1,9 +1,8 @@
-"""From a program of whole tensors and a strategy to the instructions of every rank. Pure: it needs no process."""
+"""Lowers the operations of a program, with the placements of a strategy."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,42 +22,24 @@ from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.specs import Placements, Spec, placed
 from aiodaft.tensor.strategy import Strategy, check_patterns, first
 
-__all__ = ["ImplicitCollectives", "plan"]
-
-logger = logging.getLogger("aiodaft.tensor")
+__all__ = ["Planner", "check_names", "joined_collectives"]
 
 
-class ImplicitCollectives(ValueError):
-    """A plan has collectives that its strategy does not ask for, and the strategy says `implicit="error"`."""
+class Planner:
+    """Lowers the operations of a program, one after the other.
 
-
-def plan(trace: Trace, strategy: Strategy, axes: Mapping[str, int]) -> Plan:
-    """The plan of a program on a group with these axes.
-
-    Raises:
-        ValueError: A pattern of the strategy fits no name, an axis is unknown, or a placement does not fit a shape.
-        ImplicitCollectives: The strategy allows none, and an operation needs one; it names all of them.
+    Args:
+        trace: The program.
+        strategy: The placements.
+        rules: The table for the axes.
+        count: Numbers for the tensors of the plan.
     """
-    if not axes or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in axes.values()):
-        raise ValueError(f"axes are {dict(axes)!r}: give names and sizes, such as {{'dp': 2, 'tp': 4}}")
-    made = _Planner(trace, strategy, Rules(axes)).made()
-    if strategy.implicit != "allow" and (implicit := [one for one in made.collectives if not one.written]):
-        listed = "\n".join(f"  {one.kind} on {one.axis}: {_place(one.cause)}" for one in implicit)
-        message = f"{len(implicit)} collectives that the strategy does not ask for:\n{listed}"
-        if strategy.implicit == "error":
-            raise ImplicitCollectives(message)
-        logger.warning(message)
-    return made
 
-
-class _Planner:
-    """Walks over the operations once."""
-
-    def __init__(self, trace: Trace, strategy: Strategy, rules: Rules) -> None:
+    def __init__(self, trace: Trace, strategy: Strategy, rules: Rules, count: Iterator[int] | None = None) -> None:
         self.trace = trace
         self.strategy = strategy
         self.rules = rules
-        self.lowering = Lowering(rules)
+        self.lowering = Lowering(rules, count)
         self.numbers: dict[int, int] = {}
         """The number in the plan of each tensor of the program."""
         self.parameters = {one.slot: one.name for one in trace.inputs if one.role == "parameter"}
@@ -71,31 +52,41 @@ class _Planner:
         """Operations on parameters in use alone, which backward does again rather than keep them."""
         self.again: dict[tuple[int, str], int] = {}
         self.gradients = {one.source: one for one in trace.operations if isinstance(one, Gradient)}
-        self._check()
 
     def made(self) -> Plan:
-        inputs = [replace(one, slot=self._placed_input(one)) for one in self.trace.inputs]
+        """The plan of the program in one piece."""
+        check_names(self.trace, self.strategy)
+        inputs = [replace(one, slot=self.placed_input(one)) for one in self.trace.inputs]
         for one in self.trace.operations:
-            self.lowering.cause = one.cause
-            match one:
-                case Mark():
-                    self.numbers[one.out] = self._mark(one)
-                case Gradient():
-                    self.numbers[one.out] = self._gradient(one)
-                case Operation():
-                    self._operation(one)
-        outputs = [replace(one, slot=self._output(one)) for one in self.trace.outputs]
+            self.step(one)
+        outputs = [replace(one, slot=self.output(one)) for one in self.trace.outputs]
         return self._plan(inputs, outputs)
+
+    def unplaced(self) -> int:
+        """A number for a tensor of a pass."""
+        return self.lowering.new(Spec(self.lowering.replicas, next(iter(self.trace.metas.values()))))
+
+    def step(self, one: Operation | Mark | Gradient) -> None:
+        """Lower an operation."""
+        self.lowering.cause = one.cause
+        match one:
+            case Mark():
+                self.numbers[one.out] = self._mark(one)
+            case Gradient():
+                self.numbers[one.out] = self._gradient(one)
+            case Operation():
+                self._operation(one)
 
     def _plan(self, inputs: list[Input], outputs: list[Output]) -> Plan:
         lowering = self.lowering
         wanted = [one.slot for one in outputs]
         steps = without_dead([*map(Step, lowering.instructions, lowering.causes)], wanted)
-        replicas = Spec(lowering.replicas, self.trace.metas[self.trace.inputs[0].slot])
-        steps, joined = with_buckets(steps, lowering.specs, self.rules.local_shapes, lambda: lowering.new(replicas))
+        steps, joined = with_buckets(steps, lowering.specs, self.rules.local_shapes, self.unplaced)
         instructions = [one.instruction for one in steps]
         alive = {out for one in instructions for out in one.outs}
-        collectives = _joined([one for one in lowering.collectives if one.slot in alive | joined.keys()], joined)
+        collectives = joined_collectives(
+            [one for one in lowering.collectives if one.slot in alive | joined.keys()], joined
+        )
         return Plan(
             axes=self.rules.axes,
             inputs=tuple(inputs),
@@ -112,21 +103,12 @@ class _Planner:
             causes=tuple(one.cause for one in steps),
         )
 
-    def _check(self) -> None:
-        inputs, strategy = self.trace.inputs, self.strategy
-        names = [one.name for one in inputs if one.role in ("parameter", "buffer")]
-        modules = list(dict.fromkeys(one.module for one in self.trace.operations if isinstance(one, Mark)))
-        check_patterns("params", strategy.params, names)
-        check_patterns("use", strategy.use, names)
-        check_patterns("optimizer", strategy.optimizer, self.parameters.values())
-        check_patterns("inputs", strategy.inputs, [one.name for one in inputs if one.role == "argument"])
-        check_patterns("outputs", strategy.outputs, modules)
-        check_patterns("recompute", strategy.recompute, modules)
-
     # Inputs
 
-    def _placed_input(self, one: Input) -> int:
-        spec = Spec(self._placements(one), self.trace.metas[one.slot])
+    def placed_input(self, one: Input) -> int:
+        """The number of an input, as the strategy places it."""
+        meta = self.trace.metas.get(one.slot)
+        spec = Spec(self._placements(one), meta) if meta is not None else None
         number = self.numbers[one.slot] = self.lowering.new(spec)
         return number
 
@@ -137,7 +119,7 @@ class _Planner:
                 return self._fitting(one, "params", first(strategy.params, one.name))
             case "argument":
                 return self._fitting(one, "inputs", first(strategy.inputs, one.name))
-            case "state" if self.trace.metas[one.slot].shape:
+            case "state" if one.parameter and self.trace.metas[one.slot].shape:
                 return self._fitting(one, "optimizer", self._of_state(one.parameter))
         return self.lowering.replicas
 
@@ -170,19 +152,19 @@ class _Planner:
             if out is not None and slot is not None:
                 self.numbers[out] = slot.number
                 if out in self.gradients:
-                    self._reduced(self.gradients[out])  # At once, so that it travels while backward goes on.
+                    self.gradient_is_there(self.gradients[out])
         read = slots_of((one.args, one.kwargs))
         if read and one.cause.phase == "forward" and all(n in self.parameters or n in self.derived for n in read):
             self.derived |= {out: one for out in one.outs if out is not None}
 
     def _looked_up(self, one: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def look(value: Any) -> Any:
-            return Slot(self._number(value.number, one.cause)) if isinstance(value, Slot) else value
+            return Slot(self.number_of(value.number, one.cause)) if isinstance(value, Slot) else value
 
         args, kwargs = tree_map(look, (one.args, dict(one.kwargs)))
         return args, kwargs
 
-    def _number(self, number: int, cause: Cause) -> int:
+    def number_of(self, number: int, cause: Cause) -> int:
         """The number of a tensor of the program in the plan, for an operation there."""
         if number in self.parameters:
             return self._parameter(number, cause)
@@ -228,16 +210,20 @@ class _Planner:
         return self.again[key]
 
     def _mark(self, one: Mark) -> int:
-        number = self.numbers[one.source]
+        number = self.number_of(one.source, one.cause)
         given = first(self.strategy.outputs, one.module) if one.side == "out" else None
         if given is not None:
             with self._written():
                 return self.lowering.redistribute(number, self._fit_output(one, given))
         if one.gradient and one.side == "out" and one.forward is not None:
-            value = self.lowering.spec(self.numbers[one.forward]).placements
+            value = self.placements_of(one.forward)
             # As its value, so that the placement of backward can be told from that of forward.
             return self.lowering.redistribute(number, tuple(Replicate() if p.is_partial() else p for p in value))
         return number
+
+    def placements_of(self, number: int) -> Placements:
+        """The placements of a tensor of the program."""
+        return self.lowering.spec(self.numbers[number]).placements
 
     def _fit_output(self, one: Mark, given: Mapping[str, Any]) -> Placements:
         output = Input(one.source, one.module, "argument")
@@ -249,7 +235,11 @@ class _Planner:
         like = Input(slot, one.parameter, "state", one.parameter)
         self.lowering.cause = one.cause
         with self._written():
-            return self.lowering.redistribute(self.numbers[one.source], self._placements(like))
+            return self.lowering.redistribute(self.number_of(one.source, one.cause), self._placements(like))
+
+    def gradient_is_there(self, one: Gradient) -> None:
+        """Place a gradient at once, so that it travels while backward goes on."""
+        self._reduced(one)
 
     def _gradient(self, one: Gradient) -> int:
         number = self._reduced(one)
@@ -259,9 +249,10 @@ class _Planner:
             self.parts[slot] = self.lowering.redistribute(self.numbers[slot], placements)
         return number
 
-    def _output(self, one: Output) -> int:
+    def output(self, one: Output) -> int:
+        """The number of an output, as the strategy places it."""
         self.lowering.cause = Cause(f"the {one.role} {one.name}", phase="update")
-        number = self._number(one.slot, self.lowering.cause)
+        number = self.number_of(one.slot, self.lowering.cause)
         with self._written():
             if one.role == "result":
                 return self.lowering.redistribute(number, self.lowering.replicas)
@@ -277,7 +268,24 @@ class _Planner:
             self.lowering.written = False
 
 
-def _joined(collectives: list[Collective], joined: Mapping[int, int]) -> list[Collective]:
+def check_names(trace: Trace, strategy: Strategy) -> None:
+    """Refuse patterns that fit no name of a program.
+
+    Raises:
+        ValueError: It names the pattern and the nearest names.
+    """
+    inputs = trace.inputs
+    names = [one.name for one in inputs if one.role in ("parameter", "buffer")]
+    modules = list(dict.fromkeys(one.module for one in trace.operations if isinstance(one, Mark)))
+    check_patterns("params", strategy.params, names)
+    check_patterns("use", strategy.use, names)
+    check_patterns("optimizer", strategy.optimizer, [one.name for one in inputs if one.role == "parameter"])
+    check_patterns("inputs", strategy.inputs, [one.name for one in inputs if one.role == "argument"])
+    check_patterns("outputs", strategy.outputs, modules)
+    check_patterns("recompute", strategy.recompute, modules)
+
+
+def joined_collectives(collectives: list[Collective], joined: Mapping[int, int]) -> list[Collective]:
     """One collective for those that were joined."""
     result: dict[int, Collective] = {}
     for one in collectives:
@@ -288,8 +296,3 @@ def _joined(collectives: list[Collective], joined: Mapping[int, int]) -> list[Co
             received = tuple(a + b for a, b in zip(before.received, received, strict=True))
         result[slot] = replace(one, received=received, slot=slot)
     return list(result.values())
-
-
-def _place(cause: Cause) -> str:
-    where = ", ".join(one for one in (cause.module, cause.line, cause.phase) if one)
-    return f"{cause.operation} ({where})"

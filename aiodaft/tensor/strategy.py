@@ -35,9 +35,10 @@ class Strategy:
         use: Of parameters while they are computed with, by name (`{"*": {}}`, with parts in `params`, is ZeRO-3: each
             is gathered before its module and again in backward). Those which no pattern fits are used as they are.
         recompute: Patterns of paths of modules of which backward computes the inside again, in place of keeping it.
-        stages: Paths of modules after which a pipeline is cut.
-        schedule: The name of the pipeline's schedule, as in `aiodaft.pipeline`.
-        microbatches: The number of parts into which the batch is cut for it.
+        stages: Paths of modules after which the program is cut into the stages of a pipeline, on the axis `pp`.
+        schedule: The name of the pipeline's schedule, a function of `aiodaft.pipeline`.
+        microbatches: The number of parts, along their first dimension, into which the arguments are cut; gradients are
+            accumulated over them, and divided by their number.
         implicit: Whether collectives that no entry of the strategy asks for are allowed, logged or errors.
     """
 
@@ -48,7 +49,7 @@ class Strategy:
     use: Patterns = field(default_factory=dict)
     recompute: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
-    schedule: str = "1f1b"
+    schedule: str = "one_f_one_b"
     microbatches: int = 1
     implicit: Implicit = "allow"
 

@@ -75,7 +75,8 @@ class PeerTransport(ABC, Generic[BlockT, RemoteT]):
         self._closed = False
 
     @abstractmethod
-    def _meet(self, control: Control) -> RemoteT: ...
+    def _meet(self, control: Control) -> RemoteT:
+        """Make the record of a new peer."""
 
     @abstractmethod
     def _offer(self, block: BlockT, remote: RemoteT) -> tuple[int | str, int]:
@@ -167,7 +168,8 @@ class SegmentTransport(PeerTransport[BlockT, SegmentRemoteT]):
     """Tells each peer once of each segment of which it is granted a block, and when the segment is gone."""
 
     @abstractmethod
-    def _tell(self, segment: Any, remote: SegmentRemoteT) -> None: ...
+    def _tell(self, segment: Any, remote: SegmentRemoteT) -> None:
+        """Tell a peer of a segment."""
 
     @abstractmethod
     def _noted(self, remote: SegmentRemoteT, kind: int, number: int, size: int, body: bytes, fds: list[int]) -> bool:

@@ -19,7 +19,9 @@ class Entry(Protocol):
     @property
     def lanes(self) -> Sequence[Hashable]: ...
 
-    def may_go(self) -> bool: ...
+    def may_go(self) -> bool:
+        """Whether it could go out now; asked when it stands first."""
+        ...
 
 
 EntryT = TypeVar("EntryT", bound=Entry)
@@ -60,6 +62,7 @@ class Order(Generic[EntryT]):
                 entries.move_to_end(other)
 
     def leave(self, entry: EntryT) -> None:
+        """Remove an entry from any place: entries behind it may be `ready` now."""
         for lane in entry.lanes:
             entries = self.lanes[lane]
             del entries[entry]

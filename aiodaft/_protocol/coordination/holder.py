@@ -106,6 +106,7 @@ class LeaseHolder:
         return self._state
 
     def is_alone(self, now: float) -> bool:
+        """Whether the coordinator, dead or alive, has not answered for the time of a lease."""
         return now >= self._granted_until
 
     def get_timer(self) -> float:

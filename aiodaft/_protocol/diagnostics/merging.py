@@ -31,6 +31,7 @@ def member_of(name: str) -> Member | None:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks for people: "0-5,7"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

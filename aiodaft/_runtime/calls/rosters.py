@@ -54,12 +54,14 @@ class Rosters:
         self._known: weakref.WeakValueDictionary[str, RosterCell] = weakref.WeakValueDictionary()
 
     def own(self, cell: RosterCell) -> None:
+        """A group of this process: others ask it for changes."""
         self._known[cell.roster.id] = cell
 
     def find(self, group: str) -> RosterCell | None:
         return self._known.get(group)
 
     def copy(self, roster: Roster[Any]) -> RosterCell:
+        """The cell of a group that came with this roster, from any thread."""
         cell = self._known.get(roster.id)
         if cell is None:
             cell = self._known[roster.id] = RosterCell(roster)

@@ -107,6 +107,7 @@ class Deployment:
         await self._context.agent_of(plan.process).install(self.number, Opaque(plan))
 
     def uninstall(self) -> None:
+        """No more runs begin: the processes may forget the plans."""
         for process in self.plans:
             connection = self._context.connections.get(process)
             if connection is None or connection.lost is None:

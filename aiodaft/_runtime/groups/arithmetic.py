@@ -77,6 +77,7 @@ def combined(values: Sequence[Any], op: str, out: Any) -> Any:
 
 @cache
 def _function(op: str) -> Callable[..., Any]:
+    """The function of torch, which is loaded."""
     function: Callable[..., Any] = getattr(loaded_torch(), _REDUCERS[op][1])
     return function
 
@@ -151,6 +152,7 @@ def reduced(values: Sequence[Any], ranks: Sequence[int], op: Reducer, title: str
 
 
 def joined(pattern: Any, parts: Sequence[Piece], allocate: Allocate) -> Any:
+    """Put the parts of a value together; `pattern` has its shape."""
     if not _is_array(pattern):
         return parts[0].value
     pieces = [part.value for part in parts]
@@ -306,4 +308,5 @@ def _quiet(name: str) -> Callable[..., Any]:
 
 
 def _numpy() -> Any:
+    """The module, which a process that has an array has imported."""
     return sys.modules["numpy"]

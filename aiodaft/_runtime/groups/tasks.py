@@ -67,6 +67,7 @@ class TaskQueue(Target):
         self._backlog.forget(number)
 
     def hand_out(self) -> None:
+        """Give tasks to members that are free."""
         while self._backlog and (target := self._free_member()) is not None:
             request = self._backlog.take_first()
             if request is None:
@@ -82,6 +83,7 @@ class TaskQueue(Target):
                 self._await_restart(unit.target)
 
     def _await_restart(self, member: CallTarget) -> None:
+        """Hand tasks out once a member is up that is being restarted."""
         if isinstance(member, FollowingTarget) and member.is_down and member not in self._awaited:
             self._awaited.add(member)
             self.process.tasks.create_task(self._arrives(member), name=f"wait for {member.label}")

@@ -22,6 +22,7 @@ from aiodaft._runtime.platform.error_log import log_error
 
 
 def own_bars_are_shown() -> bool:
+    """Whether there are any."""
     bars = _bars()
     if bars is None:
         return False
@@ -30,6 +31,7 @@ def own_bars_are_shown() -> bool:
 
 
 def aside_from_bars(target: TextIO) -> AbstractContextManager[object]:
+    """Take them away while something else is written."""
     bars = _bars()
     return nullcontext() if bars is None else bars.external_write_mode(target)
 

@@ -79,16 +79,20 @@ class Launcher(ABC):
         """
 
     @abstractmethod
-    def kill(self, worker: Worker, number: int = signal.SIGKILL) -> None: ...
+    def kill(self, worker: Worker, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a worker that has not ended."""
 
     @abstractmethod
-    async def end(self, worker: Worker) -> None: ...
+    async def end(self, worker: Worker) -> None:
+        """Kill a worker and wait until it has ended."""
 
     @abstractmethod
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """End the remaining workers, and wait until they are gone."""
 
     @abstractmethod
-    def abandon(self) -> None: ...
+    def abandon(self) -> None:
+        """Like `aclose`, without a running loop. Blocks."""
 
     @abstractmethod
     def stay_behind(self) -> None:
@@ -194,6 +198,7 @@ def _add_evidence(error: OutcomeUnknown, worker: Worker, doing: Activity) -> Non
 
 
 def condition_of(pid: int) -> str:
+    """Why a process does not answer."""
     states: set[str] = set()
     threads = f"/proc/{pid}/task"
     with suppress(OSError):

@@ -26,7 +26,8 @@ class InboundProducer(Protocol):
         """Whether its result is not wanted: only its caller reports its end."""
         ...
 
-    def add_puller(self, found: Callable[[Any], object]) -> None: ...
+    def add_puller(self, found: Callable[[Any], object]) -> None:
+        """Call `found` with the place of the value once the call has ended."""
 
 
 class ObjectsOwner(Protocol):

@@ -56,6 +56,7 @@ def _ends(code: CodeType, instruction: int, line: int) -> tuple[int, int, int]:
 
 
 def gap(left_out: int) -> FrameData:
+    """A frame in the place of others."""
     return FrameData("...", f"<{left_out} frames left out>", "", 0, 0, 0, _NOWHERE, _NOWHERE)
 
 

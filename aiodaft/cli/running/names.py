@@ -28,6 +28,7 @@ def called(actors: Sequence[Plain], name: str) -> list[Plain]:
 
 
 def no_actor(actors: Sequence[Plain], name: str) -> Failed:
+    """The error that no actor of a program has a name; it lists those that there are."""
     names = sorted((" ".join(names_of(actor)) for actor in actors), key=natural)
     more = [f"and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
     return Failed(f"there is no actor {name!r}; there are: {', '.join([*names[:_LISTED], *more]) or 'none'}")

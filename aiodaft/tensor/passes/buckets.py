@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from aiodaft.tensor.instructions import Instruction, Slot, slots_of
+from aiodaft.tensor.instructions import Instruction, Slot, operation, slots_of
 from aiodaft.tensor.passes.step import Step
 from aiodaft.tensor.specs import Spec
 
@@ -21,6 +21,7 @@ LIMIT = 25 << 20
 @dataclass
 class _Bucket:
     members: list[int] = field(default_factory=list)
+    sources: set[int] = field(default_factory=set)
     outs: set[int] = field(default_factory=set)
     size: int = 0
 
@@ -73,7 +74,12 @@ def _joined(
     for at, step in enumerate(steps):
         one = step.instruction
         read = set(slots_of((one.args, one.kwargs)))
-        closed += [open_.pop(key) for key in list(open_) if open_[key].outs & read]
+        writes = one.kind == "op" and one.target is not None and operation(one.target)._schema.is_mutable
+        closed += [
+            open_.pop(key)
+            for key, bucket in list(open_.items())
+            if bucket.outs & read or (writes and bucket.sources & read)
+        ]
         if one.kind != "all_reduce" or len(set(shapes(specs[one.args[0].number]))) > 1:
             continue
         spec = specs[one.args[0].number]
@@ -83,6 +89,7 @@ def _joined(
             closed.append(open_.pop(key))
         bucket = open_.setdefault(key, _Bucket())
         bucket.members.append(at)
+        bucket.sources.add(one.args[0].number)
         bucket.outs.update(out for out in one.outs if out is not None)
         bucket.size += size
     return [bucket for bucket in (*closed, *open_.values()) if len(bucket.members) > 1]

@@ -23,5 +23,5 @@ def without_dead(steps: Sequence[Step], wanted: Iterable[int]) -> list[Step]:
 
 def _writes(instruction: Instruction) -> bool:
     if instruction.kind != "op" or instruction.target is None:
-        return instruction.kind == "local"
+        return instruction.kind in ("local", "send")
     return operation(instruction.target)._schema.is_mutable

@@ -123,7 +123,9 @@ class Driver(Protocol):
 
     def forget(self, event: Event) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the devices. Idempotent."""
+        ...
 
 
 class DeviceHost(Host, Protocol):

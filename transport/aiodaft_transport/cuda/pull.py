@@ -83,6 +83,7 @@ class Pull(BasePull[Any]):
             self.queued.set_result(self.landing.owner)
 
     def settle(self, error: Exception | None) -> None:
+        """Give the waiters their result or error, if they still wait."""
         if error is not None:
             self.set_error(error)
             if not self.queued.done():

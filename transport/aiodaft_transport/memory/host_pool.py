@@ -50,6 +50,7 @@ class ArenaBlock(PooledBlock[Segment]):
 
     @property
     def view(self) -> memoryview:
+        """The memory itself, writable, as unsigned bytes."""
         return memoryview(self.segment.region)[self.offset : self.offset + self.nbytes]
 
 

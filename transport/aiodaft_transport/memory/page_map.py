@@ -44,6 +44,7 @@ class PageMap:
             index = flags.find(1, index + 1)
 
     def close(self) -> None:
+        """Close it; it is opened again when it is needed. Idempotent."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

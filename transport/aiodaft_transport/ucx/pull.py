@@ -56,6 +56,7 @@ class Remote(SegmentRemote[RemoteSegment]):
         self.lost = False
 
     def cut(self, driver: Driver, reason: str) -> None:
+        """Fail the transfers from it, and close the connection."""
         endpoint, self.endpoint = self.endpoint, None
         for segment in (*self.segments.values(), self.stamped):
             if segment.rkey is not None:
@@ -121,6 +122,7 @@ class Pull(BasePull[None]):
             self.fail(error)
 
     def _check_stamp(self) -> None:
+        """All bytes are here: check that they were still granted when they were read."""
         if not self._word:
             self._word = self._remote.stamp.landing_word()
             stamped = self._remote.stamped

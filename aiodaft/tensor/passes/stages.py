@@ -1,0 +1,181 @@
+"""Cuts a program into the stages of a pipeline, and backward of each into the part that the stage before waits for (B)
+and the rest (W), as in Qi et al., "Zero Bubble Pipeline Parallelism", 2023: by reachability.
+
+An operation on arguments or on parameters alone belongs to no stage: each stage that needs it does it. All else is at
+the stage of the values that it reads; a mark of a module at which the program is cut moves on to the next stage.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from aiodaft.tensor.instructions import slots_of
+from aiodaft.tensor.operations import Gradient, Mark, Operation, Trace
+
+__all__ = ["SegmentKind", "Stages", "outs_of", "split"]
+
+Step: TypeAlias = Operation | Mark | Gradient
+
+SegmentKind: TypeAlias = Literal["F", "B", "W", "U"]
+"""Forward; the gradient of the stage's input; the gradients of its parameters; the update, once a step."""
+
+
+@dataclass
+class Stages:
+    """The operations of each stage.
+
+    Attributes:
+        count: The number of stages.
+        steps: The operations of each stage and kind, in their order.
+        at: The stage of each tensor; none of those that belong to no stage.
+        where: The stage and kind of each tensor that an operation of a stage makes.
+        owners: The stage that updates each parameter.
+        free: The operations that belong to no stage, by the tensors that they make.
+    """
+
+    count: int
+    steps: dict[tuple[int, SegmentKind], list[Step]] = field(default_factory=dict)
+    at: dict[int, int] = field(default_factory=dict)
+    where: dict[int, tuple[int, SegmentKind]] = field(default_factory=dict)
+    owners: dict[int, int] = field(default_factory=dict)
+    free: dict[int, Step] = field(default_factory=dict)
+
+
+def split(trace: Trace, cuts: Sequence[str]) -> Stages:
+    """The stages of a program that is cut after these modules.
+
+    Raises:
+        ValueError: A cut is no module whose output is a tensor of forward, or the cuts are not in their order.
+    """
+    stages = Stages(len(cuts) + 1)
+    modules = list(dict.fromkeys(one.module for one in trace.operations if isinstance(one, Mark) and one.side == "out"))
+    for cut in cuts:
+        if cut not in modules:
+            near = difflib.get_close_matches(cut, modules, 3, 0.4) or modules[:3]
+            raise ValueError(f"stages: no module {cut!r} gives a tensor; the nearest are {', '.join(near) or 'none'}")
+    _forward(trace, cuts, stages)
+    backward = _backward(trace, cuts, stages)
+    _weights(stages, backward)
+    _update(trace, stages)
+    for place, steps in stages.steps.items():
+        stages.where |= {out: place for step in steps for out in outs_of(step)}
+    return stages
+
+
+def reads_of(step: Step) -> list[int]:
+    """The tensors that an operation reads."""
+    return slots_of((step.args, step.kwargs)) if isinstance(step, Operation) else [step.source]
+
+
+def outs_of(step: Step) -> list[int]:
+    """The tensors that an operation makes."""
+    return [one for one in step.outs if one is not None] if isinstance(step, Operation) else [step.out]
+
+
+def _forward(trace: Trace, cuts: Sequence[str], stages: Stages) -> None:
+    roles = {one.slot: one.role for one in trace.inputs}
+    # Whether a tensor depends on parameters, and on arguments.
+    depends = {slot: (role in ("parameter", "buffer"), role == "argument") for slot, role in roles.items()}
+    depends |= {slot: (False, False) for slot, role in roles.items() if role == "buffer"}
+    for step in trace.operations:
+        if step.cause.phase != "forward":
+            continue
+        read = reads_of(step)
+        needs = [any(depends[one][which] for one in read) for which in (0, 1)]
+        is_cut = isinstance(step, Mark) and step.side == "out" and not step.gradient and step.module in cuts
+        for out in outs_of(step):
+            depends[out] = (needs[0], needs[1])
+        if not all(needs) and not is_cut:
+            stages.free |= dict.fromkeys(outs_of(step), step)
+            continue
+        stage = max((stages.at[one] for one in read if one in stages.at), default=0)
+        if is_cut and isinstance(step, Mark):
+            if stage != cuts.index(step.module):
+                raise ValueError(
+                    f"stages: {step.module} ends in stage {stage}, and stands at place {cuts.index(step.module)}: give "
+                    "the modules in the order in which they end, each once"
+                )
+            stage += 1
+        _put(stages, step, stage, "F")
+
+
+def _backward(trace: Trace, cuts: Sequence[str], stages: Stages) -> list[Step]:
+    made: set[int] = set()
+    backward: list[Step] = []
+    for step in trace.operations:
+        if step.cause.phase != "backward":
+            continue
+        read = [one for one in reads_of(step) if one in stages.at]
+        if not read:
+            stages.free |= dict.fromkeys(outs_of(step), step)
+            continue
+        gradients = [stages.at[one] for one in read if one in made]
+        stage = min(gradients) if gradients else max(stages.at[one] for one in read)
+        stage -= isinstance(step, Mark) and step.side == "out" and step.module in cuts
+        made.update(outs_of(step))
+        stages.at |= dict.fromkeys(outs_of(step), stage)
+        backward.append(step)
+    return backward
+
+
+def _weights(stages: Stages, backward: Sequence[Step]) -> None:
+    """B is all that another stage depends on, W the rest."""
+    needed: set[int] = set()
+    for step in reversed(backward):
+        stage = stages.at[_first(step)]
+        read = reads_of(step)
+        crossing = any(stages.at.get(one, stage) != stage for one in read)
+        if crossing:
+            needed.update(one for one in read if stages.at.get(one, stage) != stage)
+        if needed.intersection(outs_of(step)):
+            needed.update(read)
+    for step in backward:
+        kind: SegmentKind = "B" if needed.intersection(outs_of(step)) else "W"
+        stages.steps.setdefault((stages.at[_first(step)], kind), []).append(step)
+
+
+def _update(trace: Trace, stages: Stages) -> None:
+    names = {one.name: one.slot for one in trace.inputs if one.role == "parameter"}
+    sizes = {slot: meta.nbytes for slot, meta in trace.metas.items()}
+    for step in trace.operations:
+        if isinstance(step, Gradient):
+            stages.owners[names[step.parameter]] = stages.at.get(step.source, 0)
+    users: dict[int, int] = {}
+    for (stage, _), steps in stages.steps.items():
+        for number in (number for step in steps for number in reads_of(step)):
+            users[number] = min(stage, users.get(number, stage))
+    for one in trace.inputs:
+        if one.role in ("parameter", "buffer"):
+            stages.owners.setdefault(one.slot, users.get(one.slot, 0))
+    held = dict(stages.owners)
+    held |= {
+        one.slot: stages.owners[names[one.parameter]] for one in trace.inputs if one.role == "state" and one.parameter
+    }
+    for step in trace.operations:
+        if step.cause.phase != "update":
+            continue
+        read = [(sizes[number], held[number]) for number in reads_of(step) if number in held]
+        if isinstance(step, Gradient):
+            stage = stages.owners[names[step.parameter]]
+        elif not read and (micro := [stages.at[number] for number in reads_of(step) if number in stages.at]):
+            _put(stages, step, max(micro), "F")  # Of values of forward alone, such as `loss.detach()`.
+            continue
+        elif not read:
+            stages.free |= dict.fromkeys(outs_of(step), step)
+            continue
+        else:
+            stage = max(read)[1]
+        held |= dict.fromkeys(outs_of(step), stage)
+        _put(stages, step, stage, "U")
+
+
+def _put(stages: Stages, step: Step, stage: int, kind: SegmentKind) -> None:
+    stages.at |= dict.fromkeys(outs_of(step), stage)
+    stages.steps.setdefault((stage, kind), []).append(step)
+
+
+def _first(step: Step) -> int:
+    return outs_of(step)[0]

@@ -1,0 +1,353 @@
+"""The plan of a program in stages: each is lowered by itself, and values go over where another stage reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count, product
+from typing import Final, TypeAlias
+
+from aiodaft.pipeline import Schedule, gpipe, interleaved, one_f_one_b, simulate, zb_h1, zb_h2, zbv
+from aiodaft.pipeline.schedule import rank_of_stages
+from aiodaft.tensor.costs import flops_of, peak_of
+from aiodaft.tensor.instructions import Instruction, Slot, slots_of
+from aiodaft.tensor.operations import Cause, Gradient, Mark, Operation, Output, Trace
+from aiodaft.tensor.passes.buckets import with_buckets
+from aiodaft.tensor.passes.dead import without_dead
+from aiodaft.tensor.passes.stages import SegmentKind, Stages, outs_of, split
+from aiodaft.tensor.passes.step import Step
+from aiodaft.tensor.plan import Collective, Pipeline, Plan, Segment
+from aiodaft.tensor.planner import Planner, check_names, joined_collectives
+from aiodaft.tensor.rules import Rules
+from aiodaft.tensor.specs import Placements
+from aiodaft.tensor.strategy import Strategy
+
+__all__ = ["PIPELINE_AXIS", "plan_stages"]
+
+ByRank: TypeAlias = tuple[int, ...]
+
+PIPELINE_AXIS: Final = "pp"
+
+_SCHEDULES: Final[Mapping[str, Callable[..., Schedule]]] = {
+    one.__name__: one for one in (gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zbv)
+}
+_KINDS: Final[tuple[SegmentKind, ...]] = ("F", "B", "W", "U")
+
+
+def plan_stages(trace: Trace, strategy: Strategy, axes: Mapping[str, int]) -> Plan:
+    """The plan of the program of one micro-batch, in stages.
+
+    Raises:
+        ValueError: A cut is no module, the axis `pp` or the schedule does not fit the number of stages, or the update
+            reads a value of one micro-batch.
+    """
+    check_names(trace, strategy)
+    stages = split(trace, strategy.stages)
+    schedule = _schedule(strategy, stages.count, axes)
+    inner = {axis: size for axis, size in axes.items() if axis != PIPELINE_AXIS} or {PIPELINE_AXIS: 1}
+    rules, numbers = Rules(inner), count()
+    planners: list[_StagePlanner] = []
+    for stage in range(stages.count):
+        planners.append(_StagePlanner(trace, strategy, rules, numbers, stage, stages, planners))
+    outputs = _lower(trace, stages, planners)
+    return _Assembly(trace, strategy, axes, planners, schedule, outputs).plan()
+
+
+def _schedule(strategy: Strategy, stages: int, axes: Mapping[str, int]) -> Schedule:
+    ranks = axes.get(PIPELINE_AXIS, 1)
+    if strategy.schedule not in _SCHEDULES:
+        raise ValueError(f"schedule is {strategy.schedule!r}: give one of {', '.join(_SCHEDULES)}")
+    per_rank = {"zbv": 2, "interleaved": max(stages // ranks, 1)}.get(strategy.schedule, 1)
+    if stages != ranks * per_rank:
+        raise ValueError(
+            f"{stages} stages on {ranks} ranks of the axis {PIPELINE_AXIS}: {strategy.schedule} takes "
+            f"{ranks * per_rank} stages, so cut after {ranks * per_rank - 1} modules"
+        )
+    more = (per_rank,) if strategy.schedule == "interleaved" else ()
+    return _SCHEDULES[strategy.schedule](ranks, strategy.microbatches, *more)
+
+
+def _lower(trace: Trace, stages: Stages, planners: Sequence[_StagePlanner]) -> list[Output]:
+    """Lower each operation after those that it reads; returns the outputs of the stages."""
+    for planner in planners:
+        planner.run("F", stages.steps.get((planner.stage, "F"), ()))
+    for planner in reversed(planners):
+        for kind in ("B", "W"):
+            planner.run(kind, stages.steps.get((planner.stage, kind), ()))
+    for planner in planners:
+        planner.begin_update()
+    for one in trace.operations:
+        stage, kind = stages.where.get(outs_of(one)[0], (0, "F"))
+        if kind == "U":
+            planners[stage].run("U", [one])
+    return [given for one in trace.outputs for planner in planners if (given := planner.given(one)) is not None]
+
+
+class _StagePlanner(Planner):
+    """Lowers the operations of one stage."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        strategy: Strategy,
+        rules: Rules,
+        numbers: Iterator[int],
+        stage: int,
+        stages: Stages,
+        others: Sequence[_StagePlanner],
+    ) -> None:
+        super().__init__(trace, strategy, rules, numbers)
+        self.stage = stage
+        self.stages = stages
+        self.others = others
+        self.inputs = {one.slot: one for one in trace.inputs}
+        self.taken: dict[int, int] = {}
+        """The inputs of the plan that this stage takes, by those of the program."""
+        self.steps: dict[SegmentKind, tuple[list[Instruction], list[Cause]]] = {kind: ([], []) for kind in _KINDS}
+        self.kind: SegmentKind = "F"
+        self.sums: dict[int, int] = {}
+        self.micro: dict[int, int] = {}
+        self.begins: list[tuple[int, int, int]] = []
+        self.arrivals: list[Collective] = []
+        self.sources: dict[int, int] = {}
+        """The stage that each tensor comes from that is received."""
+
+    def run(self, kind: SegmentKind, steps: Sequence[Operation | Mark | Gradient]) -> None:
+        """Lower operations into a segment."""
+        self.kind = kind
+        self.lowering.instructions, self.lowering.causes = self.steps[kind]
+        for one in steps:
+            self.step(one)
+
+    def begin_update(self) -> None:
+        """From here on, values of micro-batches are gone; the sums of gradients are there."""
+        mine = [one for one in self.gradients.values() if self.stages.owners[self.slots[one.parameter]] == self.stage]
+        self.sums = {one.source: self.number_of(one.source, one.cause) for one in mine}
+        self.micro, self.numbers = self.numbers, self.taken | self.sums
+        for memo in (self.in_use, self.again, self.lowering.placed):
+            memo.clear()
+
+    def number_of(self, number: int, cause: Cause) -> int:
+        if number not in self.numbers:
+            self._fetch(number, cause)
+        return super().number_of(number, cause)
+
+    def gradient_is_there(self, one: Gradient) -> None:
+        """It is placed in the update, when the sum over micro-batches is there."""
+
+    def placements_of(self, number: int) -> Placements:
+        here = self if number in self.numbers else self.others[self.stages.where[number][0]]
+        return here.lowering.spec(here.numbers[number]).placements
+
+    def given(self, one: Output) -> Output | None:
+        """An output as this stage gives it; None if another stage does."""
+        source = next((i.slot for i in self.trace.inputs if (i.name, i.role) == (one.name, one.role)), None)
+        phase = getattr(self.stages.free.get(one.slot), "cause", Cause("", phase="forward")).phase
+        stage, kind = self.stages.where.get(one.slot, (self.stages.count - 1, "U" if phase == "update" else "F"))
+        if stage != self.stage if source is None or one.slot in self.stages.where else source not in self.taken:
+            return None
+        self.run(kind, ())
+        updated = self.numbers
+        self.numbers = updated if kind == "U" else self.micro
+        made = replace(one, slot=self.output(one), stage=self.stage)
+        self.numbers = updated
+        return made
+
+    def _fetch(self, number: int, cause: Cause) -> None:
+        """Take an input, do an operation that belongs to no stage, or receive a value of another stage."""
+        if (given := self.inputs.get(number)) is not None:
+            owner = self.stages.owners.get(number, self.stage)
+            if owner == self.stage or given.role != "parameter":
+                self.taken[number] = self.placed_input(given)
+            else:
+                theirs = self.others[owner].number_as_stored(number)
+                self.begins.append((theirs, owner, self.stage))
+                self._arrives(number, theirs, owner)
+        elif number in self.stages.free:
+            self.step(self.stages.free[number])
+            self.lowering.cause = cause
+        elif self.kind == "U" and self.stages.where[number][1] != "U":
+            raise ValueError(
+                f"{cause.line or cause.operation}: the update reads a value of one micro-batch; only gradients are "
+                "summed over micro-batches"
+            )
+        else:
+            self._receive(number, self.stages.where[number][0])
+
+    def number_as_stored(self, number: int) -> int:
+        """The number of a parameter of this stage, as it is kept."""
+        if number not in self.numbers:
+            self._fetch(number, Cause(""))
+        return self.numbers[number]
+
+    def _receive(self, number: int, stage: int) -> None:
+        other = self.others[stage]
+        theirs = other.numbers[number]
+        made = next(
+            (made for made in other.steps.values() if any(theirs in one.outs for one in made[0])), other.steps["F"]
+        )
+        made[0].append(Instruction("send", PIPELINE_AXIS, (Slot(theirs), self.stage), {}, ()))
+        made[1].append(self.lowering.cause)
+        self.lowering.emit(Instruction("receive", PIPELINE_AXIS, (stage, theirs), {}, (theirs,)))
+        self._arrives(number, theirs, stage)
+
+    def _arrives(self, number: int, theirs: int, stage: int) -> None:
+        spec = self.lowering.specs[theirs] = self.others[stage].lowering.specs[theirs]
+        self.numbers[number] = theirs
+        self.sources[theirs] = stage
+        received = self.rules.local_bytes(spec)
+        self.arrivals.append(Collective("send", PIPELINE_AXIS, received, self.lowering.cause, True, theirs))
+
+
+class _Assembly:
+    """Puts the stages together."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        strategy: Strategy,
+        axes: Mapping[str, int],
+        planners: Sequence[_StagePlanner],
+        schedule: Schedule,
+        outputs: Sequence[Output],
+    ) -> None:
+        self.trace = trace
+        self.axes = dict(axes)
+        self.microbatches = strategy.microbatches
+        self.planners = planners
+        self.rules = planners[0].rules
+        self.schedule = schedule
+        self.outputs = outputs
+        self.places = rank_of_stages(schedule)
+        self.joined: dict[int, int] = {}
+        self.collectives: list[Collective] = []
+        self.flops = [(0,) * self.rules.size for _ in planners]
+
+    def plan(self) -> Plan:
+        segments = self._segments()
+        for one in segments:
+            self._count(self.planners[one.stage], one)
+        taken = [
+            replace(p.inputs[slot], slot=number, stage=p.stage)
+            for p in self.planners
+            for slot, number in p.taken.items()
+        ]
+        specs = {number: spec for planner in self.planners for number, spec in planner.lowering.specs.items()}
+        return Plan(
+            axes=self.axes,
+            inputs=tuple(taken),
+            instructions=(),
+            outputs=tuple(self.outputs),
+            specs=specs,
+            arguments=self.trace.arguments,
+            results=self.trace.results,
+            collectives=tuple(self.collectives),
+            flops=self._by_rank(self.flops, sum),
+            peak=self._peak(segments),
+            scalars=self.trace.scalars,
+            aliases=self.trace.aliases,
+            pipeline=Pipeline(
+                axis=PIPELINE_AXIS if PIPELINE_AXIS in self.axes else "",
+                microbatches=self.microbatches,
+                schedule=self.schedule,
+                segments=tuple(segments),
+                gradients=tuple(number for planner in self.planners for number in planner.sums.values()),
+                begins=tuple(one for planner in self.planners for one in planner.begins),
+            ),
+        )
+
+    def _segments(self) -> list[Segment]:
+        """Without what nobody needs: a tensor is sent if it is received, and received if it is read."""
+        received: set[tuple[int, int]] | None = None
+        while True:
+            made = [one for planner in self.planners for one in self._stage(planner, received)]
+            now = {(i.args[1], one.stage) for one in made for i in one.instructions if i.kind == "receive"}
+            if now == received:
+                return made
+            received = now
+
+    def _stage(self, planner: _StagePlanner, received: set[tuple[int, int]] | None) -> list[Segment]:
+        """The segments of a stage, made from the last to the first: each gives what later ones take."""
+        wanted = {one.slot for one in self.outputs if one.stage == planner.stage}
+        made: list[Segment] = []
+        for kind in reversed(_KINDS):
+            steps = [
+                one
+                for one in map(Step, *planner.steps[kind])
+                if received is None or one.instruction.kind != "send" or _goes(one.instruction) in received
+            ]
+            steps, joined = with_buckets(
+                without_dead(steps, wanted), planner.lowering.specs, self.rules.local_shapes, planner.unplaced
+            )
+            self.joined |= joined
+            instructions = tuple(one.instruction for one in steps)
+            outs = {out for one in instructions for out in one.outs if out is not None}
+            takes = {slot for one in instructions for slot in slots_of((one.args, one.kwargs))} - outs
+            causes = tuple(one.cause for one in steps)
+            made.append(
+                Segment(planner.stage, kind, tuple(sorted(takes)), instructions, tuple(sorted(outs & wanted)), causes)
+            )
+            wanted |= takes
+        return made[::-1]
+
+    def _count(self, planner: _StagePlanner, segment: Segment) -> None:
+        stage, times = planner.stage, 1 if segment.kind == "U" else self.microbatches
+        alive = {out for one in segment.instructions for out in one.outs}
+        alive |= {one for one, by in self.joined.items() if by in alive}
+        come = [one for one in planner.arrivals if self.places[planner.sources[one.slot]] != self.places[stage]]
+        here = joined_collectives(
+            [one for one in (*planner.lowering.collectives, *come) if one.slot in alive], self.joined
+        )
+        begins = {number for number, *_ in planner.begins} if segment.kind == "F" else set()
+        none = (0,) * self.rules.size
+        for one, often in [*((one, times) for one in here), *((one, 1) for one in come if one.slot in begins)]:
+            received = self._by_rank([one.received if p is planner else none for p in self.planners], sum)
+            self.collectives.append(replace(one, received=received, times=often))
+        flops = flops_of(segment.instructions, planner.lowering.specs, self.rules)
+        self.flops[stage] = tuple(a + times * b for a, b in zip(self.flops[stage], flops, strict=True))
+
+    def _peak(self, segments: Sequence[Segment]) -> ByRank:
+        """Inputs and sums of gradients, the activations that the schedule holds, and the most that a segment adds."""
+        kept, saved, more = [], [], []
+        for planner in self.planners:
+            here = [one for one in segments if one.stage == planner.stage]
+            kept.append(self._size(planner, [*planner.taken.values(), *planner.sums.values()]))
+            saved.append(self._size(planner, next(one.gives for one in here if one.kind == "F")))
+            most = [
+                (peak_of(one.instructions, one.takes, one.gives, planner.lowering.specs, self.rules), one.takes)
+                for one in here
+                if one.takes
+            ]
+            added = [map(int.__sub__, peak, self._size(planner, takes)) for peak, takes in most]
+            more.append(tuple(map(max, zip(*added, strict=True))))
+        held = simulate(self.schedule).held
+        holds = self._by_rank([(held[place],) * self.rules.size for place in self.places], max)
+        return tuple(
+            base + count * one + most
+            for base, count, one, most in zip(
+                self._by_rank(kept, sum), holds, self._by_rank(saved, max), self._by_rank(more, max), strict=True
+            )
+        )
+
+    def _size(self, planner: _StagePlanner, numbers: Sequence[int]) -> ByRank:
+        specs = planner.lowering.specs
+        parts = [self.rules.local_bytes(specs[one]) for one in numbers if one in specs]
+        return tuple(map(sum, zip(*parts, strict=True))) if parts else (0,) * self.rules.size
+
+    def _by_rank(self, stages: Sequence[ByRank], combine: Callable[[list[int]], int]) -> ByRank:
+        """What holds for the ranks of stages, by rank of the whole group."""
+        inner = [axis for axis in self.axes if axis != PIPELINE_AXIS]
+        result = []
+        for at in product(*map(range, self.axes.values())):
+            coords = dict(zip(self.axes, at, strict=True))
+            rank = 0
+            for axis in inner:
+                rank = rank * self.axes[axis] + coords[axis]
+            mine = coords.get(PIPELINE_AXIS, 0)
+            result.append(combine([by[rank] for stage, by in enumerate(stages) if self.places[stage] == mine]))
+        return tuple(result)
+
+
+def _goes(instruction: Instruction) -> tuple[int, int]:
+    """The number and the target of what is sent."""
+    return instruction.args[0].number, instruction.args[1]

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -198,27 +199,43 @@ async def test_a_step_that_fails_in_its_updates_is_unusable_until_it_is_loaded_a
         close(await step(batch(0)), alone(start(), [0.1])[0][0])
 
 
-@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}])
-async def test_after_a_death_the_group_is_healed_and_a_checkpoint_goes_on(
-    rt: aiodaft.Runtime, axes: dict[str, int]
+@pytest.mark.parametrize(
+    ("axes", "kills"),
+    [
+        ({"dp": 2}, 3),
+        ({"dp": 2, "tp": 2}, 1),
+        pytest.param({"dp": 2}, 100, marks=[pytest.mark.soak, pytest.mark.timeout(600)]),
+    ],
+)
+async def test_after_a_death_at_any_instant_a_healed_group_goes_on_from_a_checkpoint(
+    rt: aiodaft.Runtime, axes: dict[str, int], kills: int
 ) -> None:
-    plan = mlp(axes, {"rate": 0.1})
+    plan, random, late = mlp(axes, {"rate": 0.1}), Random(kills), []
     async with workers(rt, axes, Extended) as group:
         step = await group.load(plan, start())
         want = [await step(batch(k)) for k in range(4)]
-        step = await group.load(plan, start())
-        await step(batch(0))
-        checkpoint = await step.state()
-        (*_, pid) = await group.group.all(Extended.pid)
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(ActorDied, match="SIGKILL"):
-            for _ in range(1000):
-                await step(batch(1))
-        with pytest.raises(RuntimeError, match="Load it again"):
-            step(batch(1))
-        assert await group.heal() == [len(group.group) - 1]
-        step = await group.load(plan, checkpoint)
-        assert [torch.equal(await step(batch(k)), want[k]) for k in (1, 2, 3)] == [True] * 3
+        for _ in range(kills):
+            step = await group.load(plan, start())
+            await step(batch(0))
+            checkpoint = await step.state()
+            victim, killed = random.randrange(len(group.group)), []
+            pid = (await group.group.all(Extended.pid))[victim]
+
+            def kill(pid: int = pid, killed: list[float] = killed) -> None:
+                os.kill(pid, signal.SIGKILL)
+                killed.append(time.perf_counter())
+
+            asyncio.get_running_loop().call_later(random.uniform(0, 0.02), kill)
+            with pytest.raises(ActorDied, match="SIGKILL"):
+                while True:
+                    await asyncio.gather(*[step(batch(1)) for _ in range(random.randint(1, 4))])
+            late.append(time.perf_counter() - killed[0])
+            with pytest.raises(RuntimeError, match="Load it again"):
+                step(batch(1))
+            assert await group.heal() == [victim]
+            step = await group.load(plan, checkpoint)
+            assert [torch.equal(await step(batch(k)), want[k]) for k in (1, 2, 3)] == [True] * 3
+    print(f"seconds from a kill to the error: median {sorted(late)[len(late) // 2]:.3f}, at most {max(late):.3f}")
 
 
 async def test_the_memory_of_a_run_is_measured_in_the_workers(rt: aiodaft.Runtime) -> None:

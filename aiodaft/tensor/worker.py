@@ -26,6 +26,7 @@ class Program(NamedTuple):
         names: Their names.
         outs: The numbers that its outputs get; None for those that the table does not keep.
         returns: The positions of the outputs that rank 0 returns; they are the same at all ranks.
+        first: The number of the first run, if it is an input: that after the state.
         parameters: The inputs that are parameters.
     """
 
@@ -34,6 +35,7 @@ class Program(NamedTuple):
     names: tuple[str, ...] = ()
     outs: tuple[int | None, ...] = ()
     returns: tuple[int, ...] = ()
+    first: int | None = None
     parameters: frozenset[int] = frozenset()
 
 
@@ -263,6 +265,8 @@ class _Session:
         if meter is not None:
             code = Code(program.routine, self._rank, self._rows, meter.watch)
         values: list[Any] = [self.find(number) for number in program.state]
+        if program.first is not None:
+            values.append(program.first + loaded.done)
         values += [self.find(one.number) if type(one) is Slot else one for one in order.values]
         outputs = loaded.run(code, values, tensors)
         for number, output in zip(program.outs if order.outs is None else order.outs, outputs, strict=True):
@@ -281,7 +285,7 @@ class _Loaded:
         self._rows = rows
         inputs = zip(program.state, program.routine.inputs, strict=False)
         self._donated = [number for number, slot in inputs if slot in program.routine.donated]
-        self._done = 0
+        self.done = 0
         self._changing = False
         self._counts: dict[str, tuple[int, int]] = dict.fromkeys(rows, (0, 0))
 
@@ -299,7 +303,7 @@ class _Loaded:
         for (axis, row), (begun, received) in zip(self._rows.items(), before, strict=True):
             here = self._counts[axis]
             self._counts[axis] = here[0] + row.begun - begun, here[1] + row.received - received
-        self._done += 1
+        self.done += 1
         return outputs
 
     def changed(self) -> None:
@@ -309,7 +313,7 @@ class _Loaded:
     def progress(self) -> Progress:
         counts = self._counts.items()
         return Progress(
-            self._done, self._changing, {axis: one[0] for axis, one in counts}, {axis: one[1] for axis, one in counts}
+            self.done, self._changing, {axis: one[0] for axis, one in counts}, {axis: one[1] for axis, one in counts}
         )
 
 

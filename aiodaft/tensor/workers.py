@@ -75,7 +75,7 @@ class Workers:
         """The names and sizes of the axes."""
         return self.group.axes
 
-    async def load(self, plan: Plan, state: Mapping[str, Tensor] | None = None) -> Step:
+    async def load(self, plan: Plan, state: Mapping[str, Tensor] | None = None, *, seed: int = 0) -> Step:
         """Send a plan and its state to the workers, each its part; returns the step, which is then one message to each.
 
         Args:
@@ -83,6 +83,7 @@ class Workers:
             state: Whole tensors by name: parameters and buffers, as `model.state_dict()` gives them, and states of the
                 optimizer, which otherwise are as at its beginning. Also what `Step.state()` gives, of a step with any
                 plan of the same program. Other names are ignored.
+            seed: The seed of the random numbers of all steps, unless `state` is that of a step.
 
         Raises:
             ValueError: The plan is for other axes, or a tensor is missing or has another shape or dtype.
@@ -93,9 +94,12 @@ class Workers:
         if list(plan.axes.items()) != list(self.axes.items()):
             raise ValueError(f"the plan is for axes {dict(plan.axes)}, and the workers have {dict(self.axes)}")
         inputs = [one for one in plan.inputs if one.role not in _PER_STEP]
-        values = {one.slot: _first_value(one, plan, state or {}) for one in inputs}
+        state = state or {}
+        values = {one.slot: _first_value(one, plan, state) for one in inputs}
         await self._refresh()
-        step = Step(self, plan, f"{self._session}/{next(self._names)}", [(one, next(self._numbers)) for one in inputs])
+        random = {_SEED: seed, _STEP: 0} | {name: int(state[name]) for name in (_SEED, _STEP) if name in state}
+        numbers = [(one, next(self._numbers)) for one in inputs]
+        step = Step(self, plan, f"{self._session}/{next(self._names)}", numbers, random)
 
         def parts(rank: int) -> dict[int, Tensor | Filled]:
             return {number: _part(values[one.slot], plan, one.slot, rank) for one, number in step._state}
@@ -153,15 +157,25 @@ class Step:
         name: Its name at the workers; see `Worker.state`.
     """
 
-    def __init__(self, workers: Workers, plan: Plan, name: str, state: Sequence[tuple[Input, int]]) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        plan: Plan,
+        name: str,
+        state: Sequence[tuple[Input, int]],
+        random: Mapping[str, int],
+    ) -> None:
         self.plan = plan
         self.name = name
         self._workers = workers
         self._state = tuple(state)
         self._numbers = {one.name: (number, one.slot) for one, number in state}
         self._arguments = [one for one in plan.inputs if one.role == "argument"]
-        self._scalars = [one for one in plan.inputs if one.role == "scalar"]
+        self._scalars = [one for one in plan.inputs if one.role == "scalar" and one.name != _STEP]
+        self._counting = [one for one in plan.inputs if one.name == _STEP and one.role == "scalar"]
         self._session = workers._session
+        # The seed, and the number of the first step: random numbers depend on these and on the place in the program.
+        self._random = random
         self._unusable = ""
         self._unload = weakref.finalize(self, workers._gone.append, name)
 
@@ -210,7 +224,9 @@ class Step:
         for one, number in kept:
             for rank in holders(plan.specs[one.slot].placements, plan.axes):
                 wanted[rank].append(number)
-        parts = await values_of(self._workers.group.each(Worker.get, wanted, self._session))
+        refs = self._workers.group.each(Worker.get, wanted, self._session)
+        counted = self._workers.group[0].progress(self._session, self.name)
+        *parts, progress = await values_of([*refs, counted])
         by_number: dict[int, dict[int, Tensor]] = {number: {} for _, number in kept}
         for rank, (numbers, given) in enumerate(zip(wanted, parts, strict=True)):
             for number, part in zip(numbers, given, strict=True):
@@ -219,7 +235,11 @@ class Step:
         for one, number in kept:
             spec = plan.specs[one.slot]
             whole[one.name] = joined(by_number[number], spec.meta.shape, spec.placements, plan.axes)
-        return whole | {alias: whole[name] for alias, name in plan.aliases.items() if name in whole}
+        whole |= {alias: whole[name] for alias, name in plan.aliases.items() if name in whole}
+        if self._counting:
+            done = progress.done
+            whole |= {_SEED: torch.tensor(self._random[_SEED]), _STEP: torch.tensor(self._random[_STEP] + done)}
+        return whole
 
     def refs(self, name: str) -> Refs[Tensor]:
         """The parts of a parameter, a buffer or a state of the optimizer, by rank, where they are.
@@ -256,7 +276,8 @@ class Step:
         self._check()
         plan, workers = self.plan, self._workers
         given = plan.arguments.bind(*args)
-        scalars = [plan.scalars[one.name] for one in self._scalars]
+        known = {**plan.scalars, **self._random}
+        scalars = [known[one.name] for one in self._scalars]
 
         def order(rank: int) -> Order:
             parts = [_part(given[one.name], plan, one.slot, rank) for one in self._arguments]
@@ -294,7 +315,7 @@ class Step:
 
     def _program(self) -> Program:
         plan = self.plan
-        inputs = [*(one for one, _ in self._state), *self._arguments, *self._scalars]
+        inputs = [*(one for one, _ in self._state), *self._counting, *self._arguments, *self._scalars]
         slots = {one.slot for one, _ in self._state}
         numbers: dict[tuple[str, str], int] = {(one.name, one.role): number for one, number in self._state}
         replaced = {(one.name, one.role) for one in plan.outputs if one.slot not in slots}
@@ -312,6 +333,7 @@ class Step:
             names=tuple(one.name for one, _ in self._state),
             outs=tuple(numbers.get((one.name, one.role)) for one in plan.outputs),
             returns=tuple(at for at, one in enumerate(plan.outputs) if one.role == "result"),
+            first=self._random[_STEP] if self._counting else None,
             parameters=frozenset(one.slot for one, _ in self._state if one.role == "parameter"),
         )
 
@@ -344,6 +366,7 @@ class Run(Awaitable[Any]):
 
 # The roles of inputs that come anew with each step.
 _PER_STEP = frozenset({"argument", "scalar"})
+_SEED, _STEP = "random.seed", "random.step"
 
 
 def _first_value(one: Input, plan: Plan, state: Mapping[str, Tensor]) -> Tensor | Filled:

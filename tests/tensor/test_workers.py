@@ -20,6 +20,7 @@ from tensor_workers import Extended  # noqa: E402
 import aiodaft  # noqa: E402
 from aiodaft import ActorDied  # noqa: E402
 from aiodaft.tensor.instructions import ByRank, Instruction, Slot  # noqa: E402
+from aiodaft.tensor.operations import Input, Output  # noqa: E402
 from aiodaft.tensor.workers import Workers, workers  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -259,3 +260,23 @@ async def test_a_step_that_nothing_refers_to_frees_its_state_with_the_next_load(
         for error in await asyncio.gather(*group.group.all(Extended.shape, name, "up"), return_exceptions=True):
             assert isinstance(error, KeyError)
         assert await group.group.all(Extended.shape, step.name, "up") == [(4, 7)] * 2
+
+
+async def test_random_numbers_depend_on_the_seed_and_the_number_of_the_step_alone(rt: aiodaft.Runtime) -> None:
+    axes = {"dp": 2}
+    plan = replace(
+        mlp(axes, {}),
+        inputs=(Input(0, "random.seed", "scalar"), Input(1, "random.step", "scalar"), Input(2, "x", "argument")),
+        instructions=(
+            Instruction("op", "aten.full.default", ([2], 1000.0), {}, (3,)),
+            Instruction("op", "aten.add.Tensor", (Slot(3), Slot(0)), {"alpha": 10}, (4,)),
+            Instruction("op", "aten.add.Tensor", (Slot(4), Slot(1)), {}, (5,)),
+        ),
+        outputs=(Output(5, "loss", "result"),),
+        causes=(),
+    )
+    async with workers(rt, axes) as group:
+        step = await group.load(plan, seed=7)
+        assert [float((await step(batch(0)))[0]) for _ in range(2)] == [1070.0, 1071.0]
+        other = await group.load(plan, await step.state(), seed=9)
+        assert [float((await other(batch(0)))[0]) for _ in range(2)] == [1072.0, 1073.0]

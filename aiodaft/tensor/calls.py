@@ -34,8 +34,8 @@ async def values_of(refs: Iterable[Ref[Any]]) -> list[Any]:
 
 def _weight(error: BaseException) -> int:
     """The error of an operation or a death comes before those that follow from it."""
-    if isinstance(error, Refused):
-        return 3
     if isinstance(error, OutcomeUnknown):
         return 0
-    return 2 if isinstance(error, DaftError) else 1
+    if isinstance(error, Refused):
+        return 2
+    return 3 if isinstance(error, DaftError) else 1

@@ -336,16 +336,16 @@ class _Axis:
             self._plan.close()
 
     def all_reduce(self, tensor: Tensor, op: Any) -> Pending[Tensor]:
-        return self._begin(2 * tensor.nbytes * (self.size - 1) // self.size).all_reduce(tensor, op)
+        return self._begin(2 * tensor.nbytes * (self.size - 1) // self.size).all_reduce(tensor, op).start()
 
     def reduce_scatter(self, parts: Sequence[Tensor], op: Any) -> Pending[Tensor]:
-        return self._begin(parts[self.rank].nbytes * (self.size - 1)).reduce_scatter(parts, op)
+        return self._begin(parts[self.rank].nbytes * (self.size - 1)).reduce_scatter(parts, op).start()
 
     def all_gather(self, tensor: Tensor) -> Pending[Sequence[Tensor]]:
-        return _Parts(self, self._begin(0).all_gather(tensor))
+        return _Parts(self, self._begin(0).all_gather(tensor).start())
 
     def all_to_all(self, parts: Sequence[Tensor]) -> Pending[Sequence[Tensor]]:
-        return _Parts(self, self._begin(0).all_to_all(parts))
+        return _Parts(self, self._begin(0).all_to_all(parts).start())
 
     def _begin(self, received: int) -> Planned:
         self.begun += 1

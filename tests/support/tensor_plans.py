@@ -49,7 +49,7 @@ def mlp(axes: dict[str, int], scalars: Mapping[str, Any], extra: list[Instructio
     Args:
         axes: Of the names `dp` and `tp`.
         scalars: It has the rate.
-        extra: Instructions before the update; slot 2 is x.
+        extra: Instructions before the last collectives.
     """
     up, down, x, rate = map(Slot, range(4))
     h, a, part, sq, gy, ga, gh, gup, gdown = map(Slot, range(10, 19))
@@ -78,8 +78,8 @@ def mlp(axes: dict[str, int], scalars: Mapping[str, Any], extra: list[Instructio
     op("aten.mm.default", ga, gy, op("aten.t.default", Slot(33), down))
     op("aten.threshold_backward.default", gh, ga, h, 0)
     op("aten.mm.default", gup, op("aten.t.default", Slot(34), x), gh)
-    gup, gdown = reduced("dp", gup), reduced("dp", gdown)
     todo += extra or []
+    gup, gdown = reduced("dp", gup), reduced("dp", gdown)
     op("aten.sub_.Tensor", Slot(40), up, gup, alpha=rate)
     op("aten.sub_.Tensor", Slot(41), down, gdown, alpha=rate)
     places = {"up": {"tp": Shard(1)}, "down": {"tp": Shard(0)}, "x": {"dp": Shard(0)}}

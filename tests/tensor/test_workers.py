@@ -154,7 +154,7 @@ async def test_a_step_that_fails_before_its_updates_leaves_the_state_as_it_was(r
     axes = {"dp": 2}
     async with workers(rt, axes) as group:
         step = await group.load(mlp(axes, {"rate": 0.1}), start())
-        # Before the first collective of one rank: the other one waits for it.
+        # The other rank waits for its gradients.
         bad = await group.load(mlp(axes, {"rate": 0.1}, failing(1)), start())
         begun = time.perf_counter()
         with pytest.raises(IndexError) as raised:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -15,22 +15,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from aiodaft.tensor.aliases import Aliases, View, is_view, written_arguments
 from aiodaft.tensor.instructions import CollectiveKind, Instruction, Slot, slots_of
 from aiodaft.tensor.operations import Cause
+from aiodaft.tensor.own_rules import by_own_rule
 from aiodaft.tensor.plan import Collective
 from aiodaft.tensor.rules import Move, Placing, Rules, norm_of, strided
 from aiodaft.tensor.specs import Meta, Placements, Spec
 
-__all__ = ["Lowering", "OwnRule"]
+__all__ = ["Lowering"]
 
 aten = torch.ops.aten
-
-
-class OwnRule(Protocol):
-    """A rule of ours: lowers an operation, or returns NotImplemented where torch's table does it."""
-
-    def __call__(self, lowering: Lowering, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
-
-
-OWN_RULES: dict[OpOverload[..., Any], OwnRule] = {}
 
 
 class _Number(float):
@@ -137,7 +129,8 @@ class Lowering:
             return self._apply_number(op, args, kwargs)
         if not slots_of((args, kwargs)):
             return self._emit_op(op, args, kwargs, self._as_replicas(_metas(op, args, kwargs)))
-        if (own := OWN_RULES.get(op)) is not None and (result := own(self, args, kwargs)) is not NotImplemented:
+        if (result := by_own_rule(self, op, args, kwargs)) is not NotImplemented:
+            self._note_views(op, args, kwargs, result, attached=False)
             return result
         placing = self.rules.place(op, *tree_map(self._spec, (args, kwargs)))
         return self._apply_placed(op, placing or self._whole(op, args, kwargs), args, kwargs)
@@ -185,10 +178,13 @@ class Lowering:
         result = self._emit_op(placing.target, local, named, placing.outputs, written=bool(written))
         for number in written:
             self._forget_copies(self.aliases.write(number))
+        self._note_views(op, args, kwargs, result, attached=attached)
+        return _argument_written(op, args, kwargs) if result is None else result
+
+    def _note_views(self, op: OpOverload[..., Any], args: Any, kwargs: Any, result: Any, *, attached: bool) -> None:
         if is_view(op):
             for place, one in enumerate(tree_leaves(result)):
-                self.aliases.add(one.number, View(numbers[0], op, args, kwargs, place, attached))
-        return _argument_written(op, args, kwargs) if result is None else result
+                self.aliases.add(one.number, View(slots_of(args)[0], op, args, kwargs, place, attached))
 
     # Writes
 

@@ -1,23 +1,24 @@
 """How an operation can be placed: torch's table of placements, asked without a process group.
 
-Only this module and `capture` use private names of torch. The table has wrong entries; `Rules.place` refuses those that
-are known, and the operation is then done whole.
+Only this module and `capture` use private names of torch. The table has wrong entries: `verified.txt` lists the kinds
+of placements with which tests found an operation equal to that of one device. With others it is done whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from functools import cache
+from importlib import resources
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
-from torch.distributed.tensor._ops.single_dim_strategy import register_single_dim_strategy
 from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _MaskPartial, _StridedShard
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from aiodaft.tensor.instructions import ByRank
 from aiodaft.tensor.specs import Meta, Placements, Spec
 
-__all__ = ["Move", "Placing", "Rules", "norm_of", "strided"]
+__all__ = ["Move", "Placing", "Rules", "norm_of", "strided", "verified"]
 
 aten = torch.ops.aten
 _TABLE = DTensor._op_dispatcher.sharding_propagator
@@ -62,10 +63,12 @@ class Rules:
 
     Args:
         axes: Names and sizes of the axes; ranks are row-major.
+        table: `verified`: entries of torch's table that tests have verified; `torch`: all of them.
     """
 
-    def __init__(self, axes: Mapping[str, int]) -> None:
+    def __init__(self, axes: Mapping[str, int], table: Literal["verified", "torch"] = "torch") -> None:
         self.axes = dict(axes)
+        self.table = table
         self.size = math.prod(axes.values())
         grid = torch.arange(self.size).view(*axes.values())
         self._meshes = [
@@ -80,6 +83,40 @@ class Rules:
         """How an operation is done in parts; None if it has to be done whole."""
         if any(isinstance(one, Spec) for one in tree_leaves(dict(kwargs))):
             return None
+        placing = self._placing(op, args, kwargs)
+        if placing is None and any(p.is_partial() for one in _specs(args) for p in one.placements):
+            return self._placing(op, tree_map(_reduced, args), kwargs)
+        return placing
+
+    def allows(self, op: str, kind: str) -> bool:
+        """Whether an operation is right with placements of this kind."""
+        if kind == "r" or self.table == "torch":
+            return True
+        level = _LEVELS.index(kind[0])
+        return any(one[1:] == kind[1:] and _LEVELS.index(one[0]) >= level for one in verified().get(op, ()))
+
+    def kind(self, placing: Placing, given: Sequence[Spec]) -> str:
+        """The placements of an operation in short.
+
+        The first letter says the parts: r replicas, s equal shards, u uneven ones, e some of them empty. The others say
+        which terms there are: p of a sum, a of a mean, m of a maximum or minimum, q of a product, n of a norm; and x
+        for strided parts.
+        """
+        tensors = [spec.at(placements) for spec, placements in zip(given, placing.inputs, strict=True)]
+        tensors += _specs(placing.outputs)
+        level = max((self._level(one) for one in tensors), key=_LEVELS.index, default="r")
+        flags = {_flag(placement) for one in tensors for placement in one.placements}
+        return level + "".join(sorted(flags - {""}))
+
+    def _level(self, spec: Spec) -> str:
+        if not any(isinstance(one, Shard | _StridedShard) for one in spec.placements):
+            return "r"
+        shapes = self.local_shapes(spec)
+        if 0 not in spec.meta.shape and any(0 in shape for shape in shapes):
+            return "e"
+        return "u" if len(set(shapes)) > 1 else "s"
+
+    def _placing(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Placing | None:
         info = _schema_info(op, args)
         schema = OpSchema(op, tree_map(self._their, args), dict(kwargs), schema_info=info)
         try:
@@ -106,9 +143,11 @@ class Rules:
             largs = tuple(tree_unflatten(local, tree_flatten(args)[1])) if deep else tuple(local)
         else:
             largs = args
-        outputs = self._ours(sharding.output_spec)
-        placing = Placing(target, inputs, largs, outputs)
-        return None if self._is_wrong(placing, [one for one in have if isinstance(one, Spec)]) else placing
+        placing = Placing(target, inputs, largs, self._ours(sharding.output_spec))
+        given = _specs(have)
+        if self._is_wrong(placing, given) or not self.allows(str(op), self.kind(placing, given)):
+            return None
+        return placing
 
     def route(self, source: Spec, target: Placements) -> Iterator[Move]:
         """The steps of a redistribution, in their order."""
@@ -167,18 +206,52 @@ class Rules:
         return isinstance(placement, Shard) and spec.meta.shape[placement.dim] % self._sizes[axis] != 0
 
     def _is_wrong(self, placing: Placing, given: list[Spec]) -> bool:
-        """Whether the table is known to be wrong about it: the mean of means of uneven parts; masks, which are kept in
-        a buffer of torch's process group."""
-        outs = [one for one in tree_leaves(placing.outputs) if isinstance(one, Spec)]
-        everywhere = [p for one in placing.inputs for p in one] + [p for one in outs for p in one.placements]
-        if any(isinstance(one, _MaskPartial) for one in everywhere):
-            return True
+        """Whether the table is known to be wrong about it.
+
+        Of uneven parts it takes the mean of means; it keeps masks in a buffer of torch's process group; and a maximum
+        of sums is not the sum of maxima.
+        """
+        outs = _specs(placing.outputs)
+        for placements in (*placing.inputs, *(one.placements for one in outs)):
+            linear = {one.reduce_op in ("sum", "avg") for one in placements if isinstance(one, Partial)}
+            if len(linear) > 1 or any(isinstance(one, _MaskPartial) for one in placements):
+                return True
         means = {axis for one in outs for axis, p in enumerate(one.placements) if getattr(p, "reduce_op", "") == "avg"}
         return any(
             self._is_uneven(spec, placements, axis)
             for spec, placements in zip(given, placing.inputs, strict=True)
             for axis in means
         )
+
+
+_LEVELS: Final = "rsue"
+_TERMS: Final = {"sum": "p", "avg": "a", "max": "m", "min": "m", "product": "q"}
+
+
+@cache
+def verified() -> Mapping[str, frozenset[str]]:
+    """The kinds of placements that are right, by operation."""
+    lines = resources.files("aiodaft.tensor").joinpath("verified.txt").read_text().splitlines()
+    return {f"aten.{name}": frozenset(kinds) for name, *kinds in map(str.split, lines)}
+
+
+def _flag(placement: Placement) -> str:
+    if norm_of(placement) is not None:
+        return "n"
+    if isinstance(placement, _StridedShard):
+        return "x"
+    return _TERMS.get(placement.reduce_op, "?") if isinstance(placement, Partial) else ""
+
+
+def _reduced(one: Any) -> Any:
+    """Without terms of sums."""
+    if not isinstance(one, Spec):
+        return one
+    return one.at(tuple(Replicate() if placement.is_partial() else placement for placement in one.placements))
+
+
+def _specs(values: Any) -> list[Spec]:
+    return [one for one in tree_leaves(values) if isinstance(one, Spec)]
 
 
 def norm_of(placement: Placement) -> float | None:
@@ -205,19 +278,3 @@ def _schema_info(op: OpOverload[..., Any], args: tuple[Any, ...]) -> RuntimeSche
     if info is None and any(isinstance(one, list | tuple) and any(isinstance(x, Spec) for x in one) for one in args):
         return RuntimeSchemaInfo(needs_pytree=True)
     return info
-
-
-@register_single_dim_strategy(
-    aten._scaled_dot_product_flash_attention_for_cpu.default, schema_info=RuntimeSchemaInfo(3)
-)
-def _attention(op: Any, args: Any, kwargs: Any) -> list[list[Placement]]:
-    """Output, log-sum-exp; query, key, value: by batch and by head."""
-    return [[Shard(dim)] * 5 for dim in (0, 1)]
-
-
-@register_single_dim_strategy(
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default, schema_info=RuntimeSchemaInfo(6)
-)
-def _attention_backward(op: Any, args: Any, kwargs: Any) -> list[list[Placement]]:
-    """The gradients of query, key, value; that of the output, query, key, value, output, log-sum-exp."""
-    return [[Shard(dim)] * 9 for dim in (0, 1)]

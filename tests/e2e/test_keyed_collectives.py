@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import threading
 from enum import StrEnum
@@ -20,8 +21,6 @@ from torch import Tensor
 import aiodaft
 from aiodaft import ActorDied, CallCancelled, GroupChanged, Restart
 from aiodaft._protocol.connections.session import WINDOW_BYTES
-from aiodaft._protocol.groups.collective import Cut
-from aiodaft._runtime.groups.arithmetic import alone, cut
 from aiodaft.exceptions import SerializationError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -123,7 +122,21 @@ async def test_methods_of_threads_wait_with_result(rt: aiodaft.Runtime) -> None:
 async def test_a_member_may_write_to_its_value_when_it_has_its_result(rt: aiodaft.Runtime) -> None:
     group = await rt.group(2, Keyer)
     for size in (10, 1_000_000):
-        assert await group.all(Keyer.write_after, size) == [float(size)] * 2
+        assert await group.all(Keyer.write_after, size) == [2.0 * size, 1.0 * size]
+
+
+async def test_a_member_may_write_to_its_result(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Keyer)
+    for size, writer in itertools.product((1 << 16, 1 << 19), range(3)):
+        found = await group.all(Keyer.write_to_result, "all_reduce", size, writer)
+        assert found == [{106.0 if rank == writer else 6.0} for rank in range(3)]
+
+
+async def test_members_in_one_process_share_no_values_and_no_results(rt: aiodaft.Runtime) -> None:
+    group = await rt.on(with_=await rt.spawn(aiodaft.Actor)).group(2, Keyer)
+    expected = {"all_reduce": {3.0}, "all_gather": {1.0, 2.0}, "broadcast": {1.0}, "reduce_scatter": {3.0}}
+    for size, operation in itertools.product((10, 1 << 16, 1 << 19), expected):
+        assert (await group.all(Keyer.write_to_result, operation, size, 0))[1] == expected[operation]
 
 
 async def test_a_member_without_a_result_may_write_to_its_value_when_its_wait_is_over(rt: aiodaft.Runtime) -> None:
@@ -131,13 +144,6 @@ async def test_a_member_without_a_result_may_write_to_its_value_when_its_wait_is
     group = await rt.group(3, Keyer)
     for _ in range(5):
         assert await group.all(Keyer.write_after_reduce, 1_000_000) == [[3.0], [], []]
-
-
-async def test_an_item_that_is_cut_for_another_member_is_a_copy() -> None:
-    values = [torch.zeros(2), torch.ones(2)]
-    item = alone(cut(values, Cut.ITEM, 1, 2))
-    values[1].fill_(-1)
-    assert torch.equal(item, torch.ones(2))
 
 
 async def test_keys_meet_in_any_order_and_parts_of_a_group_by_themselves(rt: aiodaft.Runtime) -> None:

@@ -37,7 +37,7 @@ def do(step: Step, inputs: list[Any], parts: int) -> Any:
         case Work.TAKE | Work.CUT:
             (only,) = cut
             return only
-        case Work.REDUCE:
+        case Work.REDUCE | Work.TOTAL:
             assert len({len(value) for value in cut}) == 1
             return ["".join(texts) for texts in zip(*cut, strict=True)]
         case Work.LIST:
@@ -138,6 +138,17 @@ def test_one_value_for_many(receivers: int, one_memory: bool) -> None:
     plan = collective.hand_out(receivers, Cut.ITEM, one_memory=one_memory)
     assert carried_out(plan) == [[item] for item in items]
     assert [plan.rank_of(number) for number in plan.results] == list(range(1, receivers + 1))
+
+
+@pytest.mark.parametrize("members", range(2, 10))
+def test_a_result_that_others_take_is_not_reduced_in_memory_that_they_share(members: int) -> None:
+    for algorithm in ALL_REDUCE.values():
+        plan = algorithm(members)
+        for number, step in enumerate(plan.steps, plan.members):
+            taken = any(number in other.inputs and other.rank != step.rank for other in plan.steps)
+            assert (step.work is Work.TOTAL) == (
+                step.work in {Work.TOTAL, Work.REDUCE} and taken and number in plan.results
+            )
 
 
 def test_the_values_that_a_member_makes_of_its_own_one_for_others_alone() -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from aiodaft._runtime.groups.arithmetic import no_gradients, reduced
+from aiodaft._protocol.groups.collective import Cut
+from aiodaft._runtime.groups.arithmetic import alone, cut, no_gradients, reduced
 from aiodaft._runtime.serialization.tensors import is_dense_tensor, loaded_torch
 
 # Elements: one that torch computes in one thread anyway, one that is not a multiple of a piece, and a large one.
@@ -64,3 +65,10 @@ def test_other_values_are_reduced_and_told_apart_while_a_thread_imports_torch(mo
     with no_gradients():
         total = reduced([np.ones(2), np.ones(2)], range(2), "sum", "test", allocate)
     assert total.tolist() == [2, 2]
+
+
+def test_an_item_that_is_cut_for_another_member_is_a_copy() -> None:
+    values = [torch.zeros(2), torch.ones(2)]
+    item = alone(cut(values, Cut.ITEM, 1, 2))
+    values[1].fill_(-1)
+    assert torch.equal(item, torch.ones(2))

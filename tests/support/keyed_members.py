@@ -196,10 +196,25 @@ class Keyer(Actor):
     @method
     async def write_after(self, size: int) -> float:
         """Write to a value as soon as the result is there; the sum of the next member's value."""
-        value = torch.ones(size)
+        value = torch.full((size,), 1.0 + self.group.rank)
         parts = await self.group.all_gather(value, key="written")
         value.zero_()
         return float(parts[(self.group.rank + 1) % self.group.size].sum())
+
+    @method
+    async def write_to_result(self, operation: str, size: int, writer: int) -> set[float]:
+        """One member writes to its result, and to its value, before the others have looked at theirs."""
+        value = torch.full((size,), 1.0 + self.group.rank)
+        give = operation != "broadcast" or self.group.rank == 0
+        result = await getattr(self.group, operation)(*([value] if give else []))
+        parts = result if isinstance(result, list) else [result]
+        await self.group.barrier()
+        if self.group.rank == writer:
+            for part in parts:
+                part.add_(100)
+            value.add_(1000)
+        await self.group.barrier()
+        return {float(part[at]) for part in parts if part is not value for at in (0, -1)}
 
     @method
     def write_after_reduce(self, size: int) -> list[float]:

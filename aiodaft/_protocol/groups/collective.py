@@ -36,6 +36,7 @@ class Work(enum.IntEnum):
     LIST = 2  # makes a list of them
     JOIN = 3  # puts the parts after the first input together to a value of its shape
     CUT = 4  # gives a copy of a part of its only input, which the member may write to afterwards
+    TOTAL = 5  # as REDUCE, for a result that others take while the member may write to its own
 
 
 class Cut(enum.IntEnum):
@@ -75,7 +76,7 @@ def runs_on_loop(work: Work, nbytes: int, *, by_function: bool) -> bool:
         by_function: Whether code of the user reduces, which may take any time.
     """
     match work:
-        case Work.REDUCE:
+        case Work.REDUCE | Work.TOTAL:
             return nbytes <= QUICK and not by_function
         case Work.LIST:
             # Nothing is computed.
@@ -155,7 +156,7 @@ def exchange(members: int) -> Plan:
 def star(members: int) -> Plan:
     """Member 0 reduces all values in the order of ranks; the others take the result."""
     plan = Plan(members)
-    total = plan.add(0, Work.REDUCE, *plan.inputs)
+    total = plan.add(0, Work.TOTAL, *plan.inputs)
     plan.results = [total, *(plan.add(rank, Work.TAKE, total) for rank in plan.inputs[1:])]
     return plan
 
@@ -206,8 +207,9 @@ def tree(members: int) -> Plan:
     held = list(plan.inputs)
     distances = [1 << level for level in range((members - 1).bit_length())]
     for distance in distances:
+        work = Work.TOTAL if distance == distances[-1] else Work.REDUCE
         for rank in range(0, members - distance, 2 * distance):
-            held[rank] = plan.add(rank, Work.REDUCE, held[rank], held[rank + distance])
+            held[rank] = plan.add(rank, work, held[rank], held[rank + distance])
     for distance in reversed(distances):
         for rank in range(0, members - distance, 2 * distance):
             held[rank + distance] = plan.add(rank + distance, Work.TAKE, held[rank])
@@ -231,8 +233,11 @@ def doubling(members: int) -> Plan:
     while distance < core:
         # The lower rank comes first at both members: so they have the same bits.
         pairs = [(held[rank & ~distance], held[rank | distance]) for rank in range(core)]
-        held[:core] = [plan.add(rank, Work.REDUCE, *pair) for rank, pair in enumerate(pairs)]
         distance *= 2
+        taken = members - core if distance == core else 0
+        held[:core] = [
+            plan.add(rank, Work.TOTAL if rank < taken else Work.REDUCE, *pair) for rank, pair in enumerate(pairs)
+        ]
     if members == 1:
         held = [plan.add(0, Work.REDUCE, 0)]
     held[core:] = [plan.add(rank, Work.TAKE, held[rank - core]) for rank in range(core, members)]

@@ -43,6 +43,10 @@ class Enlisted:
     def has(self, actor: ActorId) -> bool:
         return any(number_of(other) == number_of(actor) for other in self._standings)
 
+    def has_several_of(self, group: str) -> bool:
+        """Whether several members of a group are in this process."""
+        return sum(standing.roster.id == group for standing in self._standings.values()) > 1
+
     def enlist(self, actor: ActorId, roster: Roster[Any], rank: int) -> None:
         """Note the roster and rank that the owner of a group has sent to a member, also before the member is made."""
         known = self._standings.get(actor)

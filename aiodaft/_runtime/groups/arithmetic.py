@@ -164,6 +164,12 @@ def joined(pattern: Any, parts: Sequence[Piece], allocate: Allocate) -> Any:
     return whole
 
 
+def new_memory(shape: Any, dtype: Any) -> Any:
+    """As `Allocate`, in memory of this process alone."""
+    torch: Any = loaded_torch()
+    return torch.empty(shape, dtype=dtype)
+
+
 def no_gradients() -> AbstractContextManager[object]:
     """No step is recorded for autograd: its result is a value of its own."""
     torch = loaded_torch()

@@ -19,7 +19,7 @@ from aiodaft._runtime.actors.hosted_actor import serving
 from aiodaft._runtime.calls.beside import AlwaysBeside, Beside, TargetBeside
 from aiodaft._runtime.calls.call import Caller, CallState, Target
 from aiodaft._runtime.calls.following import FollowingTarget
-from aiodaft._runtime.groups.arithmetic import Reducer, alone, cut, joined, nbytes_of, no_gradients, reduced
+from aiodaft._runtime.groups.arithmetic import Reducer, alone, cut, joined, nbytes_of, new_memory, no_gradients, reduced
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.serialization.errors import add_note
@@ -77,6 +77,9 @@ class Collectives(Actor):
                         return inputs
                     case Work.JOIN:
                         return joined(inputs[0], inputs[1:], self._allocate)
+                    case Work.TOTAL:
+                        # It is copied when it is given to others.
+                        return reduced(inputs, ranks, op, title, new_memory)
                     case Work.REDUCE:
                         total = reduced(inputs, ranks, op, title, self._allocate)
                         # The rows are the member's result; parts of elements are joined.

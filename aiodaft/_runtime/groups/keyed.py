@@ -59,6 +59,7 @@ class Keyed(Actor):
     ) -> None:
         self._caller = caller
         self._process = caller.process
+        self._enlisted = enlisted
         self._find_call = find_call
         self._values = MeetingValues(caller, store, collectives)
         self._places = MeetingPlaces(caller.process, enlisted, partial(ask_gone, caller))
@@ -262,7 +263,10 @@ class Keyed(Actor):
         taking: Taking = given.content
         taking.has_begun = True
         part = taking.part
+        # Members in one process would pass the objects themselves.
+        apart = self._enlisted.has_several_of(part.standing.roster.id)
         try:
+            value = await self._values.apart(value, part.title) if apart else value
             terms, nbytes, brought = part.terms(value), *self._values.pack(part, value)
         except Exception as error:
             await self._excuse(taking, _unusable(part, "value", error))
@@ -275,7 +279,8 @@ class Keyed(Actor):
             if isinstance(brought, Opaque):
                 # From now on the member may write to it.
                 await brought.content.ready()
-            return await self._finished(part, await self._values.unpack(answer))
+            result = await self._values.unpack(answer)
+            return await self._finished(part, await self._values.apart(result, part.title) if apart else result)
         except DaftError as error:
             add_note(error, f"raised for {part.title}")
             raise

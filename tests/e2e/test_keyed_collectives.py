@@ -119,14 +119,10 @@ async def test_methods_of_threads_wait_with_result(rt: aiodaft.Runtime) -> None:
             assert torch.equal(found, torch.full(shape, 2.0))
 
 
-async def test_a_member_may_write_to_its_value_when_it_has_its_result(rt: aiodaft.Runtime) -> None:
-    group = await rt.group(2, Keyer)
-    for size in (10, 1_000_000):
-        assert await group.all(Keyer.write_after, size) == [2.0 * size, 1.0 * size]
-
-
-async def test_a_member_may_write_to_its_result(rt: aiodaft.Runtime) -> None:
+async def test_a_member_may_write_to_its_value_and_its_result_when_that_is_there(rt: aiodaft.Runtime) -> None:
     group = await rt.group(3, Keyer)
+    for size in (10, 1_000_000):
+        assert await group.all(Keyer.write_after, size) == [2.0 * size, 3.0 * size, 1.0 * size]
     for size, writer in itertools.product((1 << 16, 1 << 19), range(3)):
         found = await group.all(Keyer.write_to_result, "all_reduce", size, writer)
         assert found == [{106.0 if rank == writer else 6.0} for rank in range(3)]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from plain_words import count, files
+from plain_words import count, files, tree_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = [ROOT / "aiodaft", ROOT / "aiodaft_pytest", ROOT / "benchmarks", ROOT / "transport" / "aiodaft_transport"]
@@ -25,10 +25,6 @@ PROSE = ["aiodaft", "transport", "benchmarks", "tests", "examples", "docs", *(pa
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
-
-
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

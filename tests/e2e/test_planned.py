@@ -217,6 +217,9 @@ async def test_a_call_that_is_cancelled_in_a_thread_ends_the_plan(rt: aiodaft.Ru
     second = group[1].reduce(torch.ones(1))
     await second
     first.cancel()
+    # When it has ended, it has come to one more exchange at most.
+    with pytest.raises(CallCancelled):
+        await first
     with pytest.raises(CallCancelled, match="rank 0 has left it"):
         await group[1].reduce(torch.ones(1), "sum", 2)
 

@@ -42,17 +42,17 @@ uvloop.new_event_loop().close()
 
 # Seconds that a test gets to end by itself after its time limit, or its failure.
 _LAST_GRACE = 60.0
-# Tests of loops: in the default suite, they run on both.
+# Tests of loops themselves: in the default suite, they run on both.
 _LOOP_IS_THE_SUBJECT = {
-    "test_cancellation_matrix", "test_connection", "test_eager_start", "test_eager_start_cancelled", "test_embedding",
-    "test_first_steps", "test_forks", "test_listener", "test_nested_loops", "test_secure_socket", "test_surroundings",
-    "test_wakeup",
+    "test_connection", "test_eager_start", "test_eager_start_cancelled", "test_first_steps", "test_listener",
+    "test_nested_loops", "test_secure_socket", "test_wakeup",
 }  # fmt: skip
 # Tests of code on sockets, timers, threads, signals, tasks and their frames: on asyncio's loop, CI runs them.
 _LOOP_MATTERS = {
-    "test_boundaries", "test_calls", "test_cancellation", "test_channels", "test_deadlines", "test_deadlocks",
-    "test_death", "test_exhaustion", "test_graphs", "test_order", "test_overload", "test_processes", "test_refs",
-    "test_stack", "test_streams", "test_threads", "test_unhandled",
+    "test_boundaries", "test_calls", "test_cancellation", "test_cancellation_matrix", "test_channels", "test_deadlines",
+    "test_deadlocks", "test_death", "test_embedding", "test_exhaustion", "test_forks", "test_graphs", "test_order",
+    "test_overload", "test_processes", "test_refs", "test_stack", "test_streams", "test_surroundings", "test_threads",
+    "test_unhandled",
 }  # fmt: skip
 # The texts of a test whose time is over: raised in it, or in a callback.
 _OVER = ("from pytest-timeout", "Event loop stopped before Future completed")
@@ -199,12 +199,20 @@ def preloaded(request: pytest.FixtureRequest) -> Iterator[None]:
     """Runtimes of this process preload the modules in PRELOAD of the test module, without it none.
 
     By default they would import torch, which some test has loaded, for actors that do not use it: a second each time.
+    Tests that use torch have it, and the modules of their actors, which each actor would import by itself.
     """
-    defaults = aiodaft.Runtime.__init__.__kwdefaults__
+    defaults, module = aiodaft.Runtime.__init__.__kwdefaults__, vars(request.module)
     default = defaults["preload"]
-    defaults["preload"] = getattr(request.module, "PRELOAD", default if hasattr(request.module, "torch") else ())
+    ours = ("numpy", "torch", *_modules_of_actors(module)) if "torch" in module else ()
+    defaults["preload"] = module.get("PRELOAD", ours)
     yield
     defaults["preload"] = default
+
+
+def _modules_of_actors(module: dict[str, Any]) -> list[str]:
+    """The modules from which a test module has its actors."""
+    actors = [found for found in module.values() if isinstance(found, type) and issubclass(found, aiodaft.Actor)]
+    return sorted({actor.__module__ for actor in actors} - {module["__name__"], "aiodaft.actor"})
 
 
 @pytest.fixture(autouse=True)

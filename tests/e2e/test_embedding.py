@@ -21,8 +21,9 @@ from actors import Echo, Sleeper
 from failing import Failing
 from fastapi import FastAPI
 from leaks import is_alive
+from llm import LLM
 from log_ear import listening
-from router import LLM, make_app
+from router import make_app
 from web_server import serving
 
 import aiodaft

@@ -15,7 +15,8 @@ import torch
 from actors import Box, Echo, Relay
 from inside import fork_server_of, peer_of
 from leaks import Snapshot, is_alive, resident
-from router import LLM, make_app
+from llm import LLM
+from router import make_app
 from torch_actors import Keeper
 from web_server import serving
 

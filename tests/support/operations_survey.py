@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,18 +25,39 @@ from aiodaft.tensor.operations import Cause
 from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.specs import Meta, Placements, Spec
 
-__all__ = ["MESHES", "Captured", "Noting", "Tried", "Verification", "WrongValue", "captured", "combinations", "tried"]
+__all__ = [
+    "MESHES",
+    "Captured",
+    "Noting",
+    "Tried",
+    "Verification",
+    "WrongValue",
+    "captured",
+    "combinations",
+    "single_steps",
+    "tried",
+]
 
 
 @dataclass(frozen=True)
 class Step:
-    """An operation below autograd; `values` are those of all its tensors afterwards, by number."""
+    """An operation below autograd.
+
+    Attributes:
+        before: The values of its arguments, by number.
+        values: Those of all its tensors afterwards.
+    """
 
     target: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     results: Any
+    before: Mapping[int, Tensor]
     values: Mapping[int, Tensor]
+
+
+def is_tensor(one: object) -> bool:
+    return isinstance(one, Tensor)
 
 
 class Recorder(TorchDispatchMode):
@@ -68,16 +89,17 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, target: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for one in tree_leaves((args, kwargs)):
-            if isinstance(one, Tensor) and id(one) not in self._numbers:
+            if is_tensor(one) and id(one) not in self._numbers:
                 self.add(one)
+        before = {self._slot(one).number: one.detach().clone() for one in tree_leaves((args, kwargs)) if is_tensor(one)}
         result = target(*args, **kwargs)
         if "empty" in str(target):
             result.zero_()  # Nothing may depend on what was there.
-        slots = tree_map(lambda one: self._slot(one) if isinstance(one, Tensor) else one, (args, kwargs, result))
+        slots = tree_map(lambda one: self._slot(one) if is_tensor(one) else one, (args, kwargs, result))
         if not slots_of([slots[2]]) and not written_arguments(target, *slots[:2]):
             return result  # A check of values.
         values = {number: self.tensors[number].detach().clone() for number in slots_of(list(slots))}
-        self.steps.append(Step(target, *slots, values))
+        self.steps.append(Step(target, *slots, before, values))
         return result
 
 
@@ -113,6 +135,21 @@ def captured(function: Function) -> Captured:
             torch.autograd.grad(ends, needs, starts, allow_unused=True)
     metas = {number: Meta.of(one) for number, one in enumerate(recorder.tensors)}
     return Captured(recorder.steps, recorder.given, metas, tuple(free))
+
+
+def single_steps(functions: Iterable[Captured]) -> Iterator[Captured]:
+    """Each different operation of the functions, alone, all of its arguments free."""
+    seen = set()
+    for function in functions:
+        for step in function.steps:
+            metas = {number: function.metas[number] for number in (*step.before, *step.values)}
+            shown = tree_map(
+                lambda one, m=metas: m[one.number] if isinstance(one, Slot) else one, (step.args, step.kwargs)
+            )
+            key = f"{step.target} {shown}"
+            if step.before and key not in seen:
+                seen.add(key)
+                yield Captured([step], step.before, metas, tuple(step.before))
 
 
 def choices(tensor: Tensor, axes: Mapping[str, int]) -> list[Placements]:

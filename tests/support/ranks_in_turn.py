@@ -21,7 +21,7 @@ Tables = dict[int, list[Tensor]]
 
 
 def parts(whole: Tensor, placements: Placements, sizes: Sequence[int], generator: torch.Generator) -> list[Tensor]:
-    """The local tensor of each rank; ranks are row-major. Terms of sums are random."""
+    """The local tensor of each rank; ranks are row-major."""
     if not sizes:
         return [whole.clone()]
     match placements[0]:
@@ -31,9 +31,10 @@ def parts(whole: Tensor, placements: Placements, sizes: Sequence[int], generator
             below = [torch.rand(whole.shape, generator=generator).to(whole.dtype) for _ in range(sizes[0] - 1)]
             mine = [whole, *(whole - one for one in below)]
         case Partial(reduce_op=operation):
-            terms = [torch.randn(whole.shape, generator=generator).to(whole.dtype) for _ in range(sizes[0] - 1)]
-            total = whole * sizes[0] if operation == "avg" else whole
-            mine = [total - sum(terms), *terms]
+            # Multiples of it whose sum is exact.
+            factors = [1 if rank % 2 == 0 else -1 for rank in range(sizes[0])]
+            factors[0] += 1 - sum(factors)
+            mine = [whole * factor * (sizes[0] if operation == "avg" else 1) for factor in factors]
         case _:
             mine = [whole] * sizes[0]
     return [one for part in mine for one in parts(part, placements[1:], sizes[1:], generator)]

@@ -7,6 +7,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map, 
 from aiodaft.tensor.instructions import Slot, slots_of
 from aiodaft.tensor.operations import Arguments, Gradient, Input, Mark, Operation, Output, Results
 from aiodaft.tensor.program import Program
-from aiodaft.tensor.scalars import Items
+from aiodaft.tensor.randoms import numbered
+from aiodaft.tensor.scalars import EXTREMES, Items
 from aiodaft.tensor.specs import Meta
 from aiodaft.tensor.tracer import CaptureError, Tracer
+from aiodaft.tensor.views import source_of
 
 __all__ = ["CaptureError", "capture"]
 
@@ -37,14 +40,35 @@ def capture(fn: Callable[..., Any], *args: Any) -> Program:
     Raises:
         CaptureError: The code needs the value of a tensor, or changes what a program cannot; the message has the line.
     """
-    return _Capture(fn, args).run()
+    first = _Capture(fn, args, frozenset())
+    program = first.run()
+    if first.staying:
+        program = _Capture(fn, args, first.staying).run()
+    return replace(program, again=partial(_micro, fn, tree_map(partial(_rows, 1), args)))
+
+
+def _micro(fn: Callable[..., Any], args: tuple[Any, ...], count: int) -> Program:
+    return capture(fn, *tree_map(partial(_rows, count), args))
+
+
+def _rows(count: int, leaf: Any) -> Any:
+    """A tensor without data for the first of `count` parts of the rows."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return (empty if count == 1 else empty[: len(leaf) // count]).requires_grad_(leaf.requires_grad)
 
 
 class _Capture:
     """One capture: the owners of tensors, and their names."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], accumulated: frozenset[str]) -> None:
         self.fn, self.args = fn, args
+        self.accumulated = accumulated
+        """Parameters whose gradients stay from step to step."""
+        self.staying: frozenset[str] = frozenset()
+        """Parameters whose gradients turned out to."""
+        self.gradients: dict[str, tuple[Any, torch.Tensor]] = {}
         names = _names_of(fn, args)
         leaves = [
             (_path(name, keys), leaf)
@@ -55,10 +79,13 @@ class _Capture:
         self.optimizers = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.optim.Optimizer)]
         self.leaves = [one for one in leaves if not isinstance(one[1], (torch.nn.Module, torch.optim.Optimizer))]
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.tracer = Tracer(self.fake, self._mark_gradients)
+        self.tracer = Tracer(self.fake, self._drop_gradients, self._mark_gradients)
         self.fakes: dict[int, torch.Tensor] = {}
         """The fake tensor of each parameter, buffer and argument, by the id of the real one."""
         self.names: dict[int, str] = {}
+        self.reals: dict[str, torch.Tensor] = {}
+        self.unseen: set[str] = set()
+        """Parameters whose gradients of an earlier step the code would have used."""
         self.aliases: dict[str, str] = {}
         self.pending: dict[str, Gradient] = {}
         self.superseded: dict[int, int] = {}
@@ -68,16 +95,23 @@ class _Capture:
     def run(self) -> Program:
         with ExitStack() as stack:
             for name, model in self.models:
-                stack.enter_context(self._with_model(model, f"{name}." if len(self.models) > 1 else ""))
+                stack.enter_context(self._with_model(model, name if len(self.models) > 1 else ""))
             for name, optimizer in self.optimizers:
                 stack.enter_context(self._with_optimizer(name, optimizer))
             args = [tree_map(self._argument, arg) for arg in self.args]
             self._name_arguments()
+            # A fake LSTM of oneDNN has no backward.
+            enabled = torch._C._get_mkldnn_enabled()
+            stack.callback(torch._C._set_mkldnn_enabled, enabled)
+            torch._C._set_mkldnn_enabled(False)
+            stack.enter_context(numbered(self.tracer))
             stack.enter_context(self.fake)
             stack.enter_context(self.tracer)
             stack.enter_context(Items())
+            self._give_gradients()
             result = self.fn(*args)
             self.tracer.end_backward()
+            self._keep_gradients()
             leaves, tree = tree_flatten(result)
             outputs = self._outputs(leaves)
         others = {at: one for at, one in enumerate(leaves) if not isinstance(one, torch.Tensor)}
@@ -92,8 +126,9 @@ class _Capture:
         hooks = []
         try:
             for path, module in modules.items():
-                self._replace_tensors(module, prefix + path)
-                hooks += self._hooks(module, prefix + path)
+                where = ".".join(filter(None, (prefix, path)))
+                self._replace_tensors(module, where)
+                hooks += self._hooks(module, where)
             yield
         finally:
             for hook in hooks:
@@ -118,7 +153,7 @@ class _Capture:
                     transient = role == "buffer" and key in module._non_persistent_buffers_set
                     value = tensor.detach().clone() if transient and tensor.device.type != "meta" else None
                     self.fakes[id(tensor)] = self._input(tensor, name, role, value=value)
-                    self.names[id(tensor)] = name
+                    self.names[id(tensor)], self.reals[name] = name, tensor
                 owned[key] = self.fakes[id(tensor)]  # type: ignore[assignment]  # a fake parameter
         if isinstance(module, torch.nn.RNNBase):
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
@@ -131,7 +166,7 @@ class _Capture:
     def _hooks(self, module: torch.nn.Module, path: str) -> list[Any]:
         def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
             self.tracer.modules.append(path)
-            return self._marked(args, path, "in"), self._marked(kwargs, path, "in")
+            return self._marked((args, kwargs), path, "in")
 
         def leave(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             output = self._marked(output, path, "out")
@@ -147,10 +182,14 @@ class _Capture:
         if not path:
             return values
 
+        marked: dict[int, torch.Tensor] = {}
+
         def mark(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 return value
-            return self.tracer.mark(value, path, side)
+            if id(value) not in marked:  # attention asks whether its query is its key
+                marked[id(value)] = self.tracer.mark(value, path, side)
+            return marked[id(value)]
 
         return tree_map(mark, values)
 
@@ -159,7 +198,10 @@ class _Capture:
     @contextmanager
     def _with_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> Generator[None]:
         attributes = dict(optimizer.__dict__)
+        code = inspect.unwrap(type(optimizer).step).__globals__
+        added = {name: one for name, one in EXTREMES.items() if name not in code}
         try:
+            code.update(added)
             first = self._first_state(optimizer)
             optimizer.param_groups = [
                 {**self._numbers(f"{name}.{at}", group), **_PLAIN, "params": self._parameters(group["params"])}
@@ -171,6 +213,8 @@ class _Capture:
             for hook in hooks:
                 hook.remove()
         finally:
+            for one in added:
+                del code[one]
             optimizer.__dict__.clear()
             optimizer.__dict__.update(attributes)
 
@@ -260,11 +304,51 @@ class _Capture:
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.tracer.end_backward()
+        self._drop_gradients()
         self.pending.clear()
         self.tracer.updating = True
 
     def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.tracer.updating = False
+
+    # gradients
+
+    def _give_gradients(self) -> None:
+        """A gradient for each parameter, which tells whether the code accumulates into it."""
+        for given, parameter in list(self.kept):
+            if given.role == "parameter" and parameter.requires_grad:
+                name, real = f"grad/{given.name}", self.reals[given.name].grad
+                first: dict[str, Any] = {"fill": 0.0} if real is None else {"value": real.detach().clone()}
+                fake = self.tracer.input(parameter.detach(), name, "state", parameter=given.name, **first)
+                self.gradients[given.name] = self.tracer.memory(fake).given, fake
+                parameter.grad = fake
+
+    def _drop_gradients(self) -> None:
+        """The first use of gradients: those that are zero, and those of which no other step is seen, are none."""
+        for given, parameter in self.kept:
+            fake = parameter.grad
+            if given.role != "parameter" or fake is None or given.name in self.accumulated:
+                continue
+            if self.tracer.memory(fake).slot in self.tracer.zeros:
+                parameter.grad = None
+            elif given.name in self.gradients and fake is self.gradients[given.name][1]:
+                parameter.grad = None
+                self.unseen.add(given.name)
+
+    def _keep_gradients(self) -> None:
+        """The gradients that are there when the step ends."""
+        zeros = self.tracer.zeros
+        there: dict[str, torch.Tensor] = {}
+        for given, parameter in self.kept:
+            fake = parameter.grad
+            if given.role == "parameter" and fake is not None and self.tracer.read(fake) not in zeros:
+                there[given.name] = fake
+        self.staying = frozenset(there.keys() & self.unseen)
+        if early := [name for name in self.unseen - self.staying if self.reals[name].grad is not None]:
+            raise CaptureError(f"{early[0]} has a gradient from before the step: call zero_grad() before the capture")
+        for name in self.accumulated:
+            given, fake = self.gradients[name]
+            self.kept.append((given, there.get(name, fake)))
 
     def _mark_gradients(self) -> None:
         """Mark the gradients after a backward pass; a further pass before the update takes the marks back."""
@@ -307,18 +391,29 @@ class _Capture:
 
     def _outputs(self, leaves: list[Any]) -> list[Output]:
         tracer = self.tracer
-        outputs = [Output(tracer.read(one), "", "result") for one in leaves if isinstance(one, torch.Tensor)]
+        results = [tracer.read(one) for one in leaves if isinstance(one, torch.Tensor)]
+        roots = _roots(tracer.operations)
+        owned = {given.slot for given, _ in self.kept if given.role != "argument"}
+        outputs: list[Output] = []
         seen: dict[str, int] = {}
         for given, fake in self.kept:
-            slot = tracer.memory(fake).slot
+            slot = tracer.read(fake)
             if slot == given.slot:
                 continue
             if given.role == "argument":
                 raise CaptureError(f"the step writes to its argument {given.name}: clone it first")
-            if seen.setdefault(given.name, slot) != slot:
-                raise CaptureError(f"parameters of one group of the optimizer count their steps apart: {given.name}")
+            if given.name in seen:
+                if seen[given.name] != slot:
+                    raise CaptureError(f"parameters of a group of the optimizer count their steps apart: {given.name}")
+                continue
+            seen[given.name] = slot
+            root = roots.get(slot, slot)
+            if root != given.slot:
+                slot = tracer.copied(slot) if root in owned else slot
+                owned.add(root)
             outputs.append(Output(slot, given.name, given.role))
-        return list(dict.fromkeys(outputs))
+        results = [tracer.copied(slot) if roots.get(slot, slot) in owned else slot for slot in results]
+        return [*(Output(slot, "", "result") for slot in results), *outputs]
 
     def _program(self, outputs: list[Output], results: Results) -> Program:
         operations = _needed(_without_marks(self.tracer.operations, self.superseded), {one.slot for one in outputs})
@@ -352,7 +447,7 @@ class _Fills(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default:
-            return 1.0
+            return 0.5  # any number: 1 would make 1 - 1, and divide by it
         result: Any = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             fill: float | None = None
@@ -365,7 +460,7 @@ class _Fills(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
                     fill = float(args[-1])
                 case "lift_fresh" if args[0].dim() == 0:
                     fill = _number_of(args[0])
-                case "detach":
+                case "detach" | "clone":
                     fill = getattr(args[0], "fill", None)
             if fill is not None:
                 vars(result)["fill"] = fill
@@ -396,6 +491,16 @@ def _path(name: str, keys: Any) -> str:
 
 def _sources(one: Operation | Mark | Gradient) -> list[int]:
     return slots_of((one.args, one.kwargs)) if isinstance(one, Operation) else [one.source]
+
+
+def _roots(operations: list[Any]) -> dict[int, int]:
+    """For each tensor in the memory of another one, the first tensor there."""
+    roots: dict[int, int] = {}
+    for one in operations:
+        source = source_of(one.target, one.args, one.kwargs) if isinstance(one, Operation) else one.source
+        if source is not None:
+            roots.update((out, roots.get(source, source)) for out in _outs(one) if out is not None)
+    return roots
 
 
 def _outs(one: Operation | Mark | Gradient) -> tuple[int | None, ...]:

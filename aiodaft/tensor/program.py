@@ -2,22 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from aiodaft.tensor import planning
 from aiodaft.tensor.instructions import Slot
 from aiodaft.tensor.operations import Operation, Trace
+from aiodaft.tensor.plan import Plan
+from aiodaft.tensor.strategy import Strategy
 
 __all__ = ["Program"]
 
 
 @dataclass(frozen=True)
 class Program(Trace):
-    """The operations of one step on whole tensors. It knows no strategy: `plan` makes the plan of one."""
+    """The operations of one step on whole tensors. It knows no strategy: `plan` makes the plan of one.
+
+    Attributes:
+        again: Captures the function anew, with arguments of one of so many micro-batches.
+    """
+
+    again: Callable[[int], Program] | None = field(default=None, repr=False, compare=False)
+
+    def plan(self, strategy: Strategy, axes: Mapping[str, int]) -> Plan:
+        """The plan of this strategy on a group with these axes; no process is needed for it.
+
+        Args:
+            axes: Names and sizes, such as `{"dp": 2, "tp": 4}`; ranks are row-major.
+
+        Raises:
+            ValueError: A pattern of the strategy fits no name, an axis is unknown, or a placement does not fit a shape.
+            ImplicitCollectives: The strategy allows none, and an operation needs one.
+        """
+        return planning.plan(self, self.micro, strategy, axes)
+
+    def micro(self, count: int) -> Program:
+        """The program of a micro-batch: of the same function, with 1/count of the rows of each argument.
+
+        Raises:
+            ValueError: An argument has no rows, or a number of them that `count` does not divide.
+        """
+        if count == 1:
+            return self
+        for name, meta, _ in self.arguments.leaves:
+            if meta is not None and (not meta.shape or meta.shape[0] % count):
+                raise ValueError(f"{name} of shape {meta.shape} cannot be cut into {count} micro-batches of equal rows")
+        if self.again is None:
+            raise ValueError("this program was not captured here: there is no function to capture anew")
+        return self.again(count)
+
+    def describe(self) -> str:
+        """Inputs with their sizes, and the operations of each phase with their numbers, as a text."""
+        lines = []
+        for role in ("parameter", "buffer", "state", "argument", "constant"):
+            metas = [self.metas[one.slot] for one in self.inputs if one.role == role]
+            if metas:
+                size = sum(one.nbytes for one in metas)
+                lines.append(f"{len(metas):6} {role}s, {size:,} bytes")
+        operations = [one for one in self.operations if isinstance(one, Operation)]
+        for phase in ("forward", "backward", "update"):
+            counts = Counter(str(one.target) for one in operations if one.cause.phase == phase)
+            if counts:
+                most = ", ".join(f"{count} {name}" for name, count in counts.most_common(5))
+                lines.append(f"{counts.total():6} operations in {phase}: {most}{', ...' * (len(counts) > 5)}")
+        return "\n".join(lines)
 
     def values(self, state: Mapping[str, torch.Tensor], seed: int = 0) -> dict[str, Any]:
         """The first values of all inputs but arguments and scalars; copies, so that steps may write to them.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Items", "LiveScalars", "Number", "NumberUsed", "OnNumbers"]
+__all__ = ["EXTREMES", "Items", "LiveScalars", "Number", "NumberUsed", "OnNumbers"]
 
 
 class NumberUsed(Exception):
@@ -120,6 +120,18 @@ for _name, _op in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "
     _binary(_name, getattr(torch.ops.aten, _op).float)
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     _comparison(_name)
+
+
+def _extreme(builtin: Callable[..., Any], target: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
+    def extreme(*values: Any, **kwargs: Any) -> Any:
+        numbers = [one for one in values if isinstance(one, Number)]
+        return numbers[0].recorder.arithmetic(target, *values) if numbers else builtin(*values, **kwargs)
+
+    return extreme
+
+
+EXTREMES = {"min": _extreme(min, torch.ops.prim.min.float), "max": _extreme(max, torch.ops.prim.max.float)}
+"""`min` and `max` of two numbers, for the code of an optimizer."""
 
 
 class LiveScalars(Mapping[str, Any]):

@@ -6,27 +6,27 @@ import functools
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aiodaft.tensor.instructions import Slot, slots_of
 from aiodaft.tensor.operations import Cause, Gradient, Input, Mark, Operation, Phase, Role
+from aiodaft.tensor.randoms import drawn
 from aiodaft.tensor.scalars import LiveScalars, Number, NumberUsed
 from aiodaft.tensor.specs import Meta
+from aiodaft.tensor.views import Op, Step, Traits, functional_of, traits_of, written_through
 
 __all__ = ["CaptureError", "Tracer"]
 
 aten = torch.ops.aten
-Op: TypeAlias = OpOverload[..., Any]
 
 _ON_VALUES = (
     "the step needs the value of a tensor here, and a program has none while it is captured: write torch.where for a "
@@ -36,16 +36,6 @@ _ON_VALUES = (
 
 class CaptureError(TypeError):
     """A step cannot be captured; the message begins with the line of the user's code."""
-
-
-class _Step(NamedTuple):
-    """A view: `target(parent, *args, **kwargs)`, or one of its results."""
-
-    target: Op
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    at: int | None
-    parent: Meta
 
 
 class _Memory:
@@ -66,7 +56,7 @@ class _Value:
     """A tensor of the user's code: a memory seen through views. `slot` holds until the memory has another version."""
 
     memory: _Memory
-    path: tuple[_Step, ...]
+    path: tuple[Step, ...]
     slot: int
     version: int
 
@@ -78,16 +68,20 @@ class Tracer(TorchDispatchMode):
         operations: What was recorded. There are no writes, except in the phase `update`: these stay in place.
     """
 
-    def __init__(self, fake: FakeTensorMode, after_backward: Callable[[], None]) -> None:
+    def __init__(
+        self, fake: FakeTensorMode, before_backward: Callable[[], None], after_backward: Callable[[], None]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.fake = fake
-        self._after_backward = after_backward
+        self._before_backward, self._after_backward = before_backward, after_backward
         self._in_backward = False
         self.operations: list[Operation | Mark | Gradient] = []
         self.inputs: list[Input] = []
         self.metas: dict[int, Meta] = {}
         self.modules: list[str] = []
         self.updating = False
+        self.zeros: set[int] = set()
+        """Tensors that the code has set to zero."""
         self.scalars = LiveScalars()
         self._numbers = 0
         self._count = 0
@@ -99,6 +93,8 @@ class Tracer(TorchDispatchMode):
         self._done: dict[Any, tuple[int, ...]] = {}
         self._causes: dict[int, tuple[str, str]] = {}
         self._had_backward = False
+        self.draws = 0
+        self._random: tuple[Number, Number] | None = None
 
     # inputs
 
@@ -142,6 +138,10 @@ class Tracer(TorchDispatchMode):
             value.version = value.memory.version
         return value.slot
 
+    def copied(self, slot: int) -> int:
+        """The number of a copy."""
+        return self._record(aten.clone.default, (Slot(slot),), {}, [self.metas[slot]])[0]
+
     def memory(self, tensor: torch.Tensor) -> _Memory:
         """The memory of a tensor."""
         return self._value(tensor).memory
@@ -172,6 +172,12 @@ class Tracer(TorchDispatchMode):
         self._adopt(tensor, _Memory(out))
         return one
 
+    def begin_backward(self) -> None:
+        """A backward pass is under way."""
+        if not self._in_backward:
+            self._had_backward = self._in_backward = True
+            self._before_backward()
+
     def end_backward(self) -> None:
         """A backward pass is over, if one was under way."""
         if self._in_backward:
@@ -188,7 +194,8 @@ class Tracer(TorchDispatchMode):
 
     def decided(self, number: Number, comparison: Callable[[Any, Any], bool], other: Any) -> bool:
         if number.value is None or isinstance(other, Number):
-            raise CaptureError(f"{self._line()}: {_ON_VALUES}")
+            why = "the optimizer branches on a number that each step has anew: a program cannot, use another one"
+            raise CaptureError(f"{self._line()}: {why if self.updating else _ON_VALUES}")
         outcome = comparison(number.value, other)
         self.scalars.guard(self._names[number.slot], comparison, other, outcome)
         return outcome
@@ -198,8 +205,10 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
-        if self._in_backward and torch._C._current_autograd_node() is None:
+        if torch._C._current_autograd_node() is None:
             self.end_backward()
+        else:
+            self.begin_backward()
         kwargs = kwargs or {}
         try:
             return self._dispatch(func, args, kwargs)
@@ -209,11 +218,19 @@ class Tracer(TorchDispatchMode):
     def _dispatch(self, func: Op, args: Any, kwargs: Any) -> Any:
         if func.namespace == "profiler":
             return func(*args, **kwargs)
+        if func._opname.startswith("_foreach_"):
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         if handler := _HANDLERS.get(func):
             done, result = handler(self, func, args, kwargs)
             if done:
                 return result
-        traits = _traits(func)
+        traits = traits_of(func)
+        if traits.random:
+            with self:
+                result = self._drawn(func, args, kwargs)
+            if result is not None:
+                return result
         args, kwargs = self._faked(args), self._faked(kwargs)
         result = func(*_plain(args), **_plain(kwargs))
         if traits.written:
@@ -228,6 +245,33 @@ class Tracer(TorchDispatchMode):
                 self._adopt(one, _Memory(out)).own = self.updating and out not in self._shared
         return result
 
+    def _drawn(self, func: Op, args: Any, kwargs: Any) -> Any:
+        try:
+            return drawn(self, func, args, kwargs)
+        except NotImplementedError as error:
+            raise CaptureError(f"{self._line()}: {error}") from None
+
+    def _draw(self, kind: str, meta: Meta, parameters: Any) -> int:
+        """The number of the next draw. The seed and the step are inputs, so that each step draws anew."""
+        if self._random is None:
+            self._random = self.number("random.seed", None), self.number("random.step", None)
+        seed, step = (Slot(one.slot) for one in self._random)
+        out = self._new(meta)
+        arguments = (kind, list(meta.shape), meta.dtype, [float(one) for one in parameters], seed, step, self.draws)
+        self._emit(torch.ops.aiodaft.random.default, arguments, {}, (out,))
+        self.draws += 1
+        return out
+
+    def draw(self, kind: str, shape: Any, dtype: torch.dtype, *parameters: float) -> torch.Tensor:
+        fake = self.like(torch.empty(shape, dtype=dtype, device="meta"))
+        self._adopt(fake, _Memory(self._draw(kind, Meta.of(fake), parameters)))
+        return fake
+
+    def fill(self, tensor: torch.Tensor, kind: str, *parameters: float) -> torch.Tensor:
+        drawn = self._draw(kind, Meta.of(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")), parameters)
+        self._write(self._value(tensor), drawn)
+        return tensor
+
     def _dispatch_view(self, func: Op, viewed: int, args: Any, kwargs: Any, result: Any) -> Any:
         source = self._value(args[viewed])
         parent = self.metas[self.read(args[viewed])]
@@ -235,11 +279,11 @@ class Tracer(TorchDispatchMode):
         metas = [Meta.of(one) for one in (result if several else (result,))]
         outs = self._record(func, self._slots(args), self._slots(kwargs), metas)
         for index, (one, out) in enumerate(zip(result if several else (result,), outs, strict=True)):
-            step = _Step(func, tuple(args[1:]), kwargs, index if several else None, parent)
+            step = Step(func, tuple(args[1:]), kwargs, index if several else None, parent)
             one.aiodaft = _Value(source.memory, (*source.path, step), out, source.memory.version)
         return result
 
-    def _dispatch_write(self, func: Op, traits: _Traits, args: Any, kwargs: Any, result: Any) -> Any:
+    def _dispatch_write(self, func: Op, traits: Traits, args: Any, kwargs: Any, result: Any) -> Any:
         target = args[0] if traits.written == (0,) else kwargs.get("out")
         if traits.written not in ((0,), ("out",)) or not isinstance(target, torch.Tensor):
             raise CaptureError(
@@ -260,10 +304,13 @@ class Tracer(TorchDispatchMode):
         if func in (aten.zero_.default, aten.fill_.Scalar):
             (fill,) = args[1:] or (0,)
             fill = Slot(fill.slot) if isinstance(fill, Number) else fill
-            return self._record(aten.full_like.default, (Slot(self.read(target)), fill), {}, [meta])[0]
+            out = self._record(aten.full_like.default, (Slot(self.read(target)), fill), {}, [meta])[0]
+            if isinstance(fill, (int, float)) and not fill:
+                self.zeros.add(out)
+            return out
         if func is aten.copy_.default:
             return self._converted(self.read(args[1]), meta)
-        functional = _functional(func)
+        functional = functional_of(func)
         if functional is None:
             raise CaptureError(f"{self._line()}: {func} has no form that does not write: write it otherwise")
         result = functional(*_plain(args), **_plain(kwargs))
@@ -293,7 +340,7 @@ class Tracer(TorchDispatchMode):
             slots.append(outs[step.at or 0])  # type: ignore[arg-type]  # only the one that is wanted has a number
         return slots
 
-    def _outs_of(self, step: _Step, meta: Meta) -> tuple[int | None, ...]:
+    def _outs_of(self, step: Step, meta: Meta) -> tuple[int | None, ...]:
         if step.at is None:
             return (self._new(meta),)
         return (*[None] * step.at, self._new(meta))
@@ -308,11 +355,11 @@ class Tracer(TorchDispatchMode):
         value.memory.version += 1
         value.slot, value.version = slot, value.memory.version
 
-    def _written_through(self, step: _Step, parent: int, child: int) -> int:
-        undo = _UNDO.get(step.target._opname)
-        if undo is None:
+    def _written_through(self, step: Step, parent: int, child: int) -> int:
+        undone = written_through(step, self.metas, parent, child)
+        if undone is None:
             raise CaptureError(f"{self._line()}: a write to a view made by {step.target} is not supported: clone it")
-        target, args = undo(self.metas, step, parent, child)
+        target, args = undone
         return self._record(target, args, {}, [self.metas[parent]])[0]
 
     def _value(self, tensor: torch.Tensor) -> _Value:
@@ -385,7 +432,6 @@ class Tracer(TorchDispatchMode):
     def _cause(self, operation: str) -> Cause:
         node = torch._C._current_autograd_node()
         if node is not None and not self.modules:
-            self._had_backward = self._in_backward = True
             module, line = self._causes.get(node._sequence_nr(), ("", ""))
             return Cause(operation, module, line, "backward")
         module, line = self.modules[-1] if self.modules else "", self._line()
@@ -429,35 +475,6 @@ def _seeds_backward() -> bool:
             return False
         frame = frame.f_back
     return False
-
-
-class _Traits(NamedTuple):
-    written: tuple[int | str, ...]
-    viewed: int | None
-
-
-@functools.cache
-def _traits(func: Op) -> _Traits:
-    """The arguments that an operation writes to, and the one that its results are views of."""
-    arguments = func._schema.arguments
-    aliased = [(at, one, one.alias_info) for at, one in enumerate(arguments) if one.alias_info is not None]
-    written = tuple(one.name if one.kwarg_only else at for at, one, alias in aliased if alias.is_write)
-    returned = any(one.alias_info is not None for one in func._schema.returns)
-    return _Traits(written, aliased[0][0] if aliased and returned and not written else None)
-
-
-@functools.cache
-def _functional(func: Op) -> Op | None:
-    """The operation that computes the same without writing."""
-    packet = getattr(aten, func._opname.removesuffix("_"), None)
-    if packet is None:
-        return None
-    wanted = [(one.name, str(one.type)) for one in func._schema.arguments if one.name != "out"]
-    for name in packet.overloads():
-        one = getattr(packet, name)
-        if not _traits(one).written and [(x.name, str(x.type)) for x in one._schema.arguments] == wanted:
-            return one  # type: ignore[no-any-return]  # torch says Any
-    return None
 
 
 def _plain(value: Any) -> Any:
@@ -520,54 +537,4 @@ _HANDLERS: dict[Op, Callable[..., tuple[bool, Any]]] = {
     aten.lift_fresh.default: _same,
     aten.clone.default: _clone,
     aten._local_scalar_dense.default: _item,
-}
-
-
-def _reshaped(metas: Mapping[int, Meta], step: _Step, parent: int, child: int) -> tuple[Op, tuple[Any, ...]]:
-    return aten.reshape.default, (Slot(child), list(step.parent.shape))
-
-
-def _scattered(name: str) -> Callable[..., tuple[Op, tuple[Any, ...]]]:
-    target = getattr(aten, name).default
-
-    def undo(metas: Mapping[int, Meta], step: _Step, parent: int, child: int) -> tuple[Op, tuple[Any, ...]]:
-        return target, (Slot(parent), Slot(child), *step.args)
-
-    return undo
-
-
-def _swapped(metas: Mapping[int, Meta], step: _Step, parent: int, child: int) -> tuple[Op, tuple[Any, ...]]:
-    return step.target, (Slot(child), *step.args)
-
-
-def _permuted(metas: Mapping[int, Meta], step: _Step, parent: int, child: int) -> tuple[Op, tuple[Any, ...]]:
-    rank = len(step.parent.shape)
-    order = [dim % rank for dim in step.args[0]]
-    return aten.permute.default, (Slot(child), [order.index(dim) for dim in range(rank)])
-
-
-def _unbound(metas: Mapping[int, Meta], step: _Step, parent: int, child: int) -> tuple[Op, tuple[Any, ...]]:
-    dim = step.args[0] if step.args else 0
-    return aten.select_scatter.default, (Slot(parent), Slot(child), dim, step.at)
-
-
-def _unsplit(metas: Mapping[int, Meta], step: _Step, parent: int, child: int) -> tuple[Op, tuple[Any, ...]]:
-    sizes, dim = step.args[0], step.args[1] if len(step.args) > 1 else 0
-    index = step.at or 0
-    start = sum(sizes[:index]) if isinstance(sizes, list) else sizes * index
-    length = metas[child].shape[dim]
-    return aten.slice_scatter.default, (Slot(parent), Slot(child), dim, start, start + length)
-
-
-_UNDO: dict[str, Callable[..., tuple[Op, tuple[Any, ...]]]] = {
-    **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze"), _reshaped),
-    **dict.fromkeys(("transpose", "t"), _swapped),
-    "permute": _permuted,
-    "select": _scattered("select_scatter"),
-    "slice": _scattered("slice_scatter"),
-    "diagonal": _scattered("diagonal_scatter"),
-    "as_strided": _scattered("as_strided_scatter"),
-    "unbind": _unbound,
-    "split": _unsplit,
-    "split_with_sizes": _unsplit,
 }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from plain_words import count, files, tree_of
+from plain_words import count, files
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = [ROOT / "aiodaft", ROOT / "aiodaft_pytest", ROOT / "benchmarks", ROOT / "transport" / "aiodaft_transport"]
@@ -27,15 +29,57 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+class Function(NamedTuple):
+    name: str
+    lines: int
+    arguments: int
+    # It has a docstring, or only declares.
+    is_explained: bool
+
+
+class Source(NamedTuple):
+    """The facts about a file that several checks need: the tree itself is large."""
+
+    is_explained: bool
+    functions: list[Function]
+    classes: list[str]
+    # Also for types and inside functions: the level of a relative import, the module, and the names from it.
+    imports: list[tuple[int, str, list[str]]]
+
+
+@cache
+def source_of(path: Path) -> Source:
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
+    imports = [(0, "", [alias.name for alias in node.names]) for node in nodes if isinstance(node, ast.Import)]
+    imports += [
+        (node.level, node.module or "", [alias.name for alias in node.names])
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+    ]
+    classes = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+    return Source(bool(ast.get_docstring(tree)), list(functions(tree)), classes, imports)
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[Function]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield prefix + node.name, node
+            yield function(prefix + node.name, node)
             yield from functions(node, f"{prefix}{node.name}.")
         elif isinstance(node, ast.ClassDef):
             yield from functions(node, f"{prefix}{node.name}.")
         else:
             yield from functions(node, prefix)
+
+
+def function(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function:
+    docstring = ast.get_docstring(node)
+    body = node.body[1:] if docstring else node.body
+    lines = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    count = len([argument for argument in arguments if argument.arg not in ("self", "cls")])
+    declares_only = isinstance(node.body[-1], ast.Expr) and isinstance(node.body[-1].value, ast.Constant)
+    return Function(name, lines, count, bool(docstring) or declares_only)
 
 
 def test_files_can_be_read_in_ten_minutes() -> None:
@@ -48,26 +92,22 @@ def test_files_can_be_read_in_ten_minutes() -> None:
 
 def test_functions_are_short_and_take_few_arguments() -> None:
     found = []
-    for path, name, node in ((file, *entry) for file in SOURCES for entry in functions(tree_of(file))):
-        body = node.body[1:] if ast.get_docstring(node) else node.body
-        if body and (node.end_lineno or 0) - body[0].lineno >= MAX_FUNCTION:
-            found.append(f"{name_of(path)}: {name} is too long")
-        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        count = len([argument for argument in arguments if argument.arg not in ("self", "cls")])
-        if count > MAX_ARGUMENTS and name not in MANY_OPTIONS:
-            found.append(f"{name_of(path)}: {name} takes {count} arguments")
+    for path, function in ((file, function) for file in SOURCES for function in source_of(file).functions):
+        if function.lines > MAX_FUNCTION:
+            found.append(f"{name_of(path)}: {function.name} is too long")
+        if function.arguments > MAX_ARGUMENTS and function.name not in MANY_OPTIONS:
+            found.append(f"{name_of(path)}: {function.name} takes {function.arguments} arguments")
     assert found == []
 
 
 def test_modules_and_public_functions_say_what_they_are() -> None:
-    found = [name_of(path) for path in SOURCES if not ast.get_docstring(tree_of(path))]
+    found = [name_of(path) for path in SOURCES if not source_of(path).is_explained]
     for path in (ROOT / "aiodaft").glob("*.py"):
-        for name, node in functions(tree_of(path)):
-            *outer, last = name.split(".")
+        for function in source_of(path).functions:
+            *outer, last = function.name.split(".")
             private = any(part[0] == "_" or part[0].islower() for part in outer) or last.startswith("_")
-            declares_only = isinstance(node.body[-1], ast.Expr) and isinstance(node.body[-1].value, ast.Constant)
-            if not (private or declares_only or ast.get_docstring(node)):
-                found.append(f"{name_of(path)}: {name}")
+            if not (private or function.is_explained):
+                found.append(f"{name_of(path)}: {function.name}")
     assert found == []
 
 
@@ -83,15 +123,13 @@ def test_exceptions_to_the_checks_say_why() -> None:
 
 
 def imports_of(path: Path, module: str, files: dict[str, Path]) -> Iterator[str]:
-    """The modules among `files` that a file imports, also for types and inside functions."""
+    """The modules among `files` that a file imports."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(tree_of(path)):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-        if isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*above, *filter(None, [node.module])])
-            names = [f"{base}.{name}" if f"{base}.{name}" in files else base for name in names]
-        yield from (name for name in names if name in files and name != module)
+    for level, named, names in source_of(path).imports:
+        above = package.split(".")[: len(package.split(".")) - level + 1] if level else []
+        base = ".".join([*above, *filter(None, [named])])
+        full = [f"{base}.{name}" if f"{base}.{name}" in files else base or name for name in names]
+        yield from (name for name in full if name in files and name != module)
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
@@ -137,7 +175,7 @@ def test_nothing_is_left_for_later() -> None:
 def test_nothing_has_a_name_that_says_nothing() -> None:
     vague = {"utils", "util", "helpers", "misc", "common", "core", "base", "manager"}
     assert {path.stem for path in SOURCES} & vague == set()
-    classes = [node.name for path in SOURCES for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]
+    classes = [name for path in SOURCES for name in source_of(path).classes]
     assert [name for name in classes if name.endswith(("Manager", "Helper", "Util"))] == []
 
 

@@ -10,7 +10,6 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,19 +36,13 @@ class Mark(NamedTuple):
     sentence: str
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    """The syntax of a source file."""
-    return ast.parse(path.read_text())
-
-
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """The paragraphs of a page; the docstrings, texts of errors and comments of a source file; with their lines."""
     source = path.read_text()
     if path.suffix == ".md":
         yield from paragraphs(BLOCK.sub(lambda block: "\n" * block[0].count("\n"), source))
         return
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
         elif isinstance(node, ast.Raise):

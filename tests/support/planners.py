@@ -140,6 +140,15 @@ class Planner(Actor):
         return [one.item() for one in out]
 
     @method
+    async def exchange_columns(self) -> list[list[float]]:
+        """Columns of a matrix: each a row with gaps in memory."""
+        columns = torch.arange(6.0).view(3, 2).split(1, 1)
+        gathered = await self.plan.all_gather(columns[1])
+        exchanged = await self.plan.all_to_all(columns)
+        combined = await self.plan.reduce_scatter(columns)
+        return [one.flatten().tolist() for one in (*gathered, *exchanged, combined)]
+
+    @method
     async def await_twice(self) -> bool:
         exchange = self.plan.all_reduce(torch.ones(1))
         return await exchange is await exchange

@@ -10,7 +10,7 @@ from aiodaft.exceptions import DaftError, OutcomeUnknown
 from aiodaft.ref import Ref
 from aiodaft.tensor.worker import Refused
 
-__all__ = ["values_of"]
+__all__ = ["gravity", "values_of"]
 
 
 async def values_of(refs: Iterable[Ref[Any]]) -> list[Any]:
@@ -28,11 +28,11 @@ async def values_of(refs: Iterable[Ref[Any]]) -> list[Any]:
         await waits
         raise
     if errors := [one for one in values if isinstance(one, BaseException)]:
-        raise min(errors, key=_weight)
+        raise min(errors, key=gravity)
     return values
 
 
-def _weight(error: BaseException) -> int:
+def gravity(error: BaseException) -> int:
     """The error of an operation or a death comes before those that follow from it."""
     if isinstance(error, OutcomeUnknown):
         return 0

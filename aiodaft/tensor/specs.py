@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Meta", "Placement", "Placements", "Spec", "placed", "text", "unplaced", "untext"]
+__all__ = ["Meta", "Placement", "Placements", "Spec", "checked", "placed", "text", "unplaced", "untext"]
 
 Placements: TypeAlias = tuple[Placement, ...]
 """One placement for each axis, in the order of the axes."""
@@ -55,6 +55,22 @@ def placed(given: Mapping[str, Placement], axes: Mapping[str, int]) -> Placement
     if unknown := given.keys() - axes.keys():
         raise ValueError(f"there is no axis {', '.join(sorted(unknown))}: the axes are {', '.join(axes)}")
     return tuple(given.get(axis, Replicate()) for axis in axes)
+
+
+def checked(placements: Placements, dims: int) -> Placements:
+    """The placements of a tensor with so many dimensions, of which none counts from the end.
+
+    Raises:
+        ValueError: A placement cuts a dimension that the tensor has not.
+    """
+    made = []
+    for one in placements:
+        if isinstance(one, Shard):
+            if not -dims <= one.dim < dims:
+                raise ValueError(f"{text(one)} cuts a dimension that a tensor with {dims} has not")
+            one = Shard(one.dim % dims)
+        made.append(one)
+    return tuple(made)
 
 
 def unplaced(placements: Placements, axes: Mapping[str, int]) -> dict[str, Placement]:

@@ -198,6 +198,26 @@ class Worker(Actor):
         return self._session(session).find(number)
 
     @method
+    def shard(self, session: str, number: int) -> dict[str, Tensor]:
+        """Return a local part, for `aiodaft.resharding`."""
+        return {"x": self._session(session).find(number)}
+
+    @method
+    def adopt(
+        self, part: Tensor | dict[str, Tensor], session: str, number: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+        """Keep a tensor that another method or a move has made; returns its shape, strides and dtype.
+
+        Raises:
+            TypeError: It is no tensor.
+        """
+        tensor = part["x"] if isinstance(part, dict) else part
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"the part of rank {current_group().rank} is no tensor: {tensor!r:.100}")
+        self._session(session).tensors[number] = tensor.detach()
+        return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+    @method
     def progress(self, session: str, name: str) -> Progress:
         """Return the counts of a program."""
         return self._session(session).loaded[name].progress()

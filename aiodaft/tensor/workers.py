@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import weakref
-from collections.abc import Awaitable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 from uuid import uuid4
@@ -16,12 +16,18 @@ from torch import Tensor
 from aiodaft.exceptions import DaftError, OutcomeUnknown
 from aiodaft.group import Group
 from aiodaft.placement import Spawned, Spawner
-from aiodaft.ref import Refs
+from aiodaft.ref import Ref, Refs
 from aiodaft.tensor.calls import values_of
 from aiodaft.tensor.code import Routine
+from aiodaft.tensor.handles import DistTensor, handle
+from aiodaft.tensor.modules import ModuleT, distribute
 from aiodaft.tensor.operations import Cause, Input
 from aiodaft.tensor.plan import Plan
+from aiodaft.tensor.recorder import Recorder
 from aiodaft.tensor.shards import cut, holders, joined
+from aiodaft.tensor.specs import Meta, Placement, Placements, Spec, checked, placed
+from aiodaft.tensor.strategy import Strategy
+from aiodaft.tensor.transfers import adopted
 from aiodaft.tensor.worker import Filled, Measure, Order, Program, Progress, Worker
 
 __all__ = ["Run", "Step", "Workers", "workers"]
@@ -68,6 +74,7 @@ class Workers:
         self.group = group
         self._numbers = count()
         self._names = count()
+        self._recorder: Recorder | None = None
         self._begin_session()
 
     @property
@@ -109,6 +116,64 @@ class Workers:
             *self.group.all(Worker.load, self._session, step.name, step._program()),
         ])
         return step
+
+    def put(self, tensor: Tensor, **placements: Placement) -> DistTensor:
+        """Send a tensor to the workers, to each its part; an axis that is not named gets replicas.
+
+        Raises:
+            ValueError: There is no such axis, or no such dimension.
+        """
+        return handle(self.recorder.put(tensor, self._placed(tensor.dim(), placements)), self.recorder)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype | None = None, **placements: Placement) -> DistTensor:
+        """A tensor of zeros, made at the workers. Raises as `put`."""
+        return self._made(shape, dtype, placements, "aten.zeros.default")
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype | None = None, **placements: Placement) -> DistTensor:
+        """A tensor of any values, made at the workers. Raises as `put`."""
+        return self._made(shape, dtype, placements, "aten.empty.memory_format")
+
+    async def of(self, refs: Iterable[Ref[Tensor]], **placements: Placement) -> DistTensor:
+        """The results of a method as the parts of a tensor, one of each rank, where they are.
+
+            x = await workers.of(workers.group.all(Loader.rows), dp=Shard(0))
+
+        Raises:
+            TypeError, ValueError: A result is no tensor, or the parts make no whole.
+            Exception: The error of a call.
+
+        Cancellation: the tensor is not there; nothing else changes.
+        """
+        recorder = self.recorder
+        return handle(await adopted(recorder, refs, placed(placements, recorder.axes)), recorder)
+
+    def distribute(self, module: ModuleT, strategy: Strategy) -> ModuleT:
+        """Replace the parameters and buffers of a module by distributed tensors, in place; returns the module.
+
+        Of the strategy this takes `params` (gradients arrive likewise) and `outputs`; the rest is for plans.
+
+        Raises:
+            ValueError: A pattern fits no name, or a parameter has no data.
+        """
+        return distribute(self.put, module, strategy)
+
+    @property
+    def recorder(self) -> Recorder:
+        """Records the operations on handles. Those of an earlier epoch of the group are lost with it."""
+        if self._recorder is None or self._recorder.epoch != self.group.epoch:
+            self._recorder = Recorder(self.group, self.axes)
+        return self._recorder
+
+    def _made(
+        self, shape: Sequence[int], dtype: torch.dtype | None, placements: Mapping[str, Placement], name: str
+    ) -> DistTensor:
+        like = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        spec = Spec(self._placed(like.dim(), placements), Meta.of(like))
+        recorder = self.recorder
+        return handle(recorder.record(recorder.entries.full(spec, name), ())[0], recorder)
+
+    def _placed(self, dims: int, placements: Mapping[str, Placement]) -> Placements:
+        return checked(placed(placements, self.axes), dims)
 
     async def heal(self) -> list[int]:
         """Replace the workers that are gone by new ones; then `load` a state again.

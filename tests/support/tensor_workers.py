@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from aiodaft import method
+import torch
+
+from aiodaft import current_group, method
 from aiodaft.tensor.worker import Worker
 
 
@@ -25,3 +27,19 @@ class Extended(Worker):
     def modules(self) -> list[str]:
         """The modules of torch that planning alone needs, and that are here."""
         return [name for name in sys.modules if name.startswith(("torch.distributed.tensor", "aiodaft.tensor.plan"))]
+
+    @method
+    def rows(self, by_rank: list[int]) -> torch.Tensor:
+        """As many rows as this rank has in a list."""
+        rank = current_group().rank
+        return torch.full((by_rank[rank], 3), float(rank))
+
+    @method
+    def counts(self) -> tuple[int, int]:
+        """The numbers of tensors and of programs of all controllers."""
+        sessions = self._sessions.values()
+        return sum(len(one.tensors) for one in sessions), sum(len(one.loaded) for one in sessions)
+
+    @method
+    def double(self, number: int) -> int:
+        return 2 * number

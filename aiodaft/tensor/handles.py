@@ -1,0 +1,319 @@
+"""Distributed tensors of eager code: torch tensors without data in the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from itertools import count
+from typing import Any, Final, NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from aiodaft.html import page
+from aiodaft.ref import Refs
+from aiodaft.tensor.blocks import Cell
+from aiodaft.tensor.entries import Entry, Given, Scalar
+from aiodaft.tensor.instructions import Slot
+from aiodaft.tensor.pictures import picture
+from aiodaft.tensor.recorder import Recorder
+from aiodaft.tensor.specs import Placement, Placements, checked, placed
+from aiodaft.tensor.transfers import moved
+
+__all__ = ["DistTensor"]
+
+_MOST_BYTES: Final = 1 << 20
+_DETACH: Final = torch.ops.aten.detach.default
+_FILL: Final = torch.ops.aten.fill_.Tensor
+# Operations of which a number decides more than a value.
+_EXACT: Final[set[OpOverload[..., Any]]] = set()
+_PLAIN: Final = frozenset({
+    int,
+    bool,
+    str,
+    complex,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+})
+
+_make = torch.Tensor._make_wrapper_subclass
+
+
+class DistTensor(Tensor):
+    """A tensor whose parts the workers have. Torch code on it is recorded, and runs there in blocks.
+
+    Awaiting it gives the whole tensor. Its shape, dtype, stride and placements are known at once, and errors of shapes
+    are raised at the line of the operation. An error at a worker is raised by `await`, with the line.
+
+    Cancellation of an await: nothing else is cancelled.
+    """
+
+    cell: Cell
+    recorder: Recorder
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # its arguments have names here
+        cls,
+        func: OpOverload[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is _DETACH:
+            return handle(args[0].cell, args[0].recorder)
+        exact = func in _EXACT
+        key: list[Any] = [func]
+        cells: list[Cell] = []
+        scalars: list[float] = []
+        for one in args:
+            kind = type(one)
+            if kind is DistTensor:
+                key.append(one.cell.layout)
+                cells.append(one.cell)
+            elif kind is float and not exact:
+                key.append(float)
+                scalars.append(one)
+            elif kind in _PLAIN:
+                key += (kind, one)
+            elif not _collect(one, exact, key, cells, scalars):
+                return _with_plain(func, args, kwargs or {})
+        if kwargs and not _collect(kwargs, exact, key, cells, scalars):
+            return _with_plain(func, args, kwargs)
+        given = tuple(key)
+        recorder: Recorder = args[0].recorder if type(args[0]) is DistTensor else _recorder((args, kwargs))
+        entry = recorder.entries.known.get(given)
+        if entry is None:
+            entry = _learn(recorder, given, func, args, kwargs or {})
+            if entry is None:
+                return cls.__torch_dispatch__(func, types, args, kwargs)
+        outs = recorder.record(entry, cells, scalars)
+        result = entry.result
+        if result == 0 and type(result) is int:
+            return handle(outs[0], recorder)
+        return _result(result, outs, recorder, (args, kwargs))
+
+    def __repr__(self) -> str:  # type: ignore[override]  # theirs takes a keyword
+        return f"<DistTensor {self.cell.layout}>"
+
+    def _repr_html_(self) -> str:
+        layout = self.cell.layout
+        return page(f"DistTensor {layout}", picture(layout.shape, layout.spec.placements, self.recorder.axes))
+
+    def __await__(self) -> Generator[Any, None, Tensor]:
+        return self.recorder.fetch(self.cell).__await__()
+
+    @property
+    def placements(self) -> dict[str, Placement]:
+        """The placement on each axis."""
+        layout = self.cell.layout
+        return dict(zip(self.recorder.axes, layout.spec.placements, strict=True))
+
+    def refs(self) -> Refs[Tensor]:
+        """The local parts, one ref for each rank: ordinary refs, which any actor takes without the controller."""
+        return self.recorder.refs(self.cell)
+
+    def redistribute(self, **placements: Placement) -> DistTensor:
+        """The same tensor with other placements; an axis that is not named gets replicas.
+
+        Its gradient comes back in the placements of this tensor.
+
+        Raises:
+            ValueError: There is no such axis.
+        """
+        moved: DistTensor = _Redistribute.apply(  # type: ignore[no-untyped-call]  # torch's
+            self, _placed(self, self.recorder, placements)
+        )
+        return moved
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As `torch.Tensor.to`; or, with workers and placements, the same tensor at these workers.
+
+            y = await x.to(others, tp=Shard(0))
+
+        Parts go from process to process: each rank gets each of its elements once. The result is no part of autograd.
+
+        Cancellation: the result is not there; nothing else changes.
+        """
+        there = getattr(args[0], "recorder", None) if args else None
+        return self._moved(there, kwargs) if isinstance(there, Recorder) else super().to(*args, **kwargs)
+
+    async def _moved(self, there: Recorder, placements: Mapping[str, Placement]) -> DistTensor:
+        cell = await moved(self.cell, self.recorder, there, _placed(self, there, placements))
+        return handle(cell, there)
+
+    def _no_value(self, *args: object, **kwargs: object) -> NoReturn:
+        raise RuntimeError(_await_it("this line", self))
+
+    item = tolist = numpy = _no_value
+    __bool__ = __int__ = __float__ = __complex__ = __index__ = __array__ = _no_value
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(f"{self!r} stays in its process: pass on its `refs()`, or the value that `await` gives")
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DistTensor, target: Placements) -> Tensor:
+        recorder = tensor.recorder
+        placements = tensor.cell.layout.spec.placements
+        ctx.source = tuple(
+            replica if one.is_partial() else one for one, replica in zip(placements, recorder.replicas, strict=True)
+        )
+        return handle(recorder.redistributed(tensor.cell, target), recorder)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DistTensor) -> tuple[Tensor, None]:
+        recorder = gradient.recorder
+        return handle(recorder.redistributed(gradient.cell, ctx.source), recorder), None
+
+
+def handle(cell: Cell, recorder: Recorder) -> DistTensor:
+    """A new handle of a tensor."""
+    layout = cell.layout
+    made: DistTensor = _make(DistTensor, layout.shape, strides=layout.stride, dtype=layout.dtype)
+    made.cell = cell
+    made.recorder = recorder
+    return made
+
+
+def _placed(tensor: Tensor, recorder: Recorder, placements: Mapping[str, Placement]) -> Placements:
+    return checked(placed(placements, recorder.axes), tensor.dim())
+
+
+def _await_it(reader: str, tensor: object) -> str:
+    return f"{reader} needs the value of {tensor!r}, which the workers have: await it first, as `(await x)`"
+
+
+def _collect(value: Any, exact: bool, key: list[Any], cells: list[Cell], scalars: list[float]) -> bool:
+    """Append an argument to the key; False if a plain tensor is in it."""
+    kind = type(value)
+    if kind is DistTensor:
+        key.append(value.cell.layout)
+        cells.append(value.cell)
+    elif kind is float and not exact:
+        key.append(float)
+        scalars.append(value)
+    elif isinstance(value, list | tuple):
+        key += (list, len(value))
+        return all(_collect(one, exact, key, cells, scalars) for one in value)
+    elif isinstance(value, dict):
+        key += (dict, *value)
+        return all(_collect(one, exact, key, cells, scalars) for one in value.values())
+    elif isinstance(value, Tensor):
+        # A subclass, such as a parameter, too.
+        return False
+    else:
+        key += (kind, value)
+    return True
+
+
+def _learn(
+    recorder: Recorder,
+    key: tuple[Any, ...],
+    func: OpOverload[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Entry | None:
+    """The entry of an operation; None if the values of its numbers belong to the key from now on."""
+    given = cast("list[DistTensor]", _tensors((args, kwargs)))
+    if any(one.recorder is not recorder for one in given):
+        raise ValueError(f"{func} takes tensors of several groups: move them to one, as `await x.to(workers)`")
+    if any("Tensor" not in str(one.type) for one in func._schema.returns):
+        raise RuntimeError(_await_it("this line", given[0]))
+    exact = func in _EXACT
+    entry = None
+    try:
+        if exact or not any(one.name in ("p", "ord") for one in func._schema.arguments):
+            slots, scalars = count(), count()
+
+            def plain(value: Any) -> Any:
+                if type(value) is DistTensor:
+                    return Slot(next(slots))
+                return value if exact or type(value) is not float else Scalar.of(value, next(scalars))
+
+            layouts = [one.cell.layout for one in given]
+            plain_args, plain_kwargs = _mapped(plain, (args, dict(kwargs)))
+            entry = recorder.entries.learn(key, func, plain_args, plain_kwargs, layouts)
+    except Exception as error:
+        if type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException"):
+            raise RuntimeError(_await_it(str(func), given[0])) from None
+        raise
+    if entry is None:
+        _EXACT.add(func)
+    return entry
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """The leaves of arguments are changed, in their order."""
+    if isinstance(value, list | tuple):
+        made = [_mapped(change, one) for one in value]
+        return made if isinstance(value, list) else tuple(made)
+    if isinstance(value, dict):
+        return {name: _mapped(change, one) for name, one in value.items()}
+    return change(value)
+
+
+def _result(result: Any, outs: Sequence[Cell], recorder: Recorder, given: Any) -> Any:
+    match result:
+        case Given(position=position):
+            return _tensors(given)[position]
+        case int():
+            return handle(outs[result], recorder)
+        case list():
+            return [_result(one, outs, recorder, given) for one in result]
+        case tuple():
+            return tuple(_result(one, outs, recorder, given) for one in result)
+    return None
+
+
+def _with_plain(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """An operation with plain tensors among the handles: they are the same for all ranks."""
+    recorder = _recorder((args, kwargs))
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written and any(type(one) is not DistTensor for one in _tensors(value)):
+            raise TypeError(f"{func} writes a distributed tensor to a plain one: await it first, as `(await x)`")
+    numbers = (torch.get_default_dtype(), torch.int64, torch.bool)
+    takes_numbers = func is _FILL or torch.Tag.pointwise in func.tags
+
+    def distributed(value: Any, *, is_argument: bool) -> Any:
+        if not isinstance(value, Tensor) or type(value) is DistTensor:
+            return value
+        if is_argument and takes_numbers and value.dim() == 0 and value.dtype in numbers:
+            return value.item()
+        if value.nbytes > _MOST_BYTES:
+            raise ValueError(
+                f"{func} takes a plain tensor of {value.nbytes:,} bytes besides distributed ones: make it one of them "
+                "with `workers.put(x)`, which sends it once"
+            )
+        return handle(recorder.put(value.clone(), recorder.replicas), recorder)
+
+    def argument_of(value: Any) -> Any:
+        return _mapped(partial(distributed, is_argument=isinstance(value, Tensor)), value)
+
+    args = tuple(map(argument_of, args))
+    kwargs = {name: argument_of(one) for name, one in kwargs.items()}
+    if func is _FILL and not isinstance(args[1], Tensor):
+        func = torch.ops.aten.fill_.Scalar
+    return DistTensor.__torch_dispatch__(func, (), args, kwargs)
+
+
+def _recorder(given: Any) -> Recorder:
+    return next(one.recorder for one in _tensors(given) if type(one) is DistTensor)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [found for one in value for found in _tensors(one)] if isinstance(value, list | tuple) else []

@@ -1,0 +1,94 @@
+"""Tensors that come to workers from other actors: from other workers, and the results of methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate
+
+from aiodaft.ref import Ref, Refs
+from aiodaft.resharding import Layout, Sharding, reshard
+from aiodaft.tensor.blocks import Cell
+from aiodaft.tensor.calls import values_of
+from aiodaft.tensor.recorder import Recorder
+from aiodaft.tensor.shards import bounds, coords
+from aiodaft.tensor.specs import Meta, Placements, Spec, text
+from aiodaft.tensor.worker import Worker
+
+__all__ = ["adopted", "moved"]
+
+
+async def moved(cell: Cell, here: Recorder, to: Recorder, placements: Placements) -> Cell:
+    """The same tensor at other workers: each rank gets each of its elements once, from the processes that have them.
+
+    Cancellation: the tensor is not there; nothing else changes.
+    """
+    cell = here.gathered(cell)
+    here.flush()
+    await here.settle(cell.block)
+    source, there = cell.layout.spec, Spec(placements, cell.layout.spec.meta)
+    plan = reshard(_layout(source, here.axes), _layout(there, to.axes))
+    parts = await plan.move(here.group.all(Worker.shard, here.session, cell.number), to=to.group)
+    made, _ = await _kept(to, parts, there)
+    return made
+
+
+async def adopted(recorder: Recorder, refs: Iterable[Ref[Tensor]], placements: Placements) -> Cell:
+    """Results of methods as the parts of a tensor, where they are.
+
+    Raises:
+        TypeError: A result is no tensor.
+        ValueError: There is not one ref for each rank, or the parts make no whole.
+        Exception: The error of a call.
+
+    Cancellation: the tensor is not there; nothing else changes.
+    """
+    parts = list(refs)
+    axes, size = recorder.axes, len(recorder.group)
+    if len(parts) != size:
+        raise ValueError(f"there are {len(parts)} refs, and the group has {size} ranks: give one for each")
+    made, metas = await _kept(recorder, parts, Spec(placements, Meta((), (), torch.float32)))
+    shapes = [meta.shape for meta in metas]
+    whole = list(shapes[0])
+    for dim in range(len(whole)):
+        along = [index for index, one in enumerate(placements) if one.is_shard(dim)]
+        ranks = [rank for rank in range(size) if not any(_others(coords(axes, rank), along))]
+        whole[dim] = sum(shapes[rank][dim] for rank in ranks)
+    for rank, meta in enumerate(metas):
+        want = tuple(length for _, length in bounds(whole, placements, axes, rank))
+        if (meta.shape, meta.dtype) != (want, metas[0].dtype):
+            raise ValueError(
+                f"the part of rank {rank} is {meta.dtype} {meta.shape}; of {metas[0].dtype} {tuple(whole)} with "
+                f"{', '.join(map(text, placements))} it has {want}"
+            )
+    meta = Meta(tuple(whole), tuple(torch.empty(whole, device="meta").stride()), metas[0].dtype)
+    made.layout = recorder.entries.layout(Spec(placements, meta))
+    return made
+
+
+async def _kept(recorder: Recorder, parts: Iterable[Ref[Any]], spec: Spec) -> tuple[Cell, list[Meta]]:
+    cell = recorder.reserve(spec)
+    given: Refs[Tensor | dict[str, Tensor]] = Refs(list(parts))
+    refs = recorder.group.each(Worker.adopt, given, recorder.session, cell.number)
+    return cell, [Meta(*one) for one in await values_of(refs)]
+
+
+def _layout(spec: Spec, axes: Mapping[str, int]) -> Layout:
+    dims: dict[int, list[str]] = {}
+    for axis, placement in zip(axes, spec.placements, strict=True):
+        if not isinstance(placement, Replicate):
+            dims.setdefault(placement.dim, []).append(axis)  # type: ignore[attr-defined]  # a shard
+    size = torch.Size(axes.values()).numel()
+    lengths = {}
+    for dim, names in dims.items():
+        along = [index for index, axis in enumerate(axes) if axis in names]
+        ranks = [rank for rank in range(size) if not any(_others(coords(axes, rank), along))]
+        lengths[dim] = [bounds(spec.meta.shape, spec.placements, axes, rank)[dim][1] for rank in ranks]
+    return Layout(axes, {"x": Sharding(shape=spec.meta.shape, dtype=spec.meta.dtype, dims=dims, lengths=lengths)})
+
+
+def _others(places: tuple[int, ...], along: list[int]) -> list[int]:
+    return [place for index, place in enumerate(places) if index not in along]

@@ -32,6 +32,11 @@ from aiodaft.web import ClientDisconnected
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
+
 def in_a_task(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     """As servers and notebooks run things: in a task of its own."""
     return asyncio.get_running_loop().create_task(work)
@@ -284,6 +289,7 @@ class FakeRequest:
         return await self.messages.get()
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_only_a_disconnect_cancels_the_block(rt: aiodaft.Runtime) -> None:
     sleeper = await rt.spawn(Sleeper)
     request = FakeRequest()
@@ -303,6 +309,7 @@ async def test_only_a_disconnect_cancels_the_block(rt: aiodaft.Runtime) -> None:
     assert await sleeper.history() == ["sleep began", "sleep cleaned up"]
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_block_that_ends_first_watches_no_longer(rt: aiodaft.Runtime) -> None:
     echo = await rt.spawn(Echo)
     request = FakeRequest()
@@ -313,6 +320,7 @@ async def test_a_block_that_ends_first_watches_no_longer(rt: aiodaft.Runtime) ->
     assert request.messages.qsize() == 1
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_block_that_is_cancelled_or_fails_by_itself_raises_just_that(rt: aiodaft.Runtime) -> None:
     failing = await rt.spawn(Failing)
 
@@ -332,6 +340,7 @@ async def test_a_block_that_is_cancelled_or_fails_by_itself_raises_just_that(rt:
 # anyio.
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_an_anyio_task_group_cancels_remote_calls(rt: aiodaft.Runtime) -> None:
     sleeper = await rt.spawn(Sleeper)
     with pytest.raises(ExceptionGroup) as caught:
@@ -345,6 +354,7 @@ async def test_an_anyio_task_group_cancels_remote_calls(rt: aiodaft.Runtime) -> 
     assert (await sleeper.history()).count("sleep cleaned up") == 2
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_remote_error_ends_an_anyio_task_group(rt: aiodaft.Runtime) -> None:
     failing, sleeper = await rt.spawn(Failing), await rt.spawn(Sleeper)
     with pytest.raises(ExceptionGroup) as caught:
@@ -368,6 +378,7 @@ async def test_an_anyio_cancel_scope_ends_a_whole_runtime() -> None:
     assert not any(map(is_alive, pids))
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_an_anyio_shield_keeps_a_call(rt: aiodaft.Runtime) -> None:
     echo = await rt.spawn(Echo)
     with anyio.CancelScope() as scope:

@@ -18,6 +18,11 @@ from aiodaft._protocol.node.gpu_names import Gpu
 from aiodaft._runtime.platform.env import Env
 
 
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
+
 async def free(rt: aiodaft.Runtime) -> Mapping[str, float]:
     """The free amount of each resource."""
     return (await resources_of(rt))[1]
@@ -48,6 +53,7 @@ async def test_resources_are_taken_and_returned_however_an_actor_ends(tmp_path: 
         assert await free(rt) == everything
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_fractions_share_one_gpu_and_whole_ones_are_exclusive(rt: aiodaft.Runtime) -> None:
     halves = [await rt.on(cpus=0, gpus=0.5, resources={}).spawn(Half) for _ in range(3)]
     assert [(await rt.info(half)).gpus for half in halves] == [(0,), (0,), (1,)]
@@ -64,6 +70,7 @@ async def test_fractions_share_one_gpu_and_whole_ones_are_exclusive(rt: aiodaft.
     assert (await rt.info(await rt.spawn(NeedsGpu))).gpus == (1,)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_thirds_add_up_to_one(rt: aiodaft.Runtime) -> None:
     thirds = await rt.on(gpus=1 / 3).group(3, Probe)
     assert [(await rt.info(member)).gpus for member in thirds] == [(0,)] * 3
@@ -134,6 +141,7 @@ def test_a_runtime_with_odd_resources_cannot_be_made(wish: dict[str, Any]) -> No
         aiodaft.Runtime(**wish)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_spawns_side_by_side_never_overcommit(rt: aiodaft.Runtime) -> None:
     outcomes = await spawn_all(*(rt.on(gpus=1).spawn(Probe) for _ in range(7)))
     refused = [outcome for outcome in outcomes if isinstance(outcome, aiodaft.exceptions.InsufficientResources)]
@@ -143,6 +151,7 @@ async def test_spawns_side_by_side_never_overcommit(rt: aiodaft.Runtime) -> None
     assert len(set(await asyncio.gather(*(actor.pid() for actor in made)))) == 4
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_spawn_that_fails_leaves_room_for_its_neighbours(rt: aiodaft.Runtime) -> None:
     outcomes = await spawn_all(*(rt.on(gpus=1).spawn(SlowStart, 0.0, "no" if index % 2 else "") for index in range(4)))
     assert [isinstance(outcome, ValueError) for outcome in outcomes] == [False, True, False, True]
@@ -153,6 +162,7 @@ async def test_a_spawn_that_fails_leaves_room_for_its_neighbours(rt: aiodaft.Run
     assert len(await rt.on(gpus=1).group(2, Probe)) == 2
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_workers_see_their_own_gpus_only(rt: aiodaft.Runtime) -> None:
     first, second, half = (
         await rt.spawn(NeedsGpu),
@@ -164,6 +174,7 @@ async def test_workers_see_their_own_gpus_only(rt: aiodaft.Runtime) -> None:
     assert (await rt.info(second)).gpus == (1, 2)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_actors_on_a_mesh_see_the_gpus_of_their_slice(rt: aiodaft.Runtime) -> None:
     first = await rt.spawn(NeedsGpu)
     async with rt.mesh(hosts=1, gpus=2) as mesh:
@@ -216,6 +227,7 @@ async def test_on_overrides_the_class_line_and_children_inherit_it() -> None:
         assert await free(rt) == whole
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_with_lives_in_the_same_process_and_shares_its_gpus(rt: aiodaft.Runtime) -> None:
     host = await rt.on(gpus=2).spawn(Probe)
     guest = await rt.on(with_=host).spawn(NeedsGpu)
@@ -234,6 +246,7 @@ async def test_with_lives_in_the_same_process_and_shares_its_gpus(rt: aiodaft.Ru
     assert (await free(rt))["gpus"] == 4
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_gpus_stay_taken_while_a_neighbour_lives_on_them(rt: aiodaft.Runtime) -> None:
     host = await rt.on(gpus=4).spawn(Probe)
     guest = await rt.on(with_=host).spawn(Probe)
@@ -245,6 +258,7 @@ async def test_gpus_stay_taken_while_a_neighbour_lives_on_them(rt: aiodaft.Runti
     assert await (await rt.spawn(NeedsGpu)).visible() == "0"
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_neighbours_die_together_and_the_dead_have_none(rt: aiodaft.Runtime) -> None:
     host = await rt.spawn(Probe)
     guest = await rt.on(with_=host, cpus=1).spawn(Probe)
@@ -259,6 +273,7 @@ async def test_neighbours_die_together_and_the_dead_have_none(rt: aiodaft.Runtim
         await rt.on(with_="host").spawn(Probe)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("padding", [0, 1_000_000], ids=["small", "large"])
 async def test_neighbours_pass_the_object_itself(rt: aiodaft.Runtime, padding: int) -> None:
     host = await rt.spawn(Probe)
@@ -266,6 +281,7 @@ async def test_neighbours_pass_the_object_itself(rt: aiodaft.Runtime, padding: i
     assert await guest.same_as_others(host, padding)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_node_is_named_or_refused(rt: aiodaft.Runtime) -> None:
     name = controller_of(rt).options.process.node
     assert await (await rt.on(node=name).spawn(Echo)).echo(1) == 1
@@ -325,6 +341,7 @@ async def test_workers_run_on_the_loop_that_was_asked_for(uvloop: bool, module: 
         assert await (await rt.spawn(Probe)).loop_module() == module
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_workers_do_not_share_their_environment(rt: aiodaft.Runtime) -> None:
     first, second = await rt.spawn(Probe), await rt.spawn(Probe)
     await first.set_environ("AIODAFT_TEST_MARK", "mine")

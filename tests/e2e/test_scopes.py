@@ -24,6 +24,11 @@ import aiodaft
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
+
 async def test_leaving_a_block_ends_every_process() -> None:
     async with aiodaft.Runtime(preload=()) as rt:
         pids = [(await rt.info(await rt.spawn(Echo))).pid for _ in range(3)]
@@ -114,6 +119,7 @@ async def test_a_method_stuck_in_its_thread_does_not_hold_up_the_end() -> None:
         await ref
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_nested_scopes_close_inside_out(rt: aiodaft.Runtime, tmp_path: Path) -> None:
     log = tmp_path / "log"
 
@@ -129,6 +135,7 @@ async def test_nested_scopes_close_inside_out(rt: aiodaft.Runtime, tmp_path: Pat
     assert await (await rt.spawn(Echo)).echo("the runtime goes on") == "the runtime goes on"
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_an_error_in_a_scope_ends_that_scope_only(rt: aiodaft.Runtime) -> None:
     survivor = await rt.spawn(Echo)
     with pytest.raises(ExceptionGroup):
@@ -141,6 +148,7 @@ async def test_an_error_in_a_scope_ends_that_scope_only(rt: aiodaft.Runtime) -> 
         await scope.spawn(Echo)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_b29_one_of_five_that_raises_ends_the_others(rt: aiodaft.Runtime) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with rt.scope() as scope:
@@ -155,6 +163,7 @@ async def test_b29_one_of_five_that_raises_ends_the_others(rt: aiodaft.Runtime) 
     assert not any(map(is_alive, pids))
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_spawn_as_a_context_manager_stops_its_actor(rt: aiodaft.Runtime) -> None:
     async with rt.spawn(Echo) as echo, rt.group(2, Failing) as group:
         assert await echo.echo(1) == 1
@@ -165,6 +174,7 @@ async def test_spawn_as_a_context_manager_stops_its_actor(rt: aiodaft.Runtime) -
     assert not any(map(is_alive, pids))
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_stopping_and_killing_are_idempotent_and_free_resources(rt: aiodaft.Runtime) -> None:
     first = await rt.on(gpus=4).spawn(Echo)
     with pytest.raises(aiodaft.exceptions.InsufficientResources):
@@ -207,6 +217,7 @@ async def test_a_runtime_is_opened_in_one_task_and_closed_in_another() -> None:
         await rt.spawn(Echo)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_block_does_not_end_before_what_is_being_spawned_in_it_is_taken_back(rt: aiodaft.Runtime) -> None:
     # The fork server stays.
     await rt.stop(await rt.spawn(Echo))
@@ -222,6 +233,7 @@ async def test_a_block_does_not_end_before_what_is_being_spawned_in_it_is_taken_
     assert descendants() <= before
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_block_ends_although_the_actor_that_an_actor_is_spawned_beside_does_not_come_back(
     rt: aiodaft.Runtime, tmp_path: Path
 ) -> None:
@@ -251,6 +263,7 @@ async def test_a_runtime_ends_although_what_starts_its_actors_imports_modules(
         await spawning
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_spawning_that_is_cancelled_leaves_nothing(rt: aiodaft.Runtime) -> None:
     before = await resources_of(rt)
     for delay in (0.0, 0.001, 0.02):

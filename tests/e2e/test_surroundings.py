@@ -20,6 +20,11 @@ from aiodaft import Restart
 MARK, GONE = "AIODAFT_TEST_MARK", "AIODAFT_TEST_GONE"
 
 
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
+
 @pytest.mark.parametrize("fork", [True, False])
 async def test_an_actor_gets_what_the_controller_has_when_it_is_spawned(
     fork: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -47,6 +52,7 @@ async def test_an_actor_gets_what_the_controller_has_when_it_is_spawned(
         assert await third.surroundings((MARK, GONE)) == ({MARK: None, GONE: None}, *before[1:])
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_share_of_the_machine_goes_before_what_the_controller_has(
     rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +74,7 @@ async def test_what_all_actors_share_is_imported_with_the_environment_of_the_con
         assert await probe.seen_at_import(MARK) == "as it is now"
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_an_actor_that_is_restarted_gets_what_it_had_at_first(
     rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -83,6 +90,7 @@ async def test_an_actor_that_is_restarted_gets_what_it_had_at_first(
     assert before[:2] == ({MARK: "first"}, str(tmp_path))
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_working_directory_that_is_gone_fails_the_spawn_and_says_what_to_do(
     rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

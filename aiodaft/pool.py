@@ -33,7 +33,15 @@ class PoolWorker(Actor):
     @method(ordered=False)
     def run(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
         """Call a function on the actor's thread."""
-        return fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
+        if inspect.iscoroutine(result):
+            result.close()
+            name = getattr(fn, "__qualname__", type(fn).__qualname__)
+            raise TypeError(
+                f"{name} is no `async def` function and returned the coroutine {result.__qualname__}: give the pool "
+                "that function and its arguments, or an `async def` function that awaits it"
+            )
+        return result
 
     @method(ordered=False)
     async def run_async(self, fn: Callable[..., Awaitable[R]], /, *args: Any, **kwargs: Any) -> R:

@@ -209,6 +209,7 @@ async def test_a_member_that_stops_waiting_is_named(rt: aiodaft.Runtime) -> None
     await group[1].leave()
     with pytest.raises(CallCancelled, match="rank 1 has left it: all_reduce sum: its wait was cancelled"):
         await asyncio.gather(first, group[0].reduce(torch.ones(1)))
+    assert await group.all(Planner.left) == [(0, 0)] * 2
 
 
 async def test_a_call_that_is_cancelled_in_a_thread_ends_the_plan(rt: aiodaft.Runtime) -> None:
@@ -222,6 +223,8 @@ async def test_a_call_that_is_cancelled_in_a_thread_ends_the_plan(rt: aiodaft.Ru
         await first
     with pytest.raises(CallCancelled, match="rank 0 has left it"):
         await group[1].reduce(torch.ones(1), "sum", 2)
+    # Both still have the plan.
+    assert await group.all(Planner.left) == [(0, 0)] * 2
 
 
 async def test_a_new_epoch_ends_the_plan_and_members_open_another_one(rt: aiodaft.Runtime) -> None:

@@ -163,6 +163,8 @@ async def test_bad_input_is_refused_at_its_line(rt: aiodaft.Runtime) -> None:
             pool.submit(3)  # type: ignore[call-overload]
         with pytest.raises(TypeError, match="items is a generator: a task has one result"):
             pool.submit(items)
+        with pytest.raises(TypeError, match="is no `async def` function and returned the coroutine sleep: give"):
+            await pool.submit(lambda: asyncio.sleep(0))
         with pytest.raises(TypeError, match=r"square\(\) takes 1 positional argument"):
             await pool.submit(square, 1, 2)  # type: ignore[call-overload]
         with pytest.raises(aiodaft.exceptions.SerializationError, match=r"args\[1\] of square cannot travel"):

@@ -24,6 +24,7 @@ from typing import Any, Final, TypeVar
 
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.process import Process
+from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.exceptions import CallCancelled
 from aiodaft_transport.memory.address import address_of, copy_memory
 
@@ -237,7 +238,8 @@ class Line:
                 reason = self._mapping[start : start + PAGESIZE].rstrip(b"\0").decode(errors="replace")
                 self.error = CallCancelled(f"the plan of {self.group}: rank {rank} has left it: {reason}")
         if self.error is not None:
-            raise self.error
+            # With frames, it would keep views of the memory.
+            raise copy_error(self.error)
 
     # The end.
 

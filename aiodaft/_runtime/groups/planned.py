@@ -266,6 +266,11 @@ class Planned:
             exchange._value = stop.value
         except BaseException as error:
             exchange._error = _failed(line, exchange._title, error)
+            # It has views of the memory, which no exchange uses after the end of the line.
+            steps.close()
+            exchange._steps = self._started = None
+            if line is not None and line.error is not None:
+                self.close()
             if not isinstance(error, Exception):
                 raise
         exchange._steps = self._started = None

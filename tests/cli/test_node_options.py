@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.coordination.registry import Registry
 from aiodaft._protocol.ids import PeerId
+from aiodaft.cli.__main__ import main
 from aiodaft.cli.node import new_term
-
-COMMAND = [sys.executable, "-m", "aiodaft.cli"]
 
 
 @pytest.mark.parametrize(
@@ -29,10 +27,9 @@ COMMAND = [sys.executable, "-m", "aiodaft.cli"]
 )
 def test_an_option_that_says_nothing_is_refused(tmp_path: Path, option: str, value: str, why: str) -> None:
     key = str(tmp_path / "key")
-    assert subprocess.run([*COMMAND, "key", "new", key], capture_output=True).returncode == 0
-    command = [*COMMAND, "up", "--listen", "tcp://127.0.0.1:0", "--key-file", key, option, value]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", f"aiodaft: {why}\n")
+    assert CliRunner().invoke(main, ["key", "new", key]).exit_code == 0
+    ended = CliRunner().invoke(main, ["up", "--listen", "tcp://127.0.0.1:0", "--key-file", key, option, value])
+    assert (ended.exit_code, ended.stdout, ended.stderr) == (1, "", f"aiodaft: {why}\n")
 
 
 def test_two_coordinators_without_a_store_give_no_epoch_twice_in_one_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,12 +199,12 @@ def preloaded(request: pytest.FixtureRequest) -> Iterator[None]:
     """Runtimes of this process preload the modules in PRELOAD of the test module, without it none.
 
     By default they would import torch, which some test has loaded, for actors that do not use it: a second each time.
-    Tests that use torch have it, and the modules of their actors, which each actor would import by itself.
+    Tests that use torch or numpy have these, and the modules of their actors, which each actor would import by itself.
     """
     defaults, module = aiodaft.Runtime.__init__.__kwdefaults__, vars(request.module)
     default = defaults["preload"]
-    ours = ("numpy", "torch", *_modules_of_actors(module)) if "torch" in module else ()
-    defaults["preload"] = module.get("PRELOAD", ours)
+    arrays = ["numpy"] * ("np" in module) + ["numpy", "torch"] * ("torch" in module)
+    defaults["preload"] = module.get("PRELOAD", (*arrays, *_modules_of_actors(module)) if arrays else ())
     yield
     defaults["preload"] = default
 

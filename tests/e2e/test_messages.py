@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from mailing import Counts, Member
 from supervised import AT_ONCE
 
@@ -45,11 +45,11 @@ async def test_a_receive_may_come_before_its_message_and_after_it(rt: aiodaft.Ru
     await until_waiting(b)
     await a.send(1, "first")
     assert await early == "first"
-    await a.send(1, {"second": [2, torch.ones(3)]})
+    await a.send(1, {"second": [2, np.ones(3)]})
     assert (await b.counts()).messages == 1
     late = await b.recv(0)
     assert late["second"][0] == 2
-    assert torch.equal(late["second"][1], torch.ones(3))
+    assert np.array_equal(late["second"][1], np.ones(3))
     # A member may send to itself.
     await a.send(0, None)
     assert await a.recv_message(0) == aiodaft.typing.Message(None, 0, 0)
@@ -112,14 +112,14 @@ async def test_a_receive_selects_by_sender_and_tag(rt: aiodaft.Runtime) -> None:
 async def test_messages_of_one_sender_do_not_overtake_whatever_their_size(rt: aiodaft.Runtime) -> None:
     a, b = await rt.group(2, Member)
     values: list[Any] = [
-        torch.full((size,), float(place)) for place, size in enumerate((MIB, 3, 1 << 15, 2, 1, MIB, 5))
+        np.full(size, float(place), np.float32) for place, size in enumerate((MIB, 3, 1 << 15, 2, 1, MIB, 5))
     ]
     values += ["text", b"x" * MIB, 3]
     sent = a.send_all(1, values)
     received = await b.recv_many(len(values), 0)
     await sent
     assert [type(value) for value in received] == [type(value) for value in values]
-    assert all(torch.equal(got, put) for got, put in zip(received[:7], values[:7], strict=True))
+    assert all(np.array_equal(got, put) for got, put in zip(received[:7], values[:7], strict=True))
     assert received[7:] == values[7:]
 
 
@@ -373,15 +373,15 @@ async def test_messages_of_a_call_of_a_group_meet_only_those_of_the_same_call(rt
 async def test_cannon_is_the_product_of_the_matrices_also_of_several_at_a_time(rt: aiodaft.Runtime) -> None:
     group = await rt.group(4, Member, axes={"row": 2, "column": 2})
 
-    def blocks(matrix: torch.Tensor) -> list[torch.Tensor]:
-        return [block.contiguous() for row in matrix.chunk(2) for block in row.chunk(2, dim=1)]
+    def blocks(matrix: Any) -> list[Any]:
+        return [np.ascontiguousarray(block) for row in np.vsplit(matrix, 2) for block in np.hsplit(row, 2)]
 
-    pairs = [torch.randn(2, 64, 64, dtype=torch.float64).unbind() for _ in range(4)]
+    pairs = [np.random.default_rng(turn).standard_normal((2, 64, 64)) for turn in range(4)]
     products = [group.each(Member.multiply, list(zip(blocks(a), blocks(b), strict=True))) for a, b in pairs]
     for (a, b), product in zip(pairs, products, strict=True):
         parts = await product
-        whole = torch.cat([torch.cat(parts[:2], dim=1), torch.cat(parts[2:], dim=1)])
-        assert torch.allclose(whole, a @ b, rtol=0, atol=1e-12)
+        whole = np.vstack([np.hstack(parts[:2]), np.hstack(parts[2:])])
+        assert np.allclose(whole, a @ b, rtol=0, atol=1e-12)
 
 
 async def test_members_that_wait_for_each_other_are_seen_and_end_by_a_timeout(rt: aiodaft.Runtime) -> None:
@@ -420,11 +420,11 @@ async def test_the_end_of_the_runtime_ends_what_waits() -> None:
 
 async def test_messages_go_between_threads_in_the_order_of_the_sends(rt: aiodaft.Runtime) -> None:
     members = await rt.group(2, Member)
-    for values in ([1, "two", [3]], [torch.full((MIB,), float(number)) for number in range(3)]):
+    for values in ([1, "two", [3]], [np.full(MIB, float(number), np.float32) for number in range(3)]):
         for received in await members.all(Member.swap_in_threads, values):
             assert len(received) == len(values)
             for one, value in zip(received, values, strict=True):
-                assert torch.equal(one, value) if isinstance(value, torch.Tensor) else one == value
+                assert np.array_equal(one, value) if isinstance(value, np.ndarray) else one == value
     # A ref that is dropped takes nothing back.
     await members[0].send_and_drop(1, "dropped")
     assert await members[1].recv_beside(0) == "dropped"

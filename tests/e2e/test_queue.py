@@ -7,8 +7,8 @@ import os
 import signal
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
-import torch
 from queue_actors import Onlooker, Producer, Worker
 
 import aiodaft
@@ -168,7 +168,7 @@ async def test_mistakes_are_named_at_their_line(rt: aiodaft.Runtime) -> None:
         async with queue.consumer("train") as consumer:
             with pytest.raises(ValueError, match="positive number of rows, not 0"):
                 await consumer.take(0)
-            rows = await queue.put({"x": [torch.ones(3)]})
+            rows = await queue.put({"x": [np.ones(3)]})
             await queue.storages[0].clear(rows)
             with pytest.raises(LookupError, match=r"the rows \[0\] of the queue were cleared"):
                 await consumer.take(1)

@@ -7,13 +7,15 @@ import os
 import signal
 import threading
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-import torch
+import numpy as np
 from inside import inboxes_here, members_watched_here, traffic_here
 
 import aiodaft
 from aiodaft import Actor, method
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 class Counts(NamedTuple):
@@ -66,7 +68,7 @@ class Member(Actor):
 
     @method
     async def send_zeros(self, to: int, nbytes: int, tag: int | str = 0) -> None:
-        await self.group.send(torch.zeros(nbytes, dtype=torch.uint8), to=to, tag=tag)
+        await self.group.send(np.zeros(nbytes, np.uint8), to=to, tag=tag)
 
     @method
     async def recv(self, source: int | None = None, tag: int | str | None = None) -> Any:
@@ -145,23 +147,23 @@ class Member(Actor):
     async def exchange(self, nbytes: int) -> tuple[bool, int]:
         """Both send first, and receive after."""
         other = 1 - self.group.rank
-        mine = torch.full((nbytes,), self.group.rank, dtype=torch.uint8)
+        mine = np.full(nbytes, self.group.rank, np.uint8)
         await self.group.send(mine, to=other)
         # A value that was sent does not change any more.
-        mine.fill_(9)
+        mine.fill(9)
         theirs = await self.group.recv(source=other)
         return bool((theirs == other).all()), theirs.nbytes
 
     @method
-    async def multiply(self, blocks: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    async def multiply(self, blocks: tuple[Array, Array]) -> Array:
         """Cannon: the blocks of a move to the left, those of b up."""
         a, b = blocks
         row, column = self.group.along("column"), self.group.along("row")
         i, j, size = self.group.coords["row"], self.group.coords["column"], row.size
 
-        async def shift(ring: aiodaft.typing.CurrentGroup[Member], block: torch.Tensor, by: int) -> torch.Tensor:
+        async def shift(ring: aiodaft.typing.CurrentGroup[Member], block: Array, by: int) -> Array:
             await ring.send(block, to=(ring.rank - by) % size)
-            shifted: torch.Tensor = await ring.recv(source=(ring.rank + by) % size)
+            shifted: Array = await ring.recv(source=(ring.rank + by) % size)
             return shifted
 
         a, b = await asyncio.gather(shift(row, a, i), shift(column, b, j))

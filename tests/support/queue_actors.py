@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-import torch
+import numpy as np
 from here import current_peer
 
 from aiodaft import Actor, method
@@ -21,7 +21,7 @@ class Producer(Actor):
         rows: list[int] = []
         for start in range(0, len(values), size):
             part = values[start : start + size]
-            rows += await queue.put({"prompt": [torch.full((20_000,), float(value)) for value in part], "value": part})
+            rows += await queue.put({"prompt": [np.full(20_000, float(value)) for value in part], "value": part})
         return rows
 
     @method

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -18,7 +19,7 @@ from aiodaft.tensor.operations import Cause
 from aiodaft.tensor.own_rules import by_own_rule
 from aiodaft.tensor.plan import Collective
 from aiodaft.tensor.rules import Move, Placing, Rules, norm_of, strided
-from aiodaft.tensor.specs import Meta, Placements, Spec
+from aiodaft.tensor.specs import Meta, Placements, Spec, text
 
 __all__ = ["Lowering"]
 
@@ -160,8 +161,18 @@ class Lowering:
         if any(self.spec(number).placements != self.replicas for number in numbers):
             self.whole.append(self.cause)
         specs = tree_map(self._spec, (args, kwargs))
-        metas = _metas(op, *tree_map(lambda one: one.meta if isinstance(one, Spec) else one, specs))
+        try:
+            metas = _metas(op, *tree_map(lambda one: one.meta if isinstance(one, Spec) else one, specs))
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            raise NotImplementedError(self._depends_on_data(op, numbers)) from error
         return Placing(op, tuple(self.replicas for _ in numbers), specs[0], self._as_replicas(metas))
+
+    def _depends_on_data(self, op: OpOverload[..., Any], numbers: Iterable[int]) -> str:
+        given = "; ".join(", ".join(map(text, self.spec(number).placements)) for number in numbers)
+        return (
+            f"{self.cause.line}: the shape of the result of {name_of(op)} depends on the data of its tensors, placed "
+            f"{given}. `await` the tensor and go on with its value, or do it on local tensors in `tensor.local`."
+        )
 
     def _apply_placed(
         self, op: OpOverload[..., Any], placing: Placing, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -280,7 +291,10 @@ class Lowering:
                 return self._local(number, axis, target, "chunk", dim)
             case Replicate(), Partial(reduce_op=operation):
                 return self._local(number, axis, target, "partition", operation)
-        raise NotImplementedError(f"{self.cause.line}: a tensor cannot go from {source} to {target}")
+        raise NotImplementedError(
+            f"{self.cause.line}: a tensor of {self.cause.operation} cannot go from {text(source)} to {text(target)} on "
+            f"the axis {self.names[axis]}: `.redistribute` it to replicas before"
+        )
 
     def _local(self, number: int, axis: int, placement: Any, kind: Any, *args: Any) -> int:
         out = self._after(number, axis, placement)

@@ -113,12 +113,10 @@ class Rules:
             to, dim = target[axis], _dim(target[axis])
             if dim is not None and cut_before(now, axis, dim) != cut_before(target, axis, dim):
                 to = Replicate()
-            if now[axis] != to:
-                yield Move(axis, now[axis], to)
-                now[axis] = to
+            yield from _moves(axis, now[axis], to)
+            now[axis] = to
         for axis, to in enumerate(target):
-            if now[axis] != to:
-                yield Move(axis, now[axis], to)
+            yield from _moves(axis, now[axis], to)
 
     def local_shapes(self, spec: Spec) -> tuple[tuple[int, ...], ...]:
         """The shape of the local tensor, by rank."""
@@ -192,6 +190,15 @@ class Rules:
     def _is_uneven(self, spec: Spec, placements: Placements, axis: int) -> bool:
         dim = _dim(placements[axis])
         return dim is not None and spec.meta.shape[dim] % tuple(self.axes.values())[axis] != 0
+
+
+def _moves(axis: int, source: Placement, target: Placement) -> Iterator[Move]:
+    if source == target:
+        return
+    if target.is_partial() and not source.is_replicate():
+        yield Move(axis, source, Replicate())
+        source = Replicate()
+    yield Move(axis, source, target)
 
 
 _LEVELS: Final = "rsue"

@@ -29,7 +29,7 @@ __all__ = [
     "MESHES",
     "Captured",
     "Noting",
-    "Tried",
+    "Trial",
     "Verification",
     "WrongValue",
     "captured",
@@ -181,14 +181,6 @@ class WrongValue(AssertionError):
     """An operation gave another value than on one device."""
 
 
-@dataclass(frozen=True)
-class Tried:
-    """Attributes: done whole: the operations that no rule placed; collectives: their count."""
-
-    whole: list[str]
-    collectives: int
-
-
 @dataclass
 class Trial:
     """A function with placements of its free tensors, step by step."""
@@ -207,7 +199,8 @@ class Trial:
             self.numbers[number] = at = self.lowering.new(Spec(given, self.function.metas[number]))
             self.tables[at] = parts(whole, given, sizes, generator)
 
-    def step(self, step: Step) -> None:
+    def lower(self, step: Step) -> list[str]:
+        """Returns the placements of the arguments."""
         self.lowering.cause = Cause(str(step.target), line="survey")
         args = tree_map(self._here, (step.args, dict(step.kwargs)))
         given = [str(self.lowering.spec(number).placements) for number in slots_of(list(args))]
@@ -215,6 +208,10 @@ class Trial:
         for out, slot in zip(tree_leaves(step.results), tree_leaves(made), strict=True):
             if isinstance(out, Slot):
                 self.numbers[out.number] = slot.number
+        return given
+
+    def step(self, step: Step) -> None:
+        given = self.lower(step)
         self._run()
         for number, want in step.values.items():
             held = self.lowering.redistribute(self.numbers[number], self.lowering.replicas)
@@ -231,14 +228,23 @@ class Trial:
         self.done = len(self.lowering.instructions)
 
 
+def lowered(function: Captured, placements: Mapping[int, Placements], rules: Rules) -> Trial:
+    """A function with these placements, not done."""
+    trial = Trial(function, Lowering(rules))
+    trial.begin(placements)
+    for step in function.steps:
+        trial.lower(step)
+    return trial
+
+
 @torch.no_grad()
 def tried(
     function: Captured,
     placements: Mapping[int, Placements],
     rules: Rules,
     after_step: Callable[[], object] = bool,
-) -> Tried:
-    """Does a function with these placements.
+) -> list[str]:
+    """Does a function with these placements; returns the operations that were done whole.
 
     Raises:
         WrongValue: The results of an operation are not those of one device.
@@ -248,7 +254,7 @@ def tried(
     for step in function.steps:
         trial.step(step)
         after_step()
-    return Tried([one.operation for one in trial.lowering.whole], len(trial.lowering.collectives))
+    return [one.operation for one in trial.lowering.whole]
 
 
 def different(got: Tensor, want: Tensor) -> str:

@@ -111,15 +111,8 @@ class Lowering:
         known = self.placed.get((number, target))
         if known is not None:
             return known
-        # Terms of a sum are made of replicas, strided parts of and to replicas of all axes.
-        between = tuple(
-            replica if one.is_partial() and one != now else one
-            for now, one, replica in zip(spec.placements, target, self.replicas, strict=True)
-        )
-        if any(strided(one) for one in (*spec.placements, *target)):
-            between = self.replicas
-        if between not in (spec.placements, target):
-            out = self.redistribute(self.redistribute(number, between), target)
+        if any(strided(one) for one in (*spec.placements, *target)) and self.replicas not in (spec.placements, target):
+            out = self.redistribute(self.redistribute(number, self.replicas), target)
         else:
             out = number
             for move in self.rules.route(spec, target):

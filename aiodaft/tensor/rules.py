@@ -103,6 +103,7 @@ class Rules:
         """The steps of a redistribution, in their order.
 
         A dimension that several axes cut is cut by them in their order: the last axis is joined first and cut last.
+        Terms of a sum are made of replicas.
         """
         now = list(source.placements)
 

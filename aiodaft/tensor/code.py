@@ -21,7 +21,7 @@ from torch import Tensor
 
 from aiodaft.tensor.instructions import ByRank, Instruction, Slot, operation, slots_of
 
-__all__ = ["Code", "Pending", "Routine", "Row", "chunks"]
+__all__ = ["Code", "Pending", "Routine", "Row", "chunks", "overload_of"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -116,6 +116,9 @@ class Code:
         return outputs
 
     def _explain(self, error: Exception) -> None:
+        if hasattr(error, "instruction"):
+            # By a part of this routine.
+            return
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != self._file:
             trace = trace.tb_next
@@ -142,7 +145,7 @@ class Code:
         for at, one in enumerate(instructions):
             numbers = set(_numbers_of(one))
             dead = sorted(n for n in numbers if last[n] == at)
-            writes = one.kind == "op" and _operation(one.target)._schema.is_mutable
+            writes = one.kind == "op" and overload_of(one.target)._schema.is_mutable
             # What is written to may be under way.
             self._wait(pending, [*pending] if writes else slots_of((one.args, one.kwargs)))
             if not updating and (writes or not donated.isdisjoint(dead)):
@@ -176,7 +179,7 @@ class Code:
         given = [self._text(value) for value in args]
         given += [f"{name}={self._text(value)}" for name, value in kwargs.items()]
         if kind == "op":
-            overload = _operation(target)
+            overload = overload_of(target)
             function, is_list = _quickest(overload), _gives_several(overload)
         elif kind == "local":
             function, is_list = self._routine.functions[str(target)], len(outs) != 1
@@ -342,7 +345,8 @@ _OF_TORCH: Final = frozenset({
 _NAMED: Final = frozenset({"op", "local", "random"})
 
 
-def _operation(name: str | None) -> Any:
+def overload_of(name: str | None) -> Any:
+    """The overload of torch that an operation on parts calls."""
     return operation(_OF_PARTS.get(str(name), str(name)))
 
 

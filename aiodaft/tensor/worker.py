@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+import aiodaft.tensor.randoms  # noqa: F401 - its operations
 from aiodaft.actor import Actor
 from aiodaft.member import CurrentGroup, Planned, current_group
 from aiodaft.methods import method
 from aiodaft.tensor.code import Code, Pending, Routine
 from aiodaft.tensor.instructions import Slot, slots_of
+
+if TYPE_CHECKING:
+    from aiodaft.tensor.compiling import Compiled
 
 __all__ = ["Filled", "Measure", "Order", "Program", "Progress", "Refused", "Worker"]
 
@@ -28,6 +32,8 @@ class Program(NamedTuple):
         returns: The positions of the outputs that rank 0 returns; they are the same at all ranks.
         first: The number of the first run, if it is an input: that after the state.
         parameters: The inputs that are parameters.
+        numbers: The inputs that are numbers.
+        compiled: Whether local operations are given to torch.compile.
     """
 
     routine: Routine
@@ -37,6 +43,8 @@ class Program(NamedTuple):
     returns: tuple[int, ...] = ()
     first: int | None = None
     parameters: frozenset[int] = frozenset()
+    numbers: tuple[int, ...] = ()
+    compiled: bool = False
 
 
 class Order(NamedTuple):
@@ -69,12 +77,16 @@ class Progress(NamedTuple):
         changing: Whether one has failed after it had begun to change the state.
         collectives: The number of collectives, by axis.
         received: The bytes that this rank had to receive, by axis; see `Collective.received`.
+        segments: The number of functions that were given to torch.compile.
+        plain: For each of them that runs as it is written, the reason.
     """
 
     done: int
     changing: bool
     collectives: Mapping[str, int]
     received: Mapping[str, int]
+    segments: int = 0
+    plain: tuple[str, ...] = ()
 
 
 class Measure(NamedTuple):
@@ -263,7 +275,13 @@ class _Session:
                 row.close()
 
     def load(self, name: str, program: Program) -> _Loaded:
-        loaded = self.loaded[name] = _Loaded(program, Code(program.routine, self._rank, self._rows), self._rows)
+        routine, segments = program.routine, list["Compiled"]()
+        if program.compiled:
+            from aiodaft.tensor.compiling import with_compiled  # noqa: PLC0415 - it loads the compiler
+
+            routine, segments = with_compiled(routine, self._rank, program.numbers)
+        loaded = _Loaded(program, Code(routine, self._rank, self._rows), self._rows, segments)
+        self.loaded[name] = loaded
         return loaded
 
     def find(self, number: int) -> Tensor:
@@ -299,9 +317,10 @@ class _Session:
 class _Loaded:
     """A program at this rank, and the counts of its runs."""
 
-    def __init__(self, program: Program, code: Code, rows: Mapping[str, _Axis]) -> None:
+    def __init__(self, program: Program, code: Code, rows: Mapping[str, _Axis], segments: Sequence[Compiled]) -> None:
         self.program = program
         self.code = code
+        self._segments = segments
         self._rows = rows
         inputs = zip(program.state, program.routine.inputs, strict=False)
         self._donated = [number for number, slot in inputs if slot in program.routine.donated]
@@ -333,7 +352,12 @@ class _Loaded:
     def progress(self) -> Progress:
         counts = self._counts.items()
         return Progress(
-            self.done, self._changing, {axis: one[0] for axis, one in counts}, {axis: one[1] for axis, one in counts}
+            self.done,
+            self._changing,
+            {axis: one[0] for axis, one in counts},
+            {axis: one[1] for axis, one in counts},
+            len(self._segments),
+            tuple(one.reason for one in self._segments if one.reason),
         )
 
 

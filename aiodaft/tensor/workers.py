@@ -82,7 +82,14 @@ class Workers:
         """The names and sizes of the axes."""
         return self.group.axes
 
-    async def load(self, plan: Plan, state: Mapping[str, Tensor] | None = None, *, seed: int = 0) -> Step:
+    async def load(
+        self,
+        plan: Plan,
+        state: Mapping[str, Tensor] | None = None,
+        *,
+        seed: int = 0,
+        compile: bool = False,  # noqa: A002 - the word of torch
+    ) -> Step:
         """Send a plan and its state to the workers, each its part; returns the step, which is then one message to each.
 
         Args:
@@ -91,6 +98,8 @@ class Workers:
                 optimizer, which otherwise are as at its beginning. Also what `Step.state()` gives, of a step with any
                 plan of the same program. Other names are ignored.
             seed: The seed of the random numbers of all steps, unless `state` is that of a step.
+            compile: Whether the operations between collectives are given to torch.compile, at the first step. What it
+                cannot compile runs as it is written; `Step.usage` has the reason.
 
         Raises:
             ValueError: The plan is for other axes, or a tensor is missing or has another shape or dtype.
@@ -113,7 +122,7 @@ class Workers:
 
         await values_of([
             *self.group.each(Worker.put, [parts(rank) for rank in range(len(self.group))], self._session),
-            *self.group.all(Worker.load, self._session, step.name, step._program()),
+            *self.group.all(Worker.load, self._session, step.name, step._program(compile)),
         ])
         return step
 
@@ -378,7 +387,7 @@ class Step:
             return False
         return not any(one.changing for one in told) and len({one.done for one in told}) == 1
 
-    def _program(self) -> Program:
+    def _program(self, compiled: bool) -> Program:
         plan = self.plan
         inputs = [*(one for one, _ in self._state), *self._counting, *self._arguments, *self._scalars]
         slots = {one.slot for one, _ in self._state}
@@ -399,6 +408,8 @@ class Step:
             outs=tuple(numbers.get((one.name, one.role)) for one in plan.outputs),
             returns=tuple(at for at, one in enumerate(plan.outputs) if one.role == "result"),
             first=self._random[_STEP] if self._counting else None,
+            numbers=tuple(one.slot for one in (*self._counting, *self._scalars)),
+            compiled=compiled,
             parameters=frozenset(one.slot for one, _ in self._state if one.role == "parameter"),
         )
 

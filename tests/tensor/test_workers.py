@@ -280,3 +280,18 @@ async def test_random_numbers_depend_on_the_seed_and_the_number_of_the_step_alon
         assert [float((await step(batch(0)))[0]) for _ in range(2)] == [1070.0, 1071.0]
         other = await group.load(plan, await step.state(), seed=9)
         assert [float((await other(batch(0)))[0]) for _ in range(2)] == [1072.0, 1073.0]
+
+
+@pytest.mark.programs
+@pytest.mark.timeout(300)
+async def test_operations_between_collectives_are_compiled(rt: aiodaft.Runtime) -> None:
+    axes, scalars = {"tp": 2}, {"rate": 0.1}
+    async with workers(rt, axes) as group:
+        step = await group.load(mlp(axes, scalars), start(), compile=True)
+        losses = []
+        for k, rate in enumerate(RATES):
+            scalars["rate"] = rate
+            losses.append(await step(batch(k)))
+        close(losses, alone(start(), RATES)[0])
+        for one in await step.usage():
+            assert (one.segments, one.plain, one.collectives) == (1, (), {"tp": 3})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Generator, Sequence
 from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
@@ -67,6 +68,8 @@ class _Form:
         self.dtype = given[0].dtype if given else None
         if any(one.is_quantized for one in given):
             raise TypeError(f"{title}: a plan is for dense tensors, not for quantized ones")
+        self.name = title.partition(" ")[0]
+        self.nbytes = sum(one.nbytes for one in given)
         self.shapes = [tuple(one.shape) for one in given]
         if lengths:
             self.shapes = [(rows, *self.shapes[0][1:]) for rows in lengths]
@@ -98,11 +101,20 @@ class _Form:
 
 
 class LineSteps:
-    """The exchanges of one rank on a line."""
+    """The exchanges of one rank on a line.
 
-    def __init__(self, line: Line, allocate: Allocate) -> None:
+    Args:
+        line: The line.
+        allocate: Makes memory for large results.
+        counts: The exchanges that have begun, by name.
+        nbytes: The bytes that this rank gives to them, by name.
+    """
+
+    def __init__(self, line: Line, allocate: Allocate, counts: Counter[str], nbytes: Counter[str]) -> None:
         self._line = line
         self._allocate = allocate
+        self._counts = counts
+        self._nbytes = nbytes
 
     def reduce(
         self, title: str, given: Sequence[Tensor], lengths: tuple[int, ...], lane: int, op: str, out: Tensor | None
@@ -232,7 +244,10 @@ class LineSteps:
             if not is_dense_tensor(one):
                 raise TypeError(f"{title}: a plan is for dense tensors, not for {type(one).__name__}")
         key = (title, lengths, given[0].dtype, *[one.shape for one in given]) if given else title
-        return self._line.keep(key, lambda: _Form(self._line, title, given, lengths))
+        form = self._line.keep(key, lambda: _Form(self._line, title, given, lengths))
+        self._counts[form.name] += 1
+        self._nbytes[form.name] += form.nbytes
+        return form
 
     def _meet(self, form: _Form, sources: Sequence[int], lane: int, *, alike: bool) -> _Told:
         """Compare the terms of all ranks, after the first step of an exchange."""

@@ -127,7 +127,7 @@ class Planned:
         self._line = line
         self._meet = meet
         self._allocate: Allocate = process.part(Store).empty
-        self._on_line = None if line is None else LineSteps(line, self._allocate)
+        self._on_line = None if line is None else LineSteps(line, self._allocate, self.counts, self.nbytes)
         # Held by the thread or the task that does an exchange. Tasks wait in a line of their own.
         self._turn = threading.Lock() if line is None else line.turn
         self._tasks = asyncio.Lock()
@@ -293,9 +293,9 @@ class Planned:
         op: str,
         out: Tensor | None,
     ) -> Steps[Tensor]:
-        self._count(name, given)
         if self._on_line is not None:
             return (yield from self._on_line.reduce(title, given, lengths, lane, op, out))
+        self._count(name, _bytes_of(given))
         if name == "all_reduce":
             value: Tensor = yield self._meet("all_reduce", given[0], op, 0)
         else:
@@ -313,12 +313,12 @@ class Planned:
         out: Sequence[Tensor] | None,
     ) -> Steps[list[Tensor]]:
         """Move one part of each rank."""
-        self._count(name, given)
         outs: Sequence[Tensor | None] = [None] * self._size if out is None else out
         if len(outs) != self._size:
             raise ValueError(f"{name}: `out` has {len(outs)} tensors, and there are {self._size} results")
         if self._on_line is not None:
             return (yield from self._on_line.move(name, given, lengths, range(self._size), lane, lanes, outs))
+        self._count(name, _bytes_of(given))
         value = given[0] if lanes == 1 else parts_of(given, lengths)
         found: Sequence[Tensor] = yield self._meet(name, value, "sum", 0)
         return [self._placed(name, one, to) for one, to in zip(found, outs, strict=True)]
@@ -326,8 +326,8 @@ class Planned:
     def _broadcast(self, tensor: Tensor | None, root: int, out: Tensor | None) -> Steps[Tensor]:
         is_root = self._rank == root
         given: Sequence[Any] = [tensor] if is_root else []
-        self._count("broadcast", given)
         if self._on_line is None:
+            self._count("broadcast", _bytes_of(given))
             value: Tensor = yield self._meet("broadcast", tensor, "sum", root)
             return self._placed("broadcast", value, out)
         sources = () if is_root else (root,)
@@ -335,8 +335,8 @@ class Planned:
         return moved[0] if moved else self._placed("broadcast", given[0], out)
 
     def _barrier(self) -> Steps[None]:
-        self._count("barrier", ())
         if self._on_line is None:
+            self._count("barrier", 0)
             yield self._meet("barrier", None, "sum", 0)
         else:
             yield from self._on_line.move("barrier", (), (), (), 0, 1, ())
@@ -344,9 +344,9 @@ class Planned:
     def _placed(self, title: str, value: Tensor, out: Tensor | None) -> Tensor:
         return Room(self._allocate, title, value.dtype, value.shape, value.device, out).filled(value)
 
-    def _count(self, name: str, given: Sequence[Any]) -> None:
+    def _count(self, name: str, nbytes: int) -> None:
         self.counts[name] += 1
-        self.nbytes[name] += sum(one.nbytes for one in given if is_dense_tensor(one))
+        self.nbytes[name] += nbytes
 
     def _cut(
         self, name: str, tensor: Tensor | Sequence[Tensor], lengths: Sequence[int] | None
@@ -363,6 +363,10 @@ class Planned:
         if lengths is not None:
             raise TypeError(f"{name}: lengths are those of the parts of one tensor; it has parts already")
         return parts, ()
+
+
+def _bytes_of(given: Sequence[Any]) -> int:
+    return sum(one.nbytes for one in given if is_dense_tensor(one))
 
 
 def _enter(line: Line, title: str) -> None:

@@ -5,11 +5,11 @@
 A rank writes into a half of its own, signals the others, and reads theirs when all have signalled. Halves take turns:
 when a rank writes into one again, all others have signalled once more since, and so have read it.
 
-The words of a rank count its signals. It also writes to the eventfd of each other rank, which one that sleeps reads:
-what comes in a few microseconds is found in the words before. Processors that let other ones see writes out of order
-have no words that count. There the sum of the signals in an eventfd does: no rank can signal again before all have
-signalled as often, so the sum is full only when each has come. Bytes that a rank writes before its signal are seen by
-those that have read the signal.
+The words of a rank count its signals. Ranks look at those of the others for a few microseconds, and then sleep: each
+has an eventfd, which the rank that is the last to signal writes to. Processors that show others the writes of a rank
+out of order have no words that count. There all ranks write to the eventfds of all, and the sum of the signals in one
+counts: no rank can signal again before all have signalled as often, so it is full only when each has come. Bytes that a
+rank writes before its signal are seen by those that have read the signal.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class Line:
         self._closing = False
         # Held to write when this is not the turn, and to close.
         self._gate = threading.Lock()
+        self._fence = threading.Lock()
         # Views of its memory, and what has such views: until it is closed.
         self.kept: dict[Any, Any] = {}
         # Watched by the loop: uvloop would make reads of the signals themselves fail where a thread has to block.
@@ -183,6 +184,13 @@ class Line:
         """Tell all others that this rank is as far as this."""
         self._sent += 1
         self._words[self._at + _SENT] = self._sent
+        if ORDERED:
+            # A lock is taken by an atomic instruction: before that, no later read of the others' words is done. So of
+            # ranks that signal at once, one sees that it is the last.
+            with self._fence:
+                pass
+            if not self._all_came():
+                return
         for fd in self._others:
             os.eventfd_write(fd, 1)
 

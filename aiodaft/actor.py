@@ -11,7 +11,7 @@ from aiodaft._protocol.calls.mailbox import check_max_queue
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.node.liveness import Health, Patience
 from aiodaft._protocol.node.resources import Demand
-from aiodaft._protocol.supervision.supervision import Restart, check_alone
+from aiodaft._protocol.supervision import Restart, check_alone
 from aiodaft.methods import DefMethod, MethodSpec, check_overrides, signature_of, specs_of
 
 if TYPE_CHECKING:

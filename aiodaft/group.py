@@ -34,8 +34,8 @@ from typing import (
 
 from aiodaft._protocol.groups.axes import Axes, even_shares
 from aiodaft._protocol.groups.roster import Roster
+from aiodaft._runtime.actors.enlisted import RosterCell, Rosters
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.calls.rosters import RosterCell, Rosters
 from aiodaft._runtime.groups.group_map import GroupMap, is_asynchronous
 from aiodaft._runtime.groups.member_calls import MemberCalls, Unit
 from aiodaft._runtime.serialization.containers import builder

@@ -15,13 +15,13 @@ from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.groups.roster import Roster, seats_after
 from aiodaft._protocol.ids import node_of
 from aiodaft._protocol.node.resources import Demand
-from aiodaft._protocol.placement.planner import Request
-from aiodaft._protocol.supervision.child import REACHABLE, ChildState
+from aiodaft._protocol.placement import Request
+from aiodaft._protocol.supervision import REACHABLE, ChildState
+from aiodaft._runtime.actors.enlisted import RosterCell
 from aiodaft._runtime.agent import agent_of
 from aiodaft._runtime.blueprint import Blueprint, Constraints, Reserved, Seat
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
-from aiodaft._runtime.calls.rosters import RosterCell
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.scope_actors import ScopeActors

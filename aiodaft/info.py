@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from aiodaft._protocol.calls.following import NOWHERE
 from aiodaft._protocol.coordination.records import Member
-from aiodaft._protocol.supervision.child import REACHABLE
+from aiodaft._protocol.supervision import REACHABLE
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.diagnostics.process_stack import is_answered

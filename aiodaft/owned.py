@@ -12,12 +12,12 @@ from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import ActorId, PeerId, node_of
 from aiodaft._protocol.node.resources import Demand
-from aiodaft._protocol.placement.planner import Anchor, Request, Where
-from aiodaft._protocol.supervision.supervision import Restart
+from aiodaft._protocol.placement import Anchor, Request, Where
+from aiodaft._protocol.supervision import Restart
+from aiodaft._runtime.actors.enlisted import Rosters
 from aiodaft._runtime.blueprint import Blueprint, Constraints, Seat
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
-from aiodaft._runtime.calls.rosters import Rosters
 from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.tasks import see_through, wait_through

@@ -30,7 +30,7 @@ from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.numbers import is_count, is_number
-from aiodaft._protocol.supervision.supervision import Backoff, Kind, Restart, check_alone
+from aiodaft._protocol.supervision import Backoff, Kind, Restart, check_alone
 from aiodaft._runtime.blueprint import Blueprint, Constraints
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.placing import FixedSites, Site

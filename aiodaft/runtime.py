@@ -36,7 +36,7 @@ from aiodaft._runtime.platform.tasks import logger, shield_from_anyio
 from aiodaft._runtime.process import MSGPACK, ProcessOptions
 from aiodaft._runtime.scope_actors import ScopeErrors
 from aiodaft._runtime.serialization.errors import add_note, give_frames, take_frames
-from aiodaft._runtime.serialization.frames import FrameData
+from aiodaft._runtime.serialization.pickling import FrameData
 from aiodaft.actor import Actor, class_of, handle_of
 from aiodaft.exceptions import DaftError
 from aiodaft.info import NodeInfo, look_at_nodes

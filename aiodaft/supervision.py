@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiodaft._protocol.node.liveness import Patience
-from aiodaft._protocol.supervision.supervision import Backoff, Restart
+from aiodaft._protocol.supervision import Backoff, Restart
 from aiodaft._runtime.actors.hosted_actor import current_call
 
 __all__ = ["Backoff", "Patience", "Restart", "current_attempt"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.node.resources import Demand, Wish
-from aiodaft._protocol.supervision.supervision import Kind, Restart
+from aiodaft._protocol.supervision import Kind, Restart
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.worker import Tenant
 from aiodaft._runtime.placing import FixedSites, Site

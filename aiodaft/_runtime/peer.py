@@ -28,7 +28,7 @@ from aiodaft._protocol.ids import (
     is_attached,
 )
 from aiodaft._runtime.actors.blocking import block_on
-from aiodaft._runtime.actors.enlisted import Enlisted
+from aiodaft._runtime.actors.enlisted import Enlisted, Rosters
 from aiodaft._runtime.actors.host import Fence, Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.actors.inbound import Inbound
@@ -37,7 +37,6 @@ from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.calls.outgoing import Outgoing
 from aiodaft._runtime.calls.replies import Replies
-from aiodaft._runtime.calls.rosters import Rosters
 from aiodaft._runtime.channels import Channels, leaving_of
 from aiodaft._runtime.connections.connection import Connection, Handler
 from aiodaft._runtime.connections.connections import Connections

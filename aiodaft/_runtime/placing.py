@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from aiodaft._protocol.node.resources import Stock
-from aiodaft._protocol.placement.planner import NodeState, NodeView, Request, Unplaceable, explain, obstacle, plan
+from aiodaft._protocol.placement import NodeState, NodeView, Request, Unplaceable, explain, obstacle, plan
 from aiodaft.exceptions import DaftError, InsufficientResources, OutcomeUnknown
 
 T = TypeVar("T")

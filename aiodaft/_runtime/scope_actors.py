@@ -13,8 +13,8 @@ from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.diagnostics.failures import Unhandled
 from aiodaft._protocol.ids import ActorId, PeerId, epoch_of, incarnation, node_of
 from aiodaft._protocol.node.resources import Wish
-from aiodaft._protocol.placement.planner import Request
-from aiodaft._protocol.supervision.supervision import Kind, Restart, supervision_of
+from aiodaft._protocol.placement import Request
+from aiodaft._protocol.supervision import Kind, Restart, supervision_of
 from aiodaft._runtime.blueprint import Constraints, Reserved
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget

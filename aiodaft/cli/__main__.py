@@ -19,8 +19,8 @@ _MODULES: Final = {
     "new": ".new",
     "run": ".run",
     "ps": ".running.ps",
-    "top": ".running.top",
-    "memory": ".running.memory",
+    "top": ".running.looks",
+    "memory": ".running.looks",
     "logs": ".running.logs",
     "stack": ".running.stack",
     "trace": ".running.trace",
@@ -33,7 +33,7 @@ _MODULES: Final = {
     "stop": ".cluster",
     "drain": ".cluster",
     "down": ".cluster",
-    "completion": ".completion",
+    "completion": ".options",
 }
 # The errors of a full disk, to which a command prints.
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}

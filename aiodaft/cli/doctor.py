@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import click
 
-from aiodaft._protocol.node.gpu_names import gpu_names
+from aiodaft._protocol.node.resources import gpu_names
 from aiodaft._runtime.platform.capabilities import missing
 from aiodaft._runtime.platform.gpu_claims import machine_gpus
 from aiodaft._runtime.platform.interfaces import interfaces

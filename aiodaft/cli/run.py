@@ -24,8 +24,7 @@ from aiodaft._runtime.platform.error_log import private_file
 from aiodaft._runtime.platform.interfaces import interface_to
 from aiodaft._runtime.platform.linux import die_with_parent
 from aiodaft.exceptions import DaftError, LaunchFailed
-from aiodaft.launch.rendezvous import meet, published
-from aiodaft.launch.task import ALONE, Task, find_task
+from aiodaft.launch.task import ALONE, Task, find_task, meet, published
 from aiodaft.program import run as run_main
 from aiodaft_transport import TransportError
 from aiodaft_transport.handshake import KEY_SIZE

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from aiodaft._protocol.diagnostics.merging import member_of
+from aiodaft._protocol.diagnostics.printing import member_of
 from aiodaft.info import ActorInfo
 from aiodaft.overview import FlowRate, Overview, ProcessInfo, Rates
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.web.asgi import DISCONNECT, Receive, Send
-from aiodaft.web.lasting import lasting_requests
+from aiodaft.web.disconnect import lasting_requests
 
 
 class Exchange:

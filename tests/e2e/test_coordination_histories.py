@@ -16,8 +16,7 @@ import sim_coordination
 from seeds import of_the_day
 from sim_coordination import LEASE, Broken, Node, SharedStore, history
 
-from aiodaft._protocol.coordination.holder import HolderState, LeaseHolder
-from aiodaft._protocol.coordination.leases import LeaseTable
+from aiodaft._protocol.coordination.leases import HolderState, LeaseHolder, LeaseTable
 from aiodaft._protocol.coordination.names import NameTable
 from aiodaft._protocol.coordination.records import History, View
 from aiodaft._protocol.coordination.registry import Registry

@@ -14,7 +14,7 @@ from inside import awaited, controller_of, resources_of
 from probes import Half, HalfChild, Probe
 
 import aiodaft
-from aiodaft._protocol.node.gpu_names import Gpu
+from aiodaft._protocol.node.resources import Gpu
 from aiodaft._runtime.platform.env import Env
 
 

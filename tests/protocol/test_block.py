@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.groups.block import Left, Others, address_variables, torchrun_variables
+from aiodaft._protocol.groups.meeting import Left, Others, address_variables, torchrun_variables
 from aiodaft._protocol.ids import PeerId
 from aiodaft.exceptions import ActorDied
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from aiodaft._protocol.numbers import next_state
-from aiodaft._protocol.supervision.child import (
+from aiodaft._protocol.supervision import (
     REACHABLE,
     SETTLED,
     STOPPING,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.node.gpu_names import Gpu, device_named, gpu_names
+from aiodaft._protocol.node.resources import Gpu, device_named, gpu_names
 
 GPUS = [Gpu("nvidia0", "GPU-a1"), Gpu("nvidia1", "GPU-b2"), Gpu("nvidia2", "GPU-c3")]
 # Not used since the machine started, so that the driver has not told their ids.

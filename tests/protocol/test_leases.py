@@ -6,8 +6,7 @@ from typing import Final
 
 import pytest
 
-from aiodaft._protocol.coordination.holder import HolderState, LeaseHolder
-from aiodaft._protocol.coordination.leases import LeaseTable
+from aiodaft._protocol.coordination.leases import HolderState, LeaseHolder, LeaseTable
 
 TTL: Final = 8.0
 SKEW: Final = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.diagnostics.merging import Member, Merged, Merging, member_of, ranks_text
+from aiodaft._protocol.diagnostics.printing import Member, Merged, Merging, member_of, ranks_text
 
 
 class Group:

@@ -12,7 +12,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from aiodaft._protocol.node.resources import Demand, Resources, Stock
-from aiodaft._protocol.placement.planner import Anchor, NodeView, Request, Unplaceable, Where, plan
+from aiodaft._protocol.placement import Anchor, NodeView, Request, Unplaceable, Where, plan
 from aiodaft.exceptions import InsufficientResources
 
 _CPUS = 16.0

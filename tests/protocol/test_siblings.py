@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiodaft._protocol.ids import CallId, sibling_ids
-from aiodaft._protocol.supervision.supervision import FailedAwaits
+from aiodaft._protocol.supervision import FailedAwaits
 
 # a, b = one(), two(): calls 1 and 2 of one task; the error of `a` is raised at 10.
 A, B, RAISED = CallId(1), CallId(2), 10

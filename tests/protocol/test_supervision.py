@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 import aiodaft
 from aiodaft._protocol.ids import ActorId, epoch_of, incarnation, number_of
-from aiodaft._protocol.supervision.supervision import (
+from aiodaft._protocol.supervision import (
     KINDS,
     STRATEGIES,
     Again,

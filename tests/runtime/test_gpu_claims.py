@@ -16,7 +16,7 @@ from inside import awaited, resources_of
 from probes import Probe
 
 import aiodaft
-from aiodaft._protocol.node.gpu_names import Gpu
+from aiodaft._protocol.node.resources import Gpu
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.gpu_claims import GpuClaims
 
@@ -166,7 +166,7 @@ async def test_a_forked_child_keeps_no_claim(gpu: str) -> None:
 _PROGRAM = """
 import sys
 import aiodaft
-from aiodaft._protocol.node.gpu_names import Gpu
+from aiodaft._protocol.node.resources import Gpu
 from aiodaft._runtime.platform.env import Env
 
 async def main():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cuda_library import fake_cuda
 
-from aiodaft._protocol.node.gpu_names import Gpu
+from aiodaft._protocol.node.resources import Gpu
 from aiodaft._runtime.platform.gpu_claims import has_initialized_cuda, machine_gpus
 
 INFORMATION = """Model: \t\t NVIDIA H200

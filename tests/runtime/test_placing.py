@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from aiodaft._protocol.node.resources import Demand, Resources, Wish
-from aiodaft._protocol.placement.planner import NodeState, NodeView, Request, Where
+from aiodaft._protocol.placement import NodeState, NodeView, Request, Where
 from aiodaft._runtime.placing import FixedSites, Order, Placing, Site, Waiting
 from aiodaft.exceptions import InsufficientResources, PeerLost, RuntimeClosed
 from aiodaft.testing import AutojumpLoop

@@ -13,7 +13,7 @@ from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections.identity import Identity, load_identity, write_key_file
 from aiodaft.cli.key import new_certificate
 from aiodaft.exceptions import KeyFileError, LaunchFailed
-from aiodaft.launch.rendezvous import meet, published
+from aiodaft.launch.task import meet, published
 
 GUEST = PeerId("node-0123456789ab@guest")
 NOWHERE = "tcp://127.0.0.1:9"

@@ -13,7 +13,7 @@ from rooms import ELSEWHERE, HERE, THERE, Bench, turns
 
 from aiodaft._protocol.calls.following import NOWHERE, Location
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, incarnation, node_of
-from aiodaft._protocol.supervision.supervision import Backoff, Restart
+from aiodaft._protocol.supervision import Backoff, Restart
 from aiodaft._runtime.calls.call import Caller, CallSink, PendingCall, Request, Target
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.connections.connections import Connections

@@ -23,9 +23,9 @@ from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.process import current_process
 from aiodaft._runtime.serialization.small import host_accelerators
 from aiodaft_transport.cuda.device import IDENTITY_SIZE, Event, Export, Landing, Span
-from aiodaft_transport.cuda.reading import Reading
+from aiodaft_transport.cuda.transport import Reading
 from aiodaft_transport.exceptions import DeviceError, OutOfDeviceMemory, Unreachable
-from aiodaft_transport.memory.address import view_at
+from aiodaft_transport.memory.registered import view_at
 
 if TYPE_CHECKING:
     import torch

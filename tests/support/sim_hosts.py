@@ -17,7 +17,7 @@ import aiodaft
 from aiodaft._protocol.coordination.records import NamedActor
 from aiodaft._protocol.coordination.registry import Registry
 from aiodaft._protocol.ids import COORDINATOR, NODE
-from aiodaft._protocol.supervision.supervision import Backoff, Restart
+from aiodaft._protocol.supervision import Backoff, Restart
 from aiodaft._runtime.peer import Peer
 from aiodaft.exceptions import OutcomeUnknown
 

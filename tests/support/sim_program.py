@@ -15,7 +15,7 @@ from simulated.simulated_loop import collect
 import aiodaft
 from aiodaft import Ref
 from aiodaft._protocol.ids import COORDINATOR
-from aiodaft._protocol.supervision.supervision import Restart
+from aiodaft._protocol.supervision import Restart
 from aiodaft._runtime.peer import Peer
 from aiodaft.testing import Hang
 

@@ -13,8 +13,8 @@ from aiodaft_transport.registry import NAMES
 from aiodaft_transport.shm import ShmTransport
 from aiodaft_transport.tcp import TcpTransport
 from aiodaft_transport.ucx import INTERFACE_VARIABLE
-from aiodaft_transport.ucx.find_library import LIBRARY_VARIABLE
 from aiodaft_transport.ucx.transport import UcxTransport
+from aiodaft_transport.ucx.ucp import LIBRARY_VARIABLE
 
 _KINDS = [("shm", ShmTransport), pytest.param("ucx", UcxTransport, marks=needs_ucx), ("tcp", TcpTransport)]
 

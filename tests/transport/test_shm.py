@@ -20,9 +20,9 @@ from transport_desk import Office, opened_office
 from transport_probes import descriptors_of_segments, mappings, no_more_files, segments_mapped
 
 from aiodaft_transport import Block, GrantError
-from aiodaft_transport.memory.address import address_of
-from aiodaft_transport.memory.host_pool import ArenaBlock
-from aiodaft_transport.memory.page_map import PageMap
+from aiodaft_transport.memory.block_pool import ArenaBlock
+from aiodaft_transport.memory.registered import address_of
+from aiodaft_transport.shm import PageMap
 
 MIB = 1 << 20
 # A warning of later Pythons about any fork beside threads.

@@ -20,8 +20,8 @@ from transports import needs_ucx
 
 from aiodaft_transport import GrantError, TransportError, Unreachable, check_name, open_transport
 from aiodaft_transport.ucx import INTERFACE_VARIABLE, ucp
-from aiodaft_transport.ucx.find_library import LIBRARY_VARIABLE, load
 from aiodaft_transport.ucx.transport import options_for
+from aiodaft_transport.ucx.ucp import LIBRARY_VARIABLE, load
 
 pytestmark = needs_ucx
 

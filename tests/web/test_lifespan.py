@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from asgi_server import FakeServer
 
-from aiodaft.web.lifespan import Lifespan
+from aiodaft.web.ingress import Lifespan
 
 STARTED, STOPPED = "lifespan.startup.complete", "lifespan.shutdown.complete"
 

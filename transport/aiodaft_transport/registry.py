@@ -31,7 +31,7 @@ def check_name(name: str) -> str:
     if name == "shm" and not shares_memory():
         raise Unreachable("transport 'shm' needs memfd_create and eventfd, which this system does not have; use 'tcp'")
     if name == "ucx":
-        from aiodaft_transport.ucx.find_library import load  # noqa: PLC0415 - loaded only if chosen
+        from aiodaft_transport.ucx.ucp import load  # noqa: PLC0415 - loaded only if chosen
 
         load()
     return name

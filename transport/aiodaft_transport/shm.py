@@ -19,19 +19,58 @@ import asyncio
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from mmap import MADV_DONTNEED, MAP_PRIVATE, PAGESIZE, PROT_READ, PROT_WRITE, mmap
 from typing import ClassVar, Final, cast
 
 from aiodaft_transport.abc import Control, Grant, Host, size_of
 from aiodaft_transport.exceptions import GrantError
-from aiodaft_transport.forks import fork_count
-from aiodaft_transport.memory.address import check_target, exposed_view
-from aiodaft_transport.memory.host_pool import DEFAULT_KEEP, Arena, ArenaBlock, Segment
-from aiodaft_transport.memory.page_map import PageMap
-from aiodaft_transport.memory.registered import Block
+from aiodaft_transport.memory.block_pool import DEFAULT_KEEP, Arena, ArenaBlock, Segment
+from aiodaft_transport.memory.registered import Block, check_target, exposed_view
 from aiodaft_transport.peers import GONE, RETURN, SEGMENT, SegmentRemote, SegmentTransport
+from aiodaft_transport.system import fork_count
+
+# The pages of this process that are private copies of those of a file.
+#
+# Source: Documentation/admin-guide/mm/pagemap.rst of the Linux kernel.
+
+# In the top byte of an entry: bit 7 present, bit 6 swapped, bit 5 page of a file.
+_IS_PRIVATE: Final = bytes(1 if byte & 0b1100_0000 and not byte & 0b0010_0000 else 0 for byte in range(256))
+
+
+class PageMap:
+    """The page map of this process. It stays open, because to open it takes longer than to read it."""
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+        self._forks = fork_count()
+        self._opened_at = 0
+
+    def private_pages(self, address: int, pages: int) -> Iterator[int]:
+        """Indices of the pages from `address` on of which this process has a private copy.
+
+        Raises:
+            OSError: There is no descriptor to open it.
+        """
+        if self._opened_at != self._forks.value:
+            # A forked child has that of its parent.
+            self.close()
+        if self._fd is None:
+            self._fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            self._opened_at = self._forks.value
+        entries = os.pread(self._fd, pages * 8, address // PAGESIZE * 8)
+        flags = entries[7::8].translate(_IS_PRIVATE)
+        index = flags.find(1)
+        while index >= 0:
+            yield index
+            index = flags.find(1, index + 1)
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
 
 # Further notes. SEGMENT comes with the descriptor.
 _RETIRE: Final = 4  # id: a grant is returned, and forked children may still read the block

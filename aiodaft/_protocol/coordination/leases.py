@@ -97,3 +97,118 @@ class LeaseTable:
     def next_look(self) -> float:
         usual = self._looked_at + _STOPPED * self.ttl / 2
         return min([usual, *(lease.deadline for lease in self._leases.values())])
+
+
+# A lease, as the node that holds it sees it.
+#
+# The node says every so often that it is alive, and counts from the moment of sending: its lease ends sooner by its own
+# clock than by the coordinator's. It fences itself `skew` seconds before that. Until it is renewed, no name and no
+# epoch that hangs on the lease may be used, because the coordinator may give them to others. While the coordinator is
+# known not to run at all, no lease is ended, and the next one, which knows or is told what was granted, gives each node
+# the time of a lease to come back.
+#
+#                JOINED                SILENT
+#     OUTSIDE ------------> HOLDING ------------> FENCED
+#        ^                    ^                     |
+#        |                    +------- KEPT --------+
+#        +-- LOST, from HOLDING and FENCED
+#
+# LOST: the coordinator has ended the lease. The node joins again, with a new epoch and without its old names.
+
+# Keepalives in the time of a lease.
+_PER_LEASE: Final = 4
+
+
+class HolderState(enum.Enum):
+    """The right of a node to act."""
+
+    OUTSIDE = "it has no lease"
+    HOLDING = "it may act under its lease"
+    FENCED = "its lease may be over: it may not act until the coordinator has answered"
+
+
+class HolderEvent(enum.Enum):
+    """The events in the life of a lease, on the side of its holder."""
+
+    JOINED = "the coordinator has taken it in"
+    KEPT = "the coordinator has prolonged the lease"
+    SILENT = "the coordinator has not answered for too long"
+    LOST = "the coordinator has ended the lease"
+
+
+_H: Final = HolderState
+_HE: Final = HolderEvent
+
+HOLDER_TRANSITIONS: Final[dict[tuple[HolderState, HolderEvent], HolderState]] = {
+    (_H.OUTSIDE, _HE.JOINED): _H.HOLDING,
+    (_H.HOLDING, _HE.KEPT): _H.HOLDING,
+    (_H.HOLDING, _HE.SILENT): _H.FENCED,
+    (_H.FENCED, _HE.KEPT): _H.HOLDING,
+    (_H.FENCED, _HE.SILENT): _H.FENCED,
+    (_H.HOLDING, _HE.LOST): _H.OUTSIDE,
+    (_H.FENCED, _HE.LOST): _H.OUTSIDE,
+}
+
+
+class LeaseHolder:
+    """The lease of one node."""
+
+    def __init__(self, skew: float) -> None:
+        self._skew = skew
+        self._state = HolderState.OUTSIDE
+        # The lease: the epoch of the node.
+        self.epoch = 0
+        # Until then it may act, unless the lease is LOST; and how much of that the coordinator has granted.
+        self.fence_at = 0.0
+        self._granted_until = 0.0
+        self._send_at = 0.0
+        self._ttl = 0.0
+
+    def joined(self, epoch: int, good_for: float, ttl: float, sent_at: float) -> None:
+        """The coordinator took the node in (or still knows it), for `good_for` seconds from the time of the request."""
+        self._ttl = ttl
+        if self._state is HolderState.OUTSIDE or epoch != self.epoch:
+            self._handle(HolderEvent.JOINED)
+            self.epoch = epoch
+            self.fence_at = self._granted_until = sent_at + good_for - self._skew
+            self.sent(sent_at)
+        else:
+            self._renew(good_for, sent_at)
+
+    def kept(self, epoch: int, good_for: float, sent_at: float) -> None:
+        """The coordinator prolonged a lease; late answers for an earlier one do not count."""
+        if epoch == self.epoch and self._state is not HolderState.OUTSIDE:
+            self._renew(good_for, sent_at)
+
+    def unopposed(self, asked_at: float) -> None:
+        """At that time there was no coordinator. A holder that is fenced by then stays so: one may have been there."""
+        if self.state(asked_at) is HolderState.HOLDING:
+            self.fence_at = max(self.fence_at, asked_at + self._ttl - self._skew)
+
+    def lost(self, epoch: int) -> None:
+        if epoch == self.epoch and self._state is not HolderState.OUTSIDE:
+            self._handle(HolderEvent.LOST)
+
+    def sent(self, now: float) -> None:
+        self._send_at = now + self._ttl / _PER_LEASE
+
+    def state(self, now: float) -> HolderState:
+        """The state of the lease now. Ask for each act under it: a process that was stopped has no timers."""
+        if self._state is HolderState.HOLDING and now >= self.fence_at:
+            self._handle(HolderEvent.SILENT)
+        return self._state
+
+    def is_alone(self, now: float) -> bool:
+        return now >= self._granted_until
+
+    def get_timer(self) -> float:
+        return min(self._send_at, self.fence_at) if self._state is HolderState.HOLDING else self._send_at
+
+    def _renew(self, good_for: float, sent_at: float) -> None:
+        # An answer that took very long may be of no use any more; `state` tells.
+        self._granted_until = max(self._granted_until, sent_at + good_for - self._skew)
+        self.fence_at = max(self.fence_at, self._granted_until)
+        self._handle(HolderEvent.KEPT)
+
+    def _handle(self, event: HolderEvent) -> None:
+        self._state = next_state(HOLDER_TRANSITIONS, self._state, event)

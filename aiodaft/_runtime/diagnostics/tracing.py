@@ -22,9 +22,8 @@ from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, curre
 from aiodaft._runtime.calls.call import Request
 from aiodaft._runtime.calls.outgoing import Outgoing
 from aiodaft._runtime.graphs.captured_call import Arguments
-from aiodaft._runtime.graphs.deployment import Specs
 from aiodaft._runtime.graphs.owner import GraphOwner
-from aiodaft._runtime.graphs.owner_run import OwnerRun
+from aiodaft._runtime.graphs.owner_run import OwnerRun, Specs
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.graphs.strand_call import StrandCall
 from aiodaft._runtime.graphs.strands import BoundStep, BoundStrand

@@ -31,9 +31,8 @@ from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.context import GraphContext
-from aiodaft._runtime.graphs.deployment import Deployment, Specs
 from aiodaft._runtime.graphs.graph_value import GraphValue, item_of
-from aiodaft._runtime.graphs.owner_run import OwnerRun, ResultState
+from aiodaft._runtime.graphs.owner_run import Deployment, OwnerRun, ResultState, Specs
 from aiodaft._runtime.graphs.strands import size_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import current_terms, sent_terms

@@ -15,9 +15,9 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.context import GraphContext
-from aiodaft._runtime.graphs.deployment import Specs
 from aiodaft._runtime.graphs.graph_value import GraphValue, fetch
 from aiodaft._runtime.graphs.owner import GraphOwner
+from aiodaft._runtime.graphs.owner_run import Specs
 from aiodaft._runtime.graphs.participant import Participant
 from aiodaft._runtime.graphs.strand_call import StrandCall
 from aiodaft._runtime.serialization.encoder import PLAIN

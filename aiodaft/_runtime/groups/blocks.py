@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
 from typing import Final, NamedTuple, cast
 
-from aiodaft._protocol.groups.block import Left
+from aiodaft._protocol.groups.meeting import Left
 from aiodaft._protocol.ids import BLOCKS, ActorId, PeerId, number_of
 from aiodaft._runtime.actors.enlisted import Enlisted, changed
 from aiodaft._runtime.calls.call import Caller

@@ -20,7 +20,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from aiodaft._protocol.groups.block import Left, Others, address_variables, torchrun_variables
+from aiodaft._protocol.groups.meeting import Left, Others, address_variables, torchrun_variables
 from aiodaft._protocol.groups.roster import Steps
 from aiodaft._protocol.ids import can_share_memory
 from aiodaft._runtime.actors.blocking import block_on

@@ -12,8 +12,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, Final, TextIO
 
-from aiodaft._protocol.diagnostics.merging import Member, Merged, Merging, member_of, ranks_text
-from aiodaft._protocol.diagnostics.printing import Screen
+from aiodaft._protocol.diagnostics.printing import Member, Merged, Merging, Screen, member_of, ranks_text
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.logs.entries import Entry, Life, Line, Source, log_record
 from aiodaft._runtime.logs.log_files import LogFiles, Recent, Said, json_of

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from aiodaft._protocol.diagnostics.merging import Member, member_of
+from aiodaft._protocol.diagnostics.printing import Member, member_of
 from aiodaft._protocol.ids import PeerId
 
 

@@ -15,7 +15,7 @@ from itertools import chain, count
 from operator import itemgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from aiodaft._protocol.diagnostics.merging import member_of
+from aiodaft._protocol.diagnostics.printing import member_of
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.logs.entries import Line, Source, log_record
 from aiodaft._runtime.logs.options import JsonFormatter, json_line, json_time

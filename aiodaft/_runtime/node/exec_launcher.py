@@ -18,8 +18,7 @@ from typing import Final, NamedTuple
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.node.worker import Ending
 from aiodaft._runtime.logs.console import Console
-from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
-from aiodaft._runtime.node.orders import Spawn, start_fresh
+from aiodaft._runtime.node.environment import Spawn, WorkerEnvironment, WorkerSettings, start_fresh
 from aiodaft._runtime.node.worker import NodeOptions, Worker
 from aiodaft._runtime.node.workers import Launcher
 from aiodaft._runtime.platform.env import Timeouts

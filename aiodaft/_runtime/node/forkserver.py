@@ -23,8 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.node.environment import change_environment
-from aiodaft._runtime.node.orders import (
+from aiodaft._runtime.node.environment import (
     Exited,
     Failed,
     Importing,
@@ -34,6 +33,7 @@ from aiodaft._runtime.node.orders import (
     Spawned,
     Unforkable,
     Visited,
+    change_environment,
     packed,
     start_fresh,
     unpacked,

@@ -17,8 +17,7 @@ from typing import Final
 from aiodaft._protocol.node.liveness import Standstill, Verdict
 from aiodaft._protocol.node.worker import Ending
 from aiodaft._runtime.logs.console import Console
-from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
-from aiodaft._runtime.node.orders import (
+from aiodaft._runtime.node.environment import (
     Exited,
     Failed,
     Importing,
@@ -27,6 +26,8 @@ from aiodaft._runtime.node.orders import (
     Spawned,
     Unforkable,
     Visited,
+    WorkerEnvironment,
+    WorkerSettings,
     packed,
     unpacked,
 )

@@ -9,8 +9,7 @@ from weakref import WeakValueDictionary
 
 from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.ids import NODE, ActorId, PeerId, is_attached, node_of
-from aiodaft._protocol.node.gpu_names import device_named, gpu_names
-from aiodaft._protocol.node.resources import Resources
+from aiodaft._protocol.node.resources import Resources, device_named, gpu_names
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.relay import Relay

@@ -19,7 +19,7 @@ from aiodaft._protocol.node.liveness import Order, Patience
 from aiodaft._protocol.node.resources import Wish
 from aiodaft._protocol.node.worker import Ending, OomKills, WorkerEvent, WorkerState
 from aiodaft._protocol.numbers import Latest
-from aiodaft._protocol.placement.planner import NodeState
+from aiodaft._protocol.placement import NodeState
 from aiodaft._runtime.actors.hosted_actor import serving
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.contacts import NodeContact

@@ -30,9 +30,8 @@ from aiodaft._runtime.diagnostics.loop_watch import offer_dump
 from aiodaft._runtime.diagnostics.telemetry import begin_telemetry, end_telemetry, set_up_telemetry
 from aiodaft._runtime.logs.options import trace_ids
 from aiodaft._runtime.logs.sender import send_records
-from aiodaft._runtime.node.environment import WorkerSettings
+from aiodaft._runtime.node.environment import BY_KERNEL, WorkerSettings
 from aiodaft._runtime.node.heartbeat import Heartbeat
-from aiodaft._runtime.node.orders import BY_KERNEL
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error

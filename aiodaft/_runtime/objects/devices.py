@@ -14,8 +14,7 @@ from aiodaft.exceptions import ResourceExhausted
 from aiodaft_transport import Grant, OutOfDeviceMemory, Unreachable
 from aiodaft_transport.cuda.device import DeviceBlock, DeviceHost, Driver, Landing, Span
 from aiodaft_transport.cuda.libcuda import CudaDriver
-from aiodaft_transport.cuda.reading import Reading
-from aiodaft_transport.cuda.transport import CudaTransport
+from aiodaft_transport.cuda.transport import CudaTransport, Reading
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.objects.value import Borrowing
-from aiodaft._protocol.supervision.supervision import FailedAwaits
+from aiodaft._protocol.supervision import FailedAwaits
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.wakeup import Wakeups

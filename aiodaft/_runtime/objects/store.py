@@ -24,8 +24,8 @@ from aiodaft._runtime.serialization.small import NAMED, SMALL
 from aiodaft._runtime.serialization.tensors import Places, kind_in, kind_of, loaded_torch, memory_of, nowhere
 from aiodaft.ref import Borrowed, unwrap
 from aiodaft_transport import DEVICE_NAME, Block, Grant, Transport, choose_name
-from aiodaft_transport.forks import fork_count
-from aiodaft_transport.memory.address import view_at
+from aiodaft_transport.memory.registered import view_at
+from aiodaft_transport.system import fork_count
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from aiodaft._protocol.node.gpu_names import Gpu
+from aiodaft._protocol.node.resources import Gpu
 from aiodaft.exceptions import InsufficientResources
 
 _DRIVER: Final = "/proc/driver/nvidia/gpus"

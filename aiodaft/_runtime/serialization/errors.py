@@ -16,8 +16,7 @@ from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.error_parts import Parts, bare_error, fill_error, parts_of_error
-from aiodaft._runtime.serialization.frames import FrameData, frames_of, traceback_of
-from aiodaft._runtime.serialization.pickling import TooLong
+from aiodaft._runtime.serialization.pickling import FrameData, TooLong, frames_of, traceback_of
 from aiodaft.causes import message_of
 from aiodaft.exceptions import CallCancelled, DaftError, RemoteError, RestartLimitReached
 

@@ -12,11 +12,10 @@ from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import ActorId, PeerId, node_of
 from aiodaft._protocol.node.liveness import Health
 from aiodaft._protocol.numbers import Latest
-from aiodaft._protocol.supervision.child import REACHABLE, ChildEvent, ChildState, Fate, fate_of
-from aiodaft._protocol.supervision.supervision import Restart
+from aiodaft._protocol.supervision import REACHABLE, ChildEvent, ChildState, Fate, Restart, fate_of
+from aiodaft._runtime.actors.enlisted import Rosters
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
-from aiodaft._runtime.calls.rosters import Rosters
 from aiodaft._runtime.contacts import OwnerContact
 from aiodaft._runtime.diagnostics.process_view import ChildView, class_in
 from aiodaft._runtime.logs.entries import Written

@@ -1,6 +1,6 @@
 """Supervisors: the actors of one restart policy, and their restarts.
 
-`Siblings` decides which children a death concerns, `TRANSITIONS` the fate of each (`_protocol/supervision/child.py`
+`Siblings` decides which children a death concerns, `TRANSITIONS` the fate of each (`_protocol/supervision.py`
 has the states); this file stops and starts them. One task per supervisor does that, or one per child where each is
 restarted by itself (one_for_one).
 """
@@ -17,8 +17,19 @@ from typing import Any, Final, TypeAlias, TypeVar
 from aiodaft._protocol.calls.following import NOWHERE, Location
 from aiodaft._protocol.ids import ActorId, PeerId, epoch_of, incarnation, node_of
 from aiodaft._protocol.numbers import next_state
-from aiodaft._protocol.supervision.child import SETTLED, TRANSITIONS, ChildEvent, ChildState, next_task
-from aiodaft._protocol.supervision.supervision import Again, GiveUp, Gone, Kind, Restart, Siblings
+from aiodaft._protocol.supervision import (
+    SETTLED,
+    TRANSITIONS,
+    Again,
+    ChildEvent,
+    ChildState,
+    GiveUp,
+    Gone,
+    Kind,
+    Restart,
+    Siblings,
+    next_task,
+)
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.node.nodes import Nodes

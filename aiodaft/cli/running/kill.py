@@ -10,8 +10,7 @@ import click
 from aiodaft.cli.output import Failed, Output, json_option
 from aiodaft.program import run
 
-from .names import called, complete_actor, no_actor
-from .programs import one_program, pid_option
+from .programs import called, complete_actor, no_actor, one_program, pid_option
 
 
 @click.command()

@@ -10,12 +10,11 @@ from typing import Any
 
 import click
 
-from aiodaft._protocol.diagnostics.merging import member_of
+from aiodaft._protocol.diagnostics.printing import member_of
 from aiodaft.cli.output import json_option, print_json
 from aiodaft.program import run
 
-from .names import called, complete_actor, no_actor
-from .programs import ProgramEnded, one_program, pid_option
+from .programs import ProgramEnded, called, complete_actor, no_actor, one_program, pid_option
 
 
 @click.command()

@@ -19,7 +19,10 @@ from aiodaft._runtime.diagnostics.attach import END, FAILED, ITEM, Messages, enc
 from aiodaft._runtime.diagnostics.loop_watch import offers_dump
 from aiodaft._runtime.platform.capabilities import can_be_asked, missing
 from aiodaft._runtime.platform.command_address import VISIT, asking, other_end
+from aiodaft.cli.options import completing
 from aiodaft.cli.output import Failed, escaped
+
+from .view import Plain, names_of, natural
 
 # Seconds until a program connects: its event loop may be busy.
 _PATIENCE: Final = 5.0
@@ -312,3 +315,23 @@ def _status(pid: int) -> dict[str, str]:
     with suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
         return {key: value.strip() for key, _, value in (line.partition(":") for line in file)}
     return {}
+
+
+# The actors that an error lists.
+_LISTED: Final = 20
+
+
+@completing
+async def complete_actor(context: click.Context) -> list[str]:
+    async with one_program(context.params.get("pid")) as program:
+        return [name for actor in (await program.answer("overview"))["actors"] for name in names_of(actor)]
+
+
+def called(actors: Sequence[Plain], name: str) -> list[Plain]:
+    return [actor for actor in actors if name in names_of(actor)]
+
+
+def no_actor(actors: Sequence[Plain], name: str) -> Failed:
+    names = sorted((" ".join(names_of(actor)) for actor in actors), key=natural)
+    more = [f"and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
+    return Failed(f"there is no actor {name!r}; there are: {', '.join([*names[:_LISTED], *more]) or 'none'}")

@@ -19,7 +19,7 @@ from typing import Final
 from inside import up_again
 from leaks import descendants
 
-from aiodaft._protocol.supervision.supervision import Backoff, Restart
+from aiodaft._protocol.supervision import Backoff, Restart
 from aiodaft.exceptions import ActorDied, DaftError
 from aiodaft.runtime import Runtime
 from aiodaft.testing.faults import Faults

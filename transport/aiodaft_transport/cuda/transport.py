@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, Final, cast
@@ -34,14 +34,88 @@ from aiodaft_transport.cuda.device import (
     Event,
     Land,
     Landing,
+    Pull,
+    Remote,
+    RemoteSegment,
     Span,
 )
 from aiodaft_transport.cuda.event_poller import EventWatch
-from aiodaft_transport.cuda.pull import Pull, Remote, RemoteSegment
-from aiodaft_transport.cuda.reading import Reading
-from aiodaft_transport.cuda.through_host import ThroughHost
 from aiodaft_transport.exceptions import DeviceError, GrantError, PeerGone, TransportError
+from aiodaft_transport.memory.block_pool import Unmapped
 from aiodaft_transport.peers import GONE, RETURN, SEGMENT, SegmentTransport
+
+
+class ThroughHost(Unmapped):
+    """A filled block of a device. Its grants are grants of that block."""
+
+    def __init__(
+        self, block: DeviceBlock, driver: Driver, in_thread: Callable[[Callable[[], None]], Awaitable[None]]
+    ) -> None:
+        super().__init__(block.nbytes)
+        self._block = block
+        self._driver = driver
+        self._in_thread = in_thread
+
+    def take_grant(self) -> None:
+        self._block.take_grant()
+
+    def return_grant(self) -> None:
+        self._block.return_grant()
+
+    async def read_into(self, address: int, start: int, nbytes: int) -> None:
+        await self._in_thread(lambda: self._copy(Span(address, self._block.address + start, nbytes)))
+
+    def _copy(self, span: Span) -> None:
+        driver, device = self._driver, self._block.segment.device
+        # The block is filled already: the copy need not wait for computations of the device.
+        event = driver.copy(device, [span], driver.stream_apart(device))
+        try:
+            driver.wait(event)
+            driver.happened(event)
+        finally:
+            driver.forget(event)
+
+
+class Reading:
+    """Granted bytes, for work of the streams named by `used_by`: they stay there until this object is garbage.
+
+    Its user must not write to them. Then each of these streams does its work of that time, and the grant is returned.
+    """
+
+    __slots__ = ("_on_dropped", "_segment", "_streams", "address", "device", "nbytes", "offset")
+
+    def __init__(
+        self,
+        segment: RemoteSegment | DeviceSegment,
+        device: int,
+        offset: int,
+        nbytes: int,
+        on_dropped: Callable[[Collection[int]], object],
+    ) -> None:
+        self._segment = segment
+        self._streams: set[int] = set()
+        # Called in any thread, with the streams.
+        self._on_dropped = on_dropped
+        self.device = device
+        self.offset = offset
+        self.nbytes = nbytes
+        self.address = 0
+
+    def open(self, driver: Driver) -> None:
+        """Find its address. In the helper thread, because opening memory takes long."""
+        self.address = self._segment.opened(driver, self.device) + self.offset
+
+    def used_by(self, stream: int) -> None:
+        self._streams.add(stream)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The bytes for libraries of tensors, which keep this object alive."""
+        return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "strides": None}
+
+    def __del__(self) -> None:
+        self._on_dropped(self._streams)
+
 
 # A further note. The body of SEGMENT is the identity of the device and the handle.
 _CLOSED: Final = 4  # id: the sender has closed a segment of the receiver

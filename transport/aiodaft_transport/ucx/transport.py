@@ -21,16 +21,21 @@ from typing import TYPE_CHECKING, ClassVar, Final, cast
 from aiodaft_transport.abc import size_of
 from aiodaft_transport.exceptions import GrantError, TransportError, Unreachable
 from aiodaft_transport.folders import folder
-from aiodaft_transport.memory.address import check_target, exposed_view
-from aiodaft_transport.memory.host_pool import ArenaBlock, Segment
-from aiodaft_transport.memory.registered import Block, LentBlock, LoanedBlock, Region, Regions
+from aiodaft_transport.memory.block_pool import ArenaBlock, Segment
+from aiodaft_transport.memory.registered import (
+    Block,
+    LentBlock,
+    LoanedBlock,
+    Region,
+    Regions,
+    check_target,
+    exposed_view,
+)
 from aiodaft_transport.peers import GONE, NOTE, RETURN, SEGMENT, SegmentTransport
 from aiodaft_transport.ucx import INTERFACE_VARIABLE
-from aiodaft_transport.ucx.find_library import load
 from aiodaft_transport.ucx.progress import Driver
-from aiodaft_transport.ucx.pull import Pull, Remote, RemoteSegment
-from aiodaft_transport.ucx.registered_memory import WORD, Pool, Stamp
-from aiodaft_transport.ucx.ucp import UcxError
+from aiodaft_transport.ucx.pull import WORD, Pool, Pull, Remote, RemoteSegment, Stamp
+from aiodaft_transport.ucx.ucp import UcxError, load
 
 if TYPE_CHECKING:
     from aiodaft_transport.abc import Control, Grant, Host

@@ -1,10 +1,4 @@
-"""Chooses nodes. The nodes themselves decide whether a plan can be reserved. Pure and deterministic.
-
-Like actors are packed: onto the fewest nodes, and of these the fullest ones that have room, so that large requests
-still find empty nodes. Actors that need no GPU prefer nodes without any. Actors that need nothing that is counted go
-where the fewest actors per CPU are. With `spread`, as few as possible share a node, and the emptiest nodes come first.
-Among equals, the order of the views decides.
-"""
+"""The choice of a node for an actor, a gang of actors or a mesh, from views of the nodes, which may be old. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +8,13 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from aiodaft._protocol.node.resources import Demand, Stock
+
+# Chooses nodes. The nodes themselves decide whether a plan can be reserved. Pure and deterministic.
+#
+# Like actors are packed: onto the fewest nodes, and of these the fullest ones that have room, so that large requests
+# still find empty nodes. Actors that need no GPU prefer nodes without any. Actors that need nothing that is counted go
+# where the fewest actors per CPU are. With `spread`, as few as possible share a node, and the emptiest nodes come
+# first. Among equals, the order of the views decides.
 
 # Names that an error lists; it counts the others.
 _LISTED: Final = 3

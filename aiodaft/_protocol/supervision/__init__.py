@@ -1,1 +1,0 @@
-"""Restarts: policies, and the life of a supervised actor."""

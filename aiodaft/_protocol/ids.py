@@ -39,7 +39,6 @@ _UPPER_HALF: Final = 1 << 31
 
 
 def node_of(peer: PeerId) -> str:
-    """The name of the node where a process is; "" in a runtime of one machine."""
     return peer.partition("@")[2]
 
 

@@ -207,7 +207,6 @@ class Agent(Actor):
 
     @method
     async def report(self, actor: int) -> tuple[ActorView, int]:
-        """The state of an actor, and the bytes that its process stores for others."""
         hosted = self._host.actors.get(ActorId(actor))
         if hosted is None:
             raise ActorDied("the actor was stopped", executed=False)
@@ -238,7 +237,6 @@ class Agent(Actor):
 
     @method(ordered=False)
     async def prolong(self, until: float) -> None:
-        """Let actors with names serve until then; the node agent tells its workers when it has renewed its lease."""
         self._ways.fence.prolong(until)
 
     @method(ordered=False)
@@ -304,14 +302,12 @@ class Agent(Actor):
 
     @method(ordered=False)
     async def clock(self) -> tuple[str, float]:
-        """The clock of this process, and its time in seconds; see `clock_id`."""
         return clock_id(), self._host.process.env.monotonic()
 
     # Graphs.
 
     @method
     async def install(self, number: int, plan: Opaque) -> None:
-        """Take part in a graph of the calling process; see `Graphs.install`."""
         await self._graphs.install(serving().caller, number, plan.content)
 
     @method
@@ -324,7 +320,6 @@ class Agent(Actor):
 
     @method(ordered=False)
     async def run_failed(self, number: int, run: int, why: DaftError) -> None:
-        """A step of a run of a graph of the calling process has failed, in some process."""
         self._graphs.run_failed(serving().caller, number, run, why)
 
     @method(ordered=False)
@@ -359,7 +354,6 @@ class Agent(Actor):
 
     @method
     async def ended(self, number: int) -> bool:
-        """Wait for the call behind a ref. Returns whether there is a value."""
         state = self._objects.refs.find(CallId(number))
         return state is not None and await state.wait_ended()
 
@@ -376,7 +370,6 @@ class Agent(Actor):
 
     @method
     async def unread(self, owner: str, number: int) -> None:
-        """Wait until no process reads a value that this one stores."""
         stored = self._objects.store.entries.get((PeerId(owner), CallId(number)))
         if stored is not None:
             await stored.wait_unread()

@@ -38,7 +38,6 @@ class Constraints(NamedTuple):
 
     @property
     def is_named(self) -> bool:
-        """Whether they are those of an actor with a name, which a lifetime needs, too."""
         return self.name is not None or self.lifetime is not None
 
     def demand(self, cls: type) -> Demand:
@@ -71,7 +70,6 @@ class Blueprint(NamedTuple):
 
     @property
     def max_queue(self) -> int | None:
-        """The number of calls that may wait at it; None if that is not bounded."""
         return self.constraints.max_queue or getattr(self.cls, "__aiodaft_max_queue__", None)
 
 

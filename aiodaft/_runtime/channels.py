@@ -149,7 +149,6 @@ class MessageState(TellState):
 
 
 def leaving_of(connection: Connection) -> Leaving:
-    """The way in which the process at the other end of a lost connection left its channels."""
     return Leaving.ENDED if connection.dismissed else Leaving.DIED
 
 
@@ -208,7 +207,6 @@ class Channels(Actor):
             del self._waiting[channel_id, ticket]
 
     def close(self) -> None:
-        """End every wait, because the runtime is closed."""
         for (_, ticket), waiting in list(self._waiting.items()):
             if not waiting.done():
                 waiting.set_result(Settle(ticket, Outcome.LOST))
@@ -304,7 +302,6 @@ class Port:
         await self.endpoint.send(value)
 
     async def receive(self) -> Any:
-        """Receive the next item. Cancellation: no item is lost."""
         self.endpoint.check()
         call = current_call.get()
         # A caller in this process has the same object, and may send.
@@ -399,7 +396,6 @@ class Endpoint:
         self.process.check_open("the channel cannot be closed")
 
     def check(self) -> None:
-        """Raise if the channel cannot be used here and now."""
         self.process.check_open("the channel cannot be used")
         if asyncio._get_running_loop() is not self.process.loop:
             raise RuntimeError("a channel is used on another event loop than the one its runtime was opened on")

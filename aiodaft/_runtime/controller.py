@@ -171,7 +171,6 @@ class Controller(Owner):
     # Closing.
 
     def _end(self, why: str, stage: Stage = Stage.ENDED) -> bool:
-        """Change the stage; True if there is something to be closed."""
         was_open = self._stage is Stage.OPEN
         if self._stage in {Stage.NEW, Stage.OPEN}:
             self._stage, self._why_closed = stage, why
@@ -186,7 +185,6 @@ class Controller(Owner):
         return was_open
 
     async def aclose(self) -> None:
-        """End all actors' processes, connections and tasks, and free all values. Idempotent."""
         why = "the runtime is closed"
         if self._end(why):
             try:
@@ -217,7 +215,6 @@ class Controller(Owner):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, abandoned, or left behind in a forked child."""
         return self._stage in {Stage.ENDED, Stage.LEFT_BEHIND}
 
     @property
@@ -237,7 +234,6 @@ class Controller(Owner):
         self.check_loop(what)
 
     def check_loop(self, what: str) -> None:
-        """Raise RuntimeError unless this is the loop that the runtime was opened on."""
         if self._loop is None or (running := asyncio._get_running_loop()) is self._loop:
             return
         if running is not None:

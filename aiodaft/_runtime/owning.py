@@ -111,13 +111,11 @@ class Owner(ABC):
 
     @property
     @abstractmethod
-    def is_open(self) -> bool:
-        """Whether actors can be made and called."""
+    def is_open(self) -> bool: ...
 
     @property
     @abstractmethod
-    def is_closed(self) -> bool:
-        """Whether this has ended here."""
+    def is_closed(self) -> bool: ...
 
     @property
     @abstractmethod

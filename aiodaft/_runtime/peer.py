@@ -300,7 +300,6 @@ class Peer:
         self.agent_of(owner).cancel.tell(number)
 
     def ended_remote(self, owner: PeerId, number: CallId) -> Awaitable[bool]:
-        """Wait for the call that makes the value of a ref. Returns whether there is a value."""
         return self.agent_of(owner).ended(number)
 
     def unread_remote(self, producer: PeerId, owner: PeerId, number: CallId) -> Awaitable[object]:
@@ -323,13 +322,11 @@ class Peer:
         self.on_forked()
 
     def abandon(self, reason: str) -> None:
-        """Free everything when the loop has ended."""
         self.leave(reason)
         self.process.helper_thread.abandon()
         self.store.close()
 
     async def aclose(self, reason: str) -> None:
-        """End every connection, task and thread, and free every value. Idempotent."""
         if self.process.closed is not None:
             return
         self.process.closed = reason

@@ -32,9 +32,7 @@ class Agent(Protocol):
 
     def state(self, within: Any) -> Awaitable[NodeState]: ...
 
-    def changed(self, revision: int) -> Awaitable[None]:
-        """Wait until something was given back since a view with this revision."""
-        ...
+    def changed(self, revision: int) -> Awaitable[None]: ...
 
 
 AgentT = TypeVar("AgentT", bound=Agent)
@@ -49,16 +47,13 @@ class Site(NamedTuple, Generic[AgentT]):
     within: Any = None
 
     def unseen(self) -> NodeView:
-        """The view that is known without asking."""
         return NodeView(self.name, self.labels, _NOTHING)
 
 
 class Sites(Protocol[AgentT]):
     """The nodes or slices on which something can be placed. Their names differ."""
 
-    def known(self) -> Sequence[Site[AgentT]]:
-        """Those that are there now."""
-        ...
+    def known(self) -> Sequence[Site[AgentT]]: ...
 
     def differ(self, known: Sequence[Site[AgentT]]) -> Coroutine[Any, Any, None] | None:
         """Wait until they are others than these; None if they stay the same."""

@@ -121,11 +121,9 @@ class Process:
         return threading.get_ident() == self._thread
 
     def is_past(self, deadline: float | None) -> bool:
-        """Whether a deadline has passed, as far as the clock of the loop can say."""
         return deadline is not None and self.loop.time() + _TICK >= deadline
 
     def note_failure(self, what: Kind, actor: str, error: BaseException, method: str = "") -> None:
-        """Remember a failure in this process, for `rt.overview()`. On the loop."""
         self.failures.note(Subject(what, actor, method, self.id, self.pid), error, self.env.monotonic())
 
     def create_task(self, coro: Coroutine[Any, Any, None], /, *, name: str) -> None:
@@ -166,7 +164,6 @@ class Process:
         return RuntimeClosed(self.closed or "the runtime is closed")
 
     def check_open(self, what: str) -> None:
-        """Raise RuntimeClosed if the process is closed."""
         if self.closed is not None:
             raise RuntimeClosed(f"{what}: {self.closed}")
 
@@ -177,7 +174,6 @@ class Process:
         return cast("PartT", self._parts[kind])
 
     def find(self, kind: type[PartT]) -> PartT | None:
-        """The same; None if there is none."""
         return cast("PartT | None", self._parts.get(kind))
 
 
@@ -202,7 +198,6 @@ def opened(process: Process, stay_behind: Callable[[], object]) -> None:
 
 
 def closed(process: Process) -> None:
-    """Undo `opened`. Idempotent."""
     _open.pop(process, None)
 
 

@@ -285,7 +285,6 @@ class ScopeActors:
         return Handle(followed if supervisor.policy.follow else PinnedTarget(followed, location), cls)
 
     def _supervision(self, cls: type, constraints: Constraints) -> tuple[Supervisor, Kind] | None:
-        """An actor's supervisor and its kind of restart; None if it is not supervised."""
         if constraints.lifetime is not None:
             return None
         found = supervision_of(constraints.restart, getattr(cls, "__aiodaft_restart__", None), self._restart)
@@ -445,7 +444,6 @@ class ScopeActors:
         return True
 
     async def kill(self, target: Target) -> None:
-        """End an actor's process at once. Idempotent."""
         controller = self._controller
         try:
             await controller.ready()

@@ -32,7 +32,6 @@ PATIENCE: Final = 3.0
 
 
 def address_of(given: str | None) -> str | None:
-    """The address of a node of the cluster: as given, else of $AIODAFT_ADDRESS."""
     return given or os.environ.get("AIODAFT_ADDRESS") or None
 
 

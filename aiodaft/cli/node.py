@@ -66,8 +66,6 @@ class Serving(NamedTuple):
 
 
 def offers_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options for a node's resources; it gets them as `offers`."""
-
     @click.option("--cpus", type=float, help="CPUs to offer.  [default: all that this process may use]")
     @click.option("--gpus", type=int, help="GPUs to offer.  [default: all that this process may use]")
     @click.option("--resource", multiple=True, metavar="NAME=AMOUNT", help="Another resource.")
@@ -81,8 +79,6 @@ def offers_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options for a node's service; it gets them as `serving`."""
-
     @click.option(
         "--listen",
         help="The address to listen at, such as tcp://10.0.0.1:7777, never all interfaces; or ssh: any port of the "
@@ -157,7 +153,6 @@ def join(address: str, serving: Serving) -> int:
 
 
 async def _serve(serving: Serving, join: str | None, coordinator: Callable[[], Coordinator]) -> int:
-    """Run a node until it is to end; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         identity = receive_identity(sys.stdin.buffer) if serving.key_stdin else load_identity(serving.key_file)

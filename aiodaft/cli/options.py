@@ -23,8 +23,6 @@ key_file_option: Final = click.option(
 
 
 def seconds(least: float = 0) -> Callable[[str], float]:
-    """The type of an option that is a number of seconds."""
-
     def convert(text: str) -> float:
         with suppress(ValueError):
             if (number := float(text)) >= least and math.isfinite(number):
@@ -39,8 +37,6 @@ def seconds(least: float = 0) -> Callable[[str], float]:
 def completing(
     names: Callable[[click.Context], Awaitable[Iterable[str]]],
 ) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """Have a shell complete names, if they are found soon."""
-
     async def soon(context: click.Context) -> Iterable[str]:
         async with asyncio.timeout(_PATIENCE_OF_SHELL):
             return await names(context)

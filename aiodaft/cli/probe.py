@@ -56,12 +56,10 @@ class Probe(Actor, cpus=0):
         return facts()
 
     @method
-    async def echo(self) -> None:
-        """An empty call."""
+    async def echo(self) -> None: ...
 
     @method
     async def prepare(self, size: int) -> None:
-        """Make the next value that is given."""
         self._value = bytes(size)
 
     @method(transport="tcp")

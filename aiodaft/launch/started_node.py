@@ -104,7 +104,6 @@ class StartedNode:
 
     @property
     def said(self) -> str:
-        """The last lines on standard error before the node was up, for errors."""
         lines = self._said.decode(errors="replace").splitlines()[-_LAST_LINES:]
         return "".join(f"\n  {line}" for line in lines)
 

@@ -159,7 +159,6 @@ class TransferQueue:
             raise
 
     def _parts(self, rows: Sequence[int]) -> dict[int, list[int]]:
-        """For each storage that has some of the rows, their places."""
         parts: dict[int, list[int]] = {}
         for place, row in enumerate(rows):
             parts.setdefault(row % len(self.storages), []).append(place)

@@ -207,7 +207,6 @@ async def _attached(stack: AsyncExitStack, nodes: int, options: dict[str, Any], 
 
 
 def _options(item: pytest.Item) -> dict[str, Any]:
-    """The options of `pytest.mark.daft`, the closest one last."""
     found: dict[str, Any] = {}
     for marker in item.iter_markers("daft"):
         if marker.args:

@@ -190,21 +190,18 @@ class InProcessLauncher(EnclosedLauncher):
         worker.ended.set_result(ending)
 
     def kill(self, worker: Worker, number: int = signal.SIGKILL) -> None:
-        """End a worker at once, without waiting for its cleanup."""
         self._ended(worker, Ending(None, signal.Signals(number).name))
 
     async def end(self, worker: Worker) -> None:
         self.kill(worker)
 
     async def aclose(self) -> None:
-        """End every worker, and wait for the cleanup."""
         for worker in list(self.workers.values()):
             self.kill(worker)
         if self._living:
             await asyncio.wait(self._living)
 
     def abandon(self) -> None:
-        """Free the resources of the workers, when no loop runs."""
         for main in self._mains.values():
             if main.peer is not None:
                 closed(main.peer.process)

@@ -105,7 +105,6 @@ class Exchange:
     # While others wait for its place.
 
     def stalled_for(self, now: float) -> float:
-        """Seconds for which the app has waited for more of the body; 0 if it does not."""
         return 0.0 if self._asked is None else now - self._asked
 
     def give_up(self) -> None:
@@ -119,7 +118,6 @@ class Exchange:
     # While the app does something else.
 
     def watch(self, tasks: TaskOwner) -> bool:
-        """Begin to watch the client; False while the app receives messages itself, or is still to take one."""
         if self._waited_for is not None and self._task._fut_waiter is self._waited_for:  # type: ignore[attr-defined]  # of every task
             self._cancel()
         if self._complete or self._disconnect is not None:

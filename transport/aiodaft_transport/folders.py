@@ -86,7 +86,6 @@ def _lock(path: str, how: int = 0) -> int:
 
 
 def remove(path: str) -> None:
-    """Remove a folder, as far as that is possible; links are left."""
     # Without descriptors, nothing can be imported either.
     with suppress(OSError, ImportError):
         from shutil import rmtree  # noqa: PLC0415 - takes long to import

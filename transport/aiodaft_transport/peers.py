@@ -75,8 +75,7 @@ class PeerTransport(ABC, Generic[BlockT, RemoteT]):
         self._closed = False
 
     @abstractmethod
-    def _meet(self, control: Control) -> RemoteT:
-        """Make the record of a new peer."""
+    def _meet(self, control: Control) -> RemoteT: ...
 
     @abstractmethod
     def _offer(self, block: BlockT, remote: RemoteT) -> tuple[int | str, int]:
@@ -168,8 +167,7 @@ class SegmentTransport(PeerTransport[BlockT, SegmentRemoteT]):
     """Tells each peer once of each segment of which it is granted a block, and when the segment is gone."""
 
     @abstractmethod
-    def _tell(self, segment: Any, remote: SegmentRemoteT) -> None:
-        """Tell a peer of a segment."""
+    def _tell(self, segment: Any, remote: SegmentRemoteT) -> None: ...
 
     @abstractmethod
     def _noted(self, remote: SegmentRemoteT, kind: int, number: int, size: int, body: bytes, fds: list[int]) -> bool:

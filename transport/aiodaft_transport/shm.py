@@ -90,7 +90,6 @@ class _Mapping:
         self.busy: set[int] = set()
 
     def scrub(self, offset: int, nbytes: int, page_map: PageMap) -> None:
-        """Make the range show the shared pages again."""
         first = offset // PAGESIZE
         pages = -(-(offset + nbytes) // PAGESIZE) - first
         try:

@@ -51,13 +51,11 @@ class Doorbell:
             os.set_blocking(self._button, False)
 
     def ring(self) -> None:
-        """Make `fd` readable. In any thread."""
         # A pipe may be full: then it is readable.
         with suppress(BlockingIOError):
             os.write(self._button, _ONE)
 
     def heard(self) -> None:
-        """Make `fd` unreadable until the next ring."""
         os.read(self.fd, _READ_SIZE)
 
     def close(self) -> None:

@@ -33,7 +33,6 @@ class Location:
     ended: DaftError | None = None
 
     def why_missed(self, remote: PeerId | None, lost: DaftError | None) -> DaftError | None:
-        """Why a call over a connection to `remote`, which was `lost`, cannot be made again at this location."""
         # Perhaps only the connection broke, and the actor is where it was.
         return self.ended or (lost if self.peer == remote else None)
 
@@ -72,7 +71,6 @@ class Whereabouts:
             self.leave()
 
     def health(self, seen: Health) -> Health:
-        """The health of the actor, if `seen` is that of its incarnation."""
         if self.place.ended is not None:
             return Health.LOST
         return Health.SUSPECT if seen is Health.LOST else seen

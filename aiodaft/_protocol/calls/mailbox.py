@@ -46,8 +46,7 @@ class Gate(Protocol[EntryT_contra]):
         """Whether it may start now; if not, the user of the mailbox asks for `startable` once it may."""
         ...
 
-    def began(self, entry: EntryT_contra, /) -> None:
-        """It starts."""
+    def began(self, entry: EntryT_contra, /) -> None: ...
 
 
 class Entry(Protocol):
@@ -210,7 +209,6 @@ class Mailbox(Generic[EntryT]):
         return found
 
     def drain(self) -> list[EntryT]:
-        """Take out all waiting calls: they will never start."""
         waiting = self.waiting()
         self._lanes.clear()
         self._unordered.clear()

@@ -19,9 +19,7 @@ class Entry(Protocol):
     @property
     def lanes(self) -> Sequence[Hashable]: ...
 
-    def may_go(self) -> bool:
-        """Whether it could go out now; asked when it stands first."""
-        ...
+    def may_go(self) -> bool: ...
 
 
 EntryT = TypeVar("EntryT", bound=Entry)
@@ -62,7 +60,6 @@ class Order(Generic[EntryT]):
                 entries.move_to_end(other)
 
     def leave(self, entry: EntryT) -> None:
-        """Remove an entry from any place: entries behind it may be `ready` now."""
         for lane in entry.lanes:
             entries = self.lanes[lane]
             del entries[entry]

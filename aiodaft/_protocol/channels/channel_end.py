@@ -328,7 +328,6 @@ class ChannelTable:
         return [] if keeper is None else keeper.holder_left(peer, how)
 
     def drop(self, channel_id: ChannelId) -> list[Command]:
-        """A channel that was made here has no holder left."""
         keeper = self.keepers.pop(channel_id, None)
         return [] if keeper is None else keeper.drop()
 

@@ -46,7 +46,6 @@ def parse_address(text: str, *, to_listen: bool = False) -> Address:
 
 
 def is_name(host: str) -> bool:
-    """Whether a host is written as a name, which may lead to another machine later."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

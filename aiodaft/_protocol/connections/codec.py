@@ -55,7 +55,6 @@ class FrameEncoder:
         self.frames.append(self.frame(frame))
 
     def take(self) -> bytes:
-        """Return everything packed since the last call."""
         frames = self.frames
         if len(frames) == 1:
             return frames.pop()
@@ -164,12 +163,10 @@ def _with_big_ints(ext_hook: ExtHook) -> ExtHook:
 
 
 def unpacker(ext_hook: ExtHook) -> partial[Any]:
-    """Decodes the output of `pack`; `ext_hook` decodes all extensions."""
     return partial(msgpack.unpackb, ext_hook=ext_hook, strict_map_key=False, unicode_errors="surrogatepass")
 
 
 def unpack(data: bytes | memoryview, ext_hook: ExtHook = _no_extensions) -> Any:
-    """Decode the output of `pack`; `ext_hook` decodes extensions other than big integers."""
     return unpacker(_with_big_ints(ext_hook))(data)
 
 

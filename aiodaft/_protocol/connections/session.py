@@ -166,13 +166,11 @@ class Session(Generic[CallT]):
         return call_id in self._waiting or call_id in self._own_waiting
 
     def unsent(self, call_id: CallId) -> Message | None:
-        """The message of a waiting call, if it has one that is not packed."""
         own = self._own_waiting.get(call_id)
         message = self._waiting.get(call_id) if own is None else own.message
         return None if isinstance(message, bytes) else message
 
     def under_way(self) -> Iterator[CallT]:
-        """Sent calls without an answer, the oldest first."""
         return (call for call_id, call in self.calls.items() if not self.is_waiting(call_id))
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> list[Message]:

@@ -81,7 +81,6 @@ class NameTable:
         raise NameNotFound(f"no actor is named {name!r}; names in use: {known}")
 
     def named(self, prefix: str) -> list[NamedActor]:
-        """The actors with names that begin like this, by name."""
         found = [one for one in self._names.values() if one.name.startswith(prefix) and not one.reserved]
         return sorted(found, key=lambda one: one.name)
 
@@ -94,7 +93,6 @@ class NameTable:
         return [one for one in held if actor is None or (one.actor == actor and not one.reserved)]
 
     def under(self, lease: int) -> list[NamedActor]:
-        """The names that end with a lease."""
         return list(self._of_lease.get(lease, {}).values())
 
     # Decisions.

@@ -91,7 +91,6 @@ class MemberTable:
         self._members[member.name] = self._by_epoch[epoch] = replace(member, free=dict(free))
 
     def put(self, name: str, record: Member | None) -> Member | None:
-        """Carry out a change; returns the former record."""
         before = self._members.pop(name, None)
         if before is not None:
             del self._by_epoch[before.epoch]
@@ -142,7 +141,6 @@ class Registry:
         return self._history.revision
 
     def recovering_for(self, now: float) -> float:
-        """Seconds for which no names are granted yet."""
         return max(0.0, self._recovered_at - now)
 
     # Names.
@@ -191,7 +189,6 @@ class Registry:
         return replace(wanted, lease=member.epoch)
 
     def release(self, peer: PeerId, actor: ActorId | None) -> list[Change]:
-        """Free the names of an actor, or of every actor of a process, that is gone."""
         return self._changes(gone=self.names.held_by(peer, actor))
 
     def release_name(self, name: str, epoch: int) -> list[Change]:

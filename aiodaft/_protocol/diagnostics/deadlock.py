@@ -72,7 +72,6 @@ class Place(Enum):
 
 
 def place_of(stage: Stage, *, begun: bool, on_thread: bool, fetching: bool) -> Place | None:
-    """The place at which a call waits; None for a call that is about to begin."""
     if begun:
         return Place.THREAD if on_thread else Place.TASK
     if fetching:
@@ -119,7 +118,6 @@ class Deadlock(NamedTuple):
 
     @property
     def shown(self) -> tuple[Waiting, ...]:
-        """The user's calls, and how each waits for the next; the last one is the call to give up."""
         *others, last = self.waiting
         shown = [last]
         for one in others:

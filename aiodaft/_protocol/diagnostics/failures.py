@@ -120,7 +120,6 @@ def raised_by(where: str) -> str:
 
 
 def causes_of(error: BaseException) -> tuple[Cause, ...]:
-    """The chain of exceptions that ends with this one, the root cause first."""
     return tuple(
         Cause(type(one).__name__, message_of(one, _MAX_MESSAGE), _path_of(one)) for one in reversed(chain_of(error))
     )
@@ -170,7 +169,6 @@ def _trees(alike: Sequence[Failure]) -> list[Failure]:
 
 
 def _depth(failure: Failure) -> tuple[int, int]:
-    """The distance that its exception has come: the number of errors it has caused, and of calls it has passed."""
     return len(failure.causes), len(failure.causes[-1].path)
 
 

@@ -30,7 +30,6 @@ Record: TypeAlias = Mapping[str, Any]
 
 
 def frames_of(record: Record, pid: int, number: int) -> list[bytes]:
-    """The frames of a record: the `number`-th one of a process."""
     # JSON escapes control characters.
     data = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
     parts = [data[start : start + _MAX_PART] for start in range(0, len(data), _MAX_PART)]

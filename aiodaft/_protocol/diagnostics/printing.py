@@ -56,7 +56,6 @@ def _text(line: bytes) -> str:
 
 
 def cut(text: str, limit: int) -> str:
-    """A text without its middle, if it is longer than `limit` characters."""
     left_out = len(text) - limit
     if left_out <= 0:
         return text

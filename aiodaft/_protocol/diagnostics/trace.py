@@ -143,7 +143,6 @@ def failed(key: Key, outcome: str) -> Event:
 
 
 def fetched(began: float, ended: float, kind: str, nbytes: int, source: PeerId) -> Event:
-    """A large value, or a part of it, came from another process."""
     return (FETCHED, began, ended, kind, nbytes, source)
 
 

@@ -123,7 +123,6 @@ class _Merge:
         self._calls[key] = what
 
     def name_collectives(self) -> None:
-        """Name the steps of collectives as the process that submitted them does."""
         for key, slices in self.runs.items():
             for one in slices:
                 if one.category == "collective" and key in self._calls:

@@ -127,7 +127,6 @@ class Layout:
 
 
 def lay_out(flow: Dataflow[DataT], notes: Notes, *, owner: PeerId | None = None) -> Layout:
-    """Lay out a dataflow whose steps are in an order in which they can run. `owner` is the controller's process."""
     layout = Layout([Lane("controller")], steps=len(flow.steps))
     # The box that has a value.
     made: dict[int, Box] = {}

@@ -14,7 +14,6 @@ DataT = TypeVar("DataT")
 
 
 def listing_of(flow: Dataflow[DataT], notes: Notes) -> str:
-    """List a dataflow: its actors, its inputs, a line for each step with the values that it takes, and the outputs."""
     return "\n".join(_lines(flow, notes))
 
 

@@ -109,7 +109,6 @@ class Result:
         return self.output is not None and self.used and not is_inline
 
     def report(self, *, failed: bool, stays: bool) -> Report:
-        """The report on it, if it failed or stays with this process."""
         if self.output is not None:
             return Report.STORED if stays else Report.VALUE
         return Report.VALUE if failed else Report.NOTE
@@ -184,14 +183,12 @@ class Dataflow(Generic[DataT]):
         return order
 
     def label_of(self, value: int) -> str:
-        """The step or input that makes a value, such as "Model.execute of Model-1"."""
         if value < self.inputs:
             return f"input {value}"
         step = self.steps[value - self.inputs]
         return f"{step.label} of {step.name}"
 
     def with_actors(self, actors: Sequence[tuple[ActorKey, str]]) -> Dataflow[DataT]:
-        """The same dataflow with another actor, and its name, for each step."""
         steps = tuple(
             replace(step, actor=actor, name=name) for step, (actor, name) in zip(self.steps, actors, strict=True)
         )
@@ -334,7 +331,6 @@ def _is_simple(rules: Rules) -> bool:
 
 
 def _sorted(flow: Dataflow[DataT], orders: Mapping[ActorKey, Sequence[int]]) -> list[int]:
-    """Sort the steps by their data and by the orders of the actors (Kahn's algorithm)."""
     before: list[set[int]] = [
         {value - flow.inputs for value in step.needs if value >= flow.inputs} for step in flow.steps
     ]
@@ -362,7 +358,6 @@ def _sorted(flow: Dataflow[DataT], orders: Mapping[ActorKey, Sequence[int]]) -> 
 
 
 def _cycle(flow: Dataflow[DataT], before: Sequence[set[int]], stuck: set[int]) -> CyclicGraph:
-    """Walk back from a stuck step to stuck steps that it waits for, until one comes again."""
     path = [min(stuck)]
     while True:
         earlier = min(before[path[-1]] & stuck)

@@ -142,7 +142,6 @@ class OwnedRun:
         self.missing: dict[int, PeerId] = {}
 
     def on(self, event: RunEvent) -> None:
-        """Go to the next state. Raises KeyError if the event cannot happen now."""
         self.state = RUN[self.state][event]
 
     @property
@@ -188,7 +187,6 @@ class GraphRuns(Generic[RunT]):
         self._last = 0
 
     def on(self, event: GraphEvent, broken: BaseException | None = None) -> None:
-        """Go to the next state. Raises KeyError if the event cannot happen now."""
         self.state, self.broken = GRAPH[self.state][event], broken
 
     def enter(self, run: RunT, *, must_wait: bool) -> bool:
@@ -384,12 +382,10 @@ class Share(Generic[ValueT]):
         return [] if set(missing).intersection(self.needs.plan.inputs) else missing
 
     def end(self) -> bool:
-        """End a running run of which nothing is left to do or to come; False if there is something left."""
         if self.unfinished or self.to_come or self.state not in _DONE:
             return False
         self.state = _DONE[self.state]
         return True
 
     def drop(self) -> None:
-        """The graph is closed, or its owner is gone. Raises KeyError if the run is over."""
         self.state = SHARE[self.state][ShareEvent.DROPPED]

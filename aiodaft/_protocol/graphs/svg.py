@@ -160,7 +160,6 @@ class _Drawing:
         )
 
     def _port(self, box: Box) -> float:
-        """The end of the next arrow to a box, from the middle of the box."""
         count, place = self._coming[id(box)], self._came.get(id(box), 0)
         self._came[id(box)] = place + 1
         return (place - (count - 1) / 2) * min(14, self._wide / (count + 1))

@@ -123,7 +123,6 @@ class Plan:
         return value if value < self.members else self.steps[value - self.members].rank
 
     def add(self, rank: int, work: Work, *inputs: int, cut: Cut = Cut.WHOLE, part: int = 0) -> int:
-        """Add a step; returns the number of its value."""
         self.steps.append(Step(rank, work, inputs, cut, part))
         return self.members + len(self.steps) - 1
 

@@ -129,7 +129,6 @@ class Inbox:
         self._withins: Counter[Hashable] = Counter()
 
     def __len__(self) -> int:
-        """The number of messages, with those that wait for room."""
         return sum(map(len, self._sent.values()))
 
     @property

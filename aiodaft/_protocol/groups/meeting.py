@@ -141,7 +141,6 @@ class Meetings(Generic[T]):
         self._failed: deque[tuple[Hashable, _Meeting[T]]] = deque()
 
     def __len__(self) -> int:
-        """The number of meetings that some members have not come to."""
         return sum(map(len, self._meetings.values()))
 
     def come(self, coming: Coming, ticket: T) -> list[Outcome[T]]:
@@ -217,7 +216,6 @@ class Meetings(Generic[T]):
         return []
 
     def open(self) -> list[str]:
-        """The meetings that have not failed, and the ranks that they wait for."""
         meetings = [meeting for named in self._meetings.values() for meeting in named if meeting.error is None]
         texts: list[str] = []
         for meeting in meetings:
@@ -250,7 +248,6 @@ class Meetings(Generic[T]):
         return outcomes
 
     def close(self, error: Exception) -> list[Outcome[T]]:
-        """There are no more meetings: all that are open fail, and so do later ones."""
         self._closed = self._closed or error
         outcomes = self._fail_all(error)
         self._meetings.clear()

@@ -96,7 +96,6 @@ class Plan:
 
     @property
     def parcel(self) -> int:
-        """The most bytes of one message, except for a message of one element."""
         return max(self.least, min(_PARCEL, self.largest // _ON_THE_WAY))
 
     @property

@@ -109,13 +109,11 @@ class Answer(NamedTuple):
     line: str = ""
 
     def pack(self) -> bytes:
-        """The bytes of the answer; long texts end early."""
         texts = f"{self.method[:_MAX_NAME]}\0{self.culprit[:_MAX_NAME]}\0{self.line[:_MAX_LINE]}"
         return _NUMBERS.pack(self.lag, self.age) + texts.encode("utf-8", "backslashreplace")
 
     @classmethod
     def unpack(cls, data: bytes) -> Answer | None:
-        """The answer; None if these bytes are none. Missing texts are empty."""
         if len(data) < _NUMBERS.size:
             return None
         lag, age = _NUMBERS.unpack_from(data)

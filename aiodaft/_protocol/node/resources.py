@@ -214,7 +214,6 @@ class Resources(Generic[HolderT]):
         return self.take_all([Wish(holder, label, demand)], within)[0]
 
     def check_open(self, label: str) -> None:
-        """Raise InsufficientResources if nothing is given any more, to an actor with this name."""
         if self.refusal:
             raise InsufficientResources(f"{label} cannot be placed: {self.refusal}")
 
@@ -307,7 +306,6 @@ class Resources(Generic[HolderT]):
         return part
 
     def _split(self, demand: Demand) -> tuple[Demand, Demand]:
-        """The parts of a demand that come from this slice and from its node."""
         has = {name for name, total in self.totals.items() if total}
         inner = {name: amount for name, amount in demand.custom.items() if name in has}
         outer = {name: amount for name, amount in demand.custom.items() if name not in has}
@@ -354,7 +352,6 @@ class Resources(Generic[HolderT]):
     # Looking.
 
     def share_of(self, holder: HolderT) -> tuple[float, tuple[int, ...]]:
-        """The CPUs of a holder, and the numbers of its GPUs."""
         _, demand, chosen = self._holders.get(holder, ("", Demand(), ()))
         within = self._inside.get(holder)
         cpus, gpus = (0.0, ()) if within is None else self._slices[within].share_of(holder)

@@ -173,7 +173,6 @@ class Activity(NamedTuple):
 
 
 def condition(states: Collection[str]) -> str:
-    """Why a process does not answer, by the states of its threads."""
     return next((meaning for state, meaning in _STATES.items() if state in states), "nothing is known of it")
 
 

@@ -71,7 +71,6 @@ class Fanout:
 
     @property
     def members(self) -> list[PeerId]:
-        """The processes that have a copy, or are getting one."""
         return list(self._members)
 
     def join(self, peer: PeerId) -> PeerId | None:
@@ -214,7 +213,6 @@ class Fetching(Generic[WaiterT]):
             self._part = _PARTS[self._part, Event.ROOT_LEFT]
 
     def take_waiting(self) -> list[WaiterT]:
-        """Take out the waiting processes; the caller serves them or sends them away."""
         waiting, self.waiting = self.waiting, []
         return waiting
 

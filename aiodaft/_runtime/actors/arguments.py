@@ -227,5 +227,4 @@ def _name(call: InboundCall) -> str:
     return call.hosted.name if call.hosted.id < FIRST_USER_ACTOR else f"{call.label} of {call.hosted.name}"
 
 
-def _drop(_: object) -> None:
-    """The answer is not needed."""
+def _drop(_: object) -> None: ...

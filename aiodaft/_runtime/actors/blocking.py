@@ -112,8 +112,7 @@ class _Wait(Generic[T]):
             self._ref.add_done_callback(self._keep_on)
             self._task.cancel()
 
-    def _keep_on(self, _: object) -> None:
-        """Is interested in the call, and in nothing about it."""
+    def _keep_on(self, _: object) -> None: ...
 
 
 def _leave(awaited: Awaitable[object]) -> None:

@@ -43,7 +43,6 @@ class Enlisted:
         self.on_forgotten: list[Callable[[ActorId], object]] = []
 
     def find(self, actor: ActorId) -> Standing | None:
-        """The standing of an actor now; None if it is no member."""
         return self._standings.get(actor)
 
     def has(self, actor: ActorId) -> bool:
@@ -74,7 +73,6 @@ class Enlisted:
         return True
 
     def discharge(self, actor: ActorId) -> None:
-        """An actor has left its group, and finishes the calls that it has."""
         known = self._standings.get(actor)
         if known is not None:
             known.over.set()
@@ -88,7 +86,6 @@ class Enlisted:
 
 
 def changed(group: str, epoch: int, newest: int | None = None, what: str = "this") -> GroupChanged:
-    """The error of an object (`what`) that belongs to an earlier epoch of a group."""
     now = "" if newest is None else f", it has epoch {newest} now"
     error = GroupChanged(f"{group} has changed: {what} is of epoch {epoch}{now}; use what current_group() gives now")
     error.group = group

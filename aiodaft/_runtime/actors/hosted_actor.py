@@ -65,8 +65,7 @@ class Responder(Protocol):
     # Results are not encoded: the caller is in this process, or wants none.
     is_local: bool
 
-    def answer(self, call: InboundCall, result: Any) -> None:
-        """Give a plain result, or to a local caller any result."""
+    def answer(self, call: InboundCall, result: Any) -> None: ...
 
     def answer_stored(self, call: InboundCall, stored: StoredValue | Small) -> None: ...
 
@@ -156,7 +155,6 @@ class InboundCall(Life, Paced):
         return group_call_of(self.caller, self.number)
 
     def waits_for(self) -> list[CallAt]:
-        """The calls of which one has to end before it has its arguments."""
         return [CallAt(producer, owner, number) for _, owner, number, producer, _ in self.awaited.values()][:1]
 
     def add_puller(self, found: Callable[[Place], object]) -> None:
@@ -229,7 +227,6 @@ class HostedActor:
         self._starting = False
 
     def lacks(self, name: str) -> Exception:
-        """Why `find_spec` has found nothing."""
         return self.refusal or AttributeError(f"{self.name} has no remote method {name!r:.80}")
 
     @property
@@ -241,7 +238,6 @@ class HostedActor:
         return f"{self.name} (pid {self._process.pid}, {self._process.options.node})"
 
     def admits(self, call: InboundCall) -> bool:
-        """Whether a call may wait here; one that may not is refused."""
         why = None if self.bounds is None else self.bounds.admit(call)
         if why is not None:
             call.responder.fail(call, Overloaded(f"{call.label} of {self.where} is refused: {why}"), executed=False)

@@ -66,7 +66,6 @@ class Inbound:
             call.hosted.deliver(call)
 
     def forward_came(self, connection: Connection, message: Message) -> None:
-        """FORWARD came; the call may be over by now."""
         number, consumer = m.read_forward(message)
         give = self._transfer.giver((connection.remote, number), consumer)
         responder = self._responders.get(connection.remote)
@@ -103,7 +102,6 @@ class Inbound:
             call.hosted.deliver(call)
 
     def cancel_came(self, connection: Connection, message: Message) -> None:
-        """CANCEL came; the call may be over by now."""
         call = self.find(connection.remote, m.read_cancel(message))
         if call is not None:
             call.hosted.cancel(call)
@@ -112,7 +110,6 @@ class Inbound:
             call.tell_pullers(call.caller)
 
     def credit_came(self, connection: Connection, message: Message) -> None:
-        """CREDIT came; the stream may be over by now."""
         number, count = m.read_credit(message)
         call = self.find(connection.remote, number)
         if call is not None:
@@ -124,7 +121,6 @@ class Inbound:
             responder.adopted(m.read_adopted(message))
 
     def connection_lost(self, connection: Connection) -> None:
-        """A caller is gone: cancel its calls."""
         responder = self._responders.pop(connection.remote, None)
         if responder is not None:
             for call in list(responder.calls.values()):

@@ -39,7 +39,6 @@ class Paced:
         self.credit -= 1
 
     async def give_items(self, items: AsyncGenerator[Any, None], give: Callable[[Any, Any], Awaitable[None]]) -> None:
-        """Give each item as `give(call, item)` when there is room for it."""
         try:
             await self.wait_credit()
             async for item in items:

@@ -53,7 +53,6 @@ class Backlog:
         return len(self._waiting)
 
     def take_first(self) -> Request | None:
-        """Take out the call that has waited for the longest; None if it was cancelled meanwhile."""
         request, _ = next(iter(self._waiting.values()))
         return request if self.take(request) else None
 
@@ -67,7 +66,6 @@ class Backlog:
             timer.cancel()
 
     def fail(self, error: BaseException) -> None:
-        """Fail all calls: none of them was sent."""
         for request in self.take_all():
             request.state.on_error(unsent(error))
 

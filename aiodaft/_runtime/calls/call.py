@@ -48,8 +48,7 @@ class Siblings(Protocol):
     # Why they are not made again: one has failed.
     failed: DaftError | None
 
-    def made_again(self, state: CallState) -> None:
-        """A call is made again."""
+    def made_again(self, state: CallState) -> None: ...
 
 
 class CallSink(Protocol):
@@ -314,7 +313,6 @@ class Target:
 
     @property
     def lane(self) -> Target:
-        """The key in `Order` of the calls and runs that this process submits to the actor."""
         return self
 
     def call(
@@ -355,7 +353,6 @@ class Target:
             caller.outgoing.submit(request)
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
-        """Pickle a handle as a call of `_rebuild_handle`."""
         return _rebuild_handle, (self.caller.process.options.cluster, self.remote, self.actor, self.label, cls)
 
     def health(self) -> Health:
@@ -379,7 +376,6 @@ class Target:
         return Health.LEAVING if self.caller.is_draining(remote) else Health.ALIVE
 
     def facts(self) -> ActorFacts:
-        """The facts that this process knows of the actor. Safe in any thread."""
         return ActorFacts(self.label, _STATES[self.health()], self.remote)
 
     def distance(self) -> int:

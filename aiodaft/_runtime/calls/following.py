@@ -67,12 +67,10 @@ class FollowingTarget(Target):
 
     @property
     def identity(self) -> tuple[PeerId, ActorId]:
-        """The key of the actor, the same for all incarnations."""
         return self.owner, self.number
 
     @property
     def number(self) -> ActorId:
-        """The number of the actor, the same for all incarnations."""
         return number_of(self.actor)
 
     @property
@@ -85,7 +83,6 @@ class FollowingTarget(Target):
 
     @property
     def ended(self) -> DaftError | None:
-        """The error of all calls, if the actor is gone for good."""
         return self._known.place.ended
 
     def call(
@@ -135,7 +132,6 @@ class FollowingTarget(Target):
         """Do nothing: the next incarnation may be up."""
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
-        """Pickle a handle as a call that finds or makes the target there."""
         cluster = self.caller.process.options.cluster
         return _rebuild, (cluster, self.owner, self.place.peer, self.actor, self.label, cls, True)
 
@@ -172,7 +168,6 @@ class FollowingTarget(Target):
         self.caller.sender.submit_later(request)
 
     def missed_late(self, request: Request, connection: Connection | None) -> None:
-        """Put a call into the backlog that waited to be sent over a connection."""
         request.had_turn = True
         try:
             self.missed(request, connection)
@@ -419,12 +414,10 @@ class PinnedTarget(Target):
         return self.followed
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
-        """Pickle a handle with its incarnation."""
         cluster = self.caller.process.options.cluster
         return _rebuild, (cluster, self.followed.owner, self.remote, self.actor, self.label, cls, False)
 
     def missed(self, request: Request, connection: Connection | None) -> None:
-        """Refuse a call: the incarnation is gone."""
         self.refuse(request.state, connection)
 
     def refuse(self, state: PendingCall, connection: Connection | None) -> None:
@@ -470,7 +463,6 @@ class Followers:
 
 
 def followed(target: Target) -> Target:
-    """The target of an actor, not only of one incarnation."""
     return target.followed if isinstance(target, PinnedTarget) else target
 
 

@@ -220,11 +220,9 @@ class Outgoing:
             request.state.on_error(error)
 
     def _must_wait(self, request: Request) -> bool:
-        """Whether something that was submitted before a call, to the same actor, waits."""
         return request.spec.rules.ordered and not request.had_turn and request.target.lane in self.order.lanes
 
     def turn_came(self, request: Request) -> None:
-        """Nothing that was submitted before a call waits any more."""
         if self._backlog.take(request):
             self.submit_later(request)
 
@@ -260,7 +258,6 @@ class Outgoing:
     # The slower ways.
 
     def _told(self, label: str) -> TellState:
-        """The state of a tell that refers to nothing."""
         told = self._tells.get(label)
         if told is None:
             told = self._tells[label] = TellState(label)

@@ -146,7 +146,6 @@ class Connection:
         return self.connected and self.lost is None
 
     def traffic_so_far(self) -> Traffic:
-        """The traffic, with that through rings."""
         ring = self._send_queue.ring or self._ring
         return self.traffic if ring is None else _with_rings(self.traffic, ring)
 
@@ -190,7 +189,6 @@ class Connection:
         self._write()
 
     def tell(self, defined: Sequence[Named]) -> None:
-        """Tell the peer which classes and functions have these names, unless it was told before."""
         for thing, name, source in defined:
             if self.lost is None and self.definitions.tell(name):
                 self.send(m.define(name, source))
@@ -296,7 +294,6 @@ class Connection:
         own: bool = False,
         ordered: bool = True,
     ) -> None:
-        """Send a call within the window, or one of the runtime's own; see `Session.submit` and `Session.submit_own`."""
         if own:
             self.session.submit_own(call_id, call, message)
             self._sent_one()
@@ -319,12 +316,10 @@ class Connection:
         self.flush_soon()
 
     def provide(self, call_id: CallId, message: Message, cost: int) -> None:
-        """Give the message of a submitted call; see `Session.provide`."""
         self.session.provide(call_id, message, cost)
         self.flush_soon()
 
     def withdraw(self, call_id: CallId) -> bool:
-        """Take back a call that was not sent; see `Session.withdraw`."""
         message = self.session.unsent(call_id)
         if message is not None:
             self._on_dropped(self, message)
@@ -335,7 +330,6 @@ class Connection:
         return withdrawn
 
     def abandon(self) -> None:
-        """Close the socket and the rings when no loop runs."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -345,7 +339,6 @@ class Connection:
             ring.close()
 
     def close(self, reason: Exception) -> None:
-        """End the connection. Idempotent."""
         if self.lost is None:
             self._write()
         if self.lost is not None:
@@ -386,7 +379,6 @@ class Connection:
     # Rings.
 
     def drop_offer(self) -> None:
-        """Close the offered rings. Idempotent."""
         if self.offer is not None:
             (ring, mark), self.offer = self.offer, None
             ring.close()
@@ -411,7 +403,6 @@ class Connection:
         self._send_queue.ring = ring
 
     def read_rings(self) -> None:
-        """From now on, the messages of the peer come through the ring."""
         ring = self._send_queue.ring
         if ring is not None:
             self._ring = ring

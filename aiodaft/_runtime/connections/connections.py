@@ -73,7 +73,6 @@ class Connections(dict[PeerId, Connection]):
         return connection
 
     def renew(self, remote: PeerId) -> Connection:
-        """A new connection, in place of one that is lost, if there is one."""
         before = self.get(remote)
         connection = self[remote] = self.make(remote)
         if before is not None:
@@ -121,7 +120,6 @@ class Connections(dict[PeerId, Connection]):
         return total([self._past_traffic, *(connection.traffic_so_far() for connection in self.values())])
 
     def _connection_lost(self, connection: Connection, reason: Exception) -> None:
-        """Fail everything that went over a connection, with the best explanation."""
         connection.explanation = self._process.loop.create_future()
         self._lost.append(connection)
         while len(self._lost) > self._process.env.remembered:
@@ -243,7 +241,6 @@ class Connections(dict[PeerId, Connection]):
             self.data_streams.came(remote, number, stream)
 
     def stream_from_afar(self, remote: PeerId, stream: socket.socket, session: Key) -> None:
-        """A process of another machine has opened a stream for payload. Takes it over."""
         taking = self._take_stream(remote, stream, session)
         self._process.tasks.create_task(taking, name=f"take a stream of {remote}")
 
@@ -303,7 +300,6 @@ class Connections(dict[PeerId, Connection]):
             raise RemoteProtocolError(f"{connection.remote} sent a wrong note: {error}") from error
 
     def want_rings(self, route: Route) -> None:
-        """Use rings, if the route leads to another process that shares memory. Idempotent."""
         if not isinstance(route, Connection) or not route.shares_memory or route.lost is not None:
             return
         if self._process.options.transport == "shm":
@@ -314,7 +310,6 @@ class Connections(dict[PeerId, Connection]):
         take_step(connection, connection.upgrade.handle(m.read_ring(message)))
 
     def bye_came(self, connection: Connection, message: Message) -> None:
-        """Handle BYE: the process ends its connection."""
         connection.dismissed = True
         connection.close(PeerLost(m.read_bye(message)))
 
@@ -328,13 +323,11 @@ class Connections(dict[PeerId, Connection]):
             self._explained(connection, RuntimeClosed(reason))
 
     def forget(self) -> None:
-        """Forget the connections, which have ended, except for their traffic."""
         self._past_traffic = self.traffic()
         self._lost.clear()
         self.clear()
 
     def abandon(self) -> None:
-        """Close this process's ends of its connections where the loop does not run."""
         self.ring_poller.abandon()
         for connection in self.values():
             connection.abandon()

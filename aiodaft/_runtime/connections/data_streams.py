@@ -76,7 +76,6 @@ class DataStreams:
                 self._process.loop.call_later(_PATIENCE, self.failed, number, late)
 
     def came(self, peer: PeerId, number: int, stream: socket.socket) -> None:
-        """A stream came: the one that was asked for under a number, or one that the other process asked for."""
         if number == UNASKED:
             self._take(peer, stream)
             return

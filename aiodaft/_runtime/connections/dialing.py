@@ -98,7 +98,6 @@ async def _attempt(address: Address, identity: Identity, about: Hello) -> Authen
 
 
 async def _connect(address: Address) -> socket.socket:
-    """A connection to the first IP address of a host that answers."""
     loop = asyncio.get_running_loop()
     problem: OSError | None = None
     for family, kind, protocol, _, at in await resolve(address):

@@ -68,7 +68,6 @@ class Authenticated(NamedTuple):
 
 
 def configure(sock: socket.socket) -> None:
-    """Set the options that each TCP connection of a cluster has. Before it connects, they also bound that."""
     sock.setblocking(False)
     for level, option, value in _OPTIONS:
         sock.setsockopt(level, option, value)
@@ -186,9 +185,7 @@ class Door(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Stop listening, and drop strangers. Idempotent."""
-        ...
+    def close(self) -> None: ...
 
 
 class Network(Protocol):
@@ -201,13 +198,9 @@ class Network(Protocol):
     def cluster(self) -> str: ...
 
     @property
-    def reached_by(self) -> tuple[str, ...]:
-        """The transports, beside "tcp", that lead here from other machines. Raises as `registry.reached_by` does."""
-        ...
+    def reached_by(self) -> tuple[str, ...]: ...
 
-    def packed(self) -> bytes:
-        """The credentials of a process that this one starts; they go over a socket or pipe that it inherits."""
-        ...
+    def packed(self) -> bytes: ...
 
     def door(
         self,
@@ -373,7 +366,6 @@ class FarConnections:
         self.attach(connection, secured)
 
     def refuse(self, sock: socket.socket, session: Key, answer: Answer) -> None:
-        """Do not take a connection that was made to this process or, if this is a node, to another one."""
         with sock, suppress(OSError):
             sock.send(self._welcome(answer, session))
 
@@ -395,7 +387,6 @@ class FarConnections:
         process.loop.call_later(process.env.timeouts.silence, self._look, connection, silence)
 
     def _look(self, connection: Connection, silence: Silence) -> None:
-        """Ask a node that is silent, or give it up."""
         process, node = self._process, connection.remote
         if connection.lost is not None or process.closed is not None:
             return

@@ -85,7 +85,6 @@ class Identity:
         return f"cluster-{self.key.cluster.hex()[:12]}"
 
     def packed(self) -> bytes:
-        """All of it, for a process that this one starts, over a socket or pipe that it inherits."""
         return self._content
 
     @cached_property
@@ -95,7 +94,6 @@ class Identity:
 
     @cached_property
     def client_context(self) -> ssl.SSLContext:
-        """The same for the end that connected."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, side: ssl._SSLMethod) -> ssl.SSLContext:
@@ -204,13 +202,11 @@ def write_key_file(
 
 
 def key_content(secret: bytes, certificate: bytes, private_key: bytes, *, encrypt_payloads: bool = False) -> bytes:
-    """The content of a key file; see `write_key_file`."""
     lines = [b"-----BEGIN AIODAFT KEY-----", base64.b64encode(secret), b"-----END AIODAFT KEY-----", b""]
     return encrypt_payloads * _ENCRYPTED + b"\n".join(lines) + certificate + private_key
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a new file that only this user can read. Raises as `write_key_file` does."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # A link at this place is not followed.

@@ -114,7 +114,6 @@ class Listener:
         return Address(*listening.getsockname()[:2])
 
     def close(self) -> None:
-        """Stop listening, and drop strangers. Idempotent."""
         if self._accepting is not None:
             self._accepting.cancel()
         for stranger in self._strangers.values():

@@ -143,7 +143,6 @@ class RingReader(_Direction):
         return self.words[HEAD] != self.tail
 
     def read(self, most: int) -> bytes:
-        """Read at most `most` bytes; empty if there is no data."""
         words, tail = self.words, self.tail
         count = words[HEAD] - tail
         if count > most:
@@ -193,7 +192,6 @@ class RingPair:
             return
 
     def close(self) -> None:
-        """Unmap, and close the doorbells. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -251,11 +249,9 @@ _now = time.perf_counter
 class RingUser(Protocol):
     """The part of a connection that the poller uses."""
 
-    def ring_readable(self) -> None:
-        """The ring has data."""
+    def ring_readable(self) -> None: ...
 
-    def ring_writable(self) -> None:
-        """The ring may have room again."""
+    def ring_writable(self) -> None: ...
 
 
 class RingPoller:
@@ -289,7 +285,6 @@ class RingPoller:
             self._loop.remove_reader(ring.doorbell)
 
     def abandon(self) -> None:
-        """Forget all rings of a loop that does not run."""
         self._rings = ()
 
     def look(self) -> None:
@@ -301,7 +296,6 @@ class RingPoller:
             self._loop.call_soon(self._turn, context=self._context)
 
     def before_looking(self, write: Callable[[], object]) -> None:
-        """Call `write` at the end of this turn, or before the next look."""
         self._writes.append(write)
         self.look()
 

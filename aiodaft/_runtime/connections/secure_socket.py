@@ -119,7 +119,6 @@ async def _exchange_proofs(secured: SecureSocket, identity: Identity, session: K
 
 
 async def _complete(secured: SecureSocket, step: Callable[[], T]) -> T:
-    """Do something that may have to wait for the other end, and is then to be repeated."""
     loop = asyncio.get_running_loop()
     fd = secured.fileno()
     while True:

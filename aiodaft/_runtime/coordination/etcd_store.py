@@ -88,7 +88,6 @@ class EtcdLink:
         return self._client
 
     async def next_member(self) -> None:
-        """Turn to another member, because this one does not answer."""
         self._current = (self._current + 1) % len(self._members)
         await self.aclose()
 
@@ -151,7 +150,6 @@ class EtcdStore:
         self._has_opened = asyncio.Event()
 
     async def open(self) -> Stored:
-        """Take charge, and read the records; see `Store.open`."""
         while not await self._take_charge():
             pass
         self._has_opened.set()

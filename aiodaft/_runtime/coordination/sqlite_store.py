@@ -172,11 +172,9 @@ class SqliteStore:
         self._thread: HelperThread | None = None
 
     async def open(self) -> Stored:
-        """Take the file, and read it; see `RegistryFile.open`."""
         return await self._run(self._file.open)
 
     async def commit(self, changes: Sequence[Change]) -> None:
-        """Store changes, all or none; see `RegistryFile.commit`. Cancellation: they may be stored."""
         if changes:
             await self._run(lambda: self._file.commit(changes))
 
@@ -185,7 +183,6 @@ class SqliteStore:
         await asyncio.get_running_loop().create_future()
 
     async def aclose(self) -> None:
-        """Close the file. Idempotent."""
         if self._thread is not None:
             await self._run(self._file.close)
             await self._thread.aclose()

@@ -87,7 +87,6 @@ def _yields(frame: FrameType) -> bool:
 
 
 def _raised_at(error: Any) -> tuple[CodeType | None, int]:
-    """The code and line in which an error was raised; the error may have no traceback yet."""
     traceback: TracebackType | None = error.__traceback__ if isinstance(error, BaseException) else error
     at: tuple[CodeType | None, int] = None, 0
     while traceback is not None:

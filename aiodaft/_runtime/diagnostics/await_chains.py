@@ -55,7 +55,6 @@ class Wait:
 
 
 def frames_of(awaitable: object) -> Frames:
-    """The suspended frames of a coroutine or generator, outermost first."""
     frames: Frames = []
     while awaitable is not None:
         frame, awaitable = _look_into(awaitable)
@@ -124,7 +123,6 @@ def wait_of_task(task: asyncio.Task[Any]) -> Wait:
 
 
 def wait_of_thread(frames: Frames) -> Wait:
-    """The wait of a thread in `asyncio.run_coroutine_threadsafe(...).result()`."""
     try:
         wait = wait_of_task(_blocked_on(frames))
     except Exception:  # noqa: BLE001 - the same

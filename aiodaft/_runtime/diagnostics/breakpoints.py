@@ -45,7 +45,6 @@ class _PdbFinder:
 
 
 def _replace_pdb(loaded: Any, terminal: str) -> None:
-    """Have everything in the module pdb that makes a debugger make one for actors."""
     from aiodaft._runtime.diagnostics.actor_pdb import ActorPdb  # noqa: PLC0415 - it needs pdb
 
     ActorPdb.terminal = terminal

@@ -58,7 +58,6 @@ class Deadlocks:
         self._searching = False
 
     def suspect(self, hosted: HostedActor) -> None:
-        """Look at an actor later: one of its calls has to wait."""
         self._actors.add(hosted)
         if not self._looking:
             self._looking = True
@@ -126,7 +125,6 @@ class Deadlocks:
     # In the process of the call to give up.
 
     def give_up(self, at: CallAt, waiting: Waiting, story: str, cycle: tuple[WaitingCall, ...]) -> None:
-        """End a deadlock by an error in one of its calls, if that still waits as it did."""
         call = self.waits.find(at)
         if call is None or self.waits.look(at) != waiting:
             return

@@ -51,7 +51,6 @@ class Line:
         return True
 
     def close(self) -> None:
-        """Leave it to others. Idempotent."""
         _open.discard(self)
         for file in (self._writing, self._reading):
             with suppress(OSError):

@@ -146,7 +146,6 @@ class LoopWatch:
             raise exhausted(error, "the event loop of this program cannot be watched") from error
 
     def close(self) -> None:
-        """End the thread, and wait for that."""
         self._over.set()
         self._thread.join()
 

@@ -146,7 +146,6 @@ class Viewer:
         )
 
     def _stored(self) -> list[tuple[PeerId, StoredValue]]:
-        """The values that this process stores for others, each with the process that has its ref."""
         objects = self._objects
         kept = [(owner, stored) for (owner, _), stored in objects.store.entries.items()]
         return kept + [(self._host.process.id, stored) for stored in objects.refs.put_values()]

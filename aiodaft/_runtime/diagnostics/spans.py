@@ -252,7 +252,6 @@ def _context_of(trace: TraceContext | None, around: Context | None = None) -> Co
 
 
 def _trace_of(context: Context) -> TraceContext | None:
-    """The trace of a span; None where none is recorded."""
     headers: dict[str, str] = {}
     _W3C.inject(headers, context)
     return TraceContext(**headers) if "traceparent" in headers else None
@@ -263,7 +262,6 @@ def _name(spec: MethodSpec) -> str:
 
 
 def _of_method(spec: MethodSpec, actor: str) -> dict[str, Any]:
-    """Attributes by the semantic conventions for RPC, and of our own."""
     service, _, method = spec.label.rpartition(".")
     return {"rpc.system": "aiodaft", "rpc.service": service, "rpc.method": method, "aiodaft.actor": actor}
 

@@ -76,7 +76,6 @@ def _unpacked(packed: bytes) -> Callable[[], object]:
 
 
 def end_telemetry() -> None:
-    """Send the spans that are not sent yet. Blocks."""
     try:
         from aiodaft._runtime.diagnostics.spans import shut_down  # noqa: PLC0415 - optional
     except ImportError:

@@ -74,7 +74,6 @@ class Tracing:
         return True
 
     def end(self) -> ProcessTrace | None:
-        """End the trace; returns the recorded events. Idempotent."""
         recorder = self._recorder
         if recorder is None:
             return None
@@ -108,7 +107,6 @@ class Tracing:
             self._recorder.add(event)
 
     def over(self, call: InboundCall, ended: float, outcome: str) -> None:
-        """A call has ended, or will never begin."""
         if is_shown(call.hosted.id, call.spec.name):
             began = call.since or None
             came = call.came or began or ended
@@ -158,7 +156,6 @@ class Tracing:
 
 
 def key_of(call: InboundCall) -> Key:
-    """Names a call in all processes."""
     if isinstance(call, StrandCall):
         return *call.run.key, "strand", call.strand.first
     return call.caller, call.number
@@ -283,5 +280,4 @@ _PLAIN: Final = {traced: plain for plain, traced in _TRACED.items()}
 
 
 def watch(part: Any) -> None:
-    """Record the work of a part of the process, until the trace ends. Idempotent."""
     part.__class__ = _TRACED.get(type(part), type(part))

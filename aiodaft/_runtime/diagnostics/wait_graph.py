@@ -34,7 +34,6 @@ _NOT_KNOWN: Final = Wait(known=False)
 
 
 def on_thread(hosted: HostedActor) -> tuple[InboundCall | None, Frames]:
-    """The call that an actor's thread is busy with, and the frames from its first line on."""
     frames = thread_stack(hosted.thread.ident)
     for index, frame in enumerate(frames):
         if frame.f_code in _ON_THREAD:

@@ -63,8 +63,6 @@ class GraphContext(NamedTuple):
     agent_of: Callable[[PeerId], GraphAgent]
 
     def when_explained(self, route: Route, tell: Callable[[DaftError], object]) -> None:
-        """Call `tell` with the reason why a route is lost, when it is known."""
-
         async def explain() -> None:
             tell(await self.connections.explanation(cast("Connection", route)))
 

@@ -239,7 +239,6 @@ class GraphOwner:
         return True
 
     def turn_came(self, run: OwnerRun) -> None:
-        """Send the first waiting run, or fail it if the graph is broken."""
         broken = self._runs.turn_came()
         if broken is None:
             self._send(run)
@@ -311,7 +310,6 @@ class GraphOwner:
     # Failures and cancellation.
 
     def edge_cut(self, number: int, sender: PeerId, receiver: PeerId, why: DaftError) -> None:
-        """A process of a deployment cannot send values to another one any more, which may not know it."""
         if number == self._deployment.number:
             self._deployment.is_cut = True
         self._context.agent_of(receiver).edge_failed.tell(number, sender, why)
@@ -344,7 +342,6 @@ class GraphOwner:
             self._fail_lost(run, values, error)
 
     def _lost_unsent(self, run: OwnerRun, remote: PeerId, error: DaftError) -> None:
-        """Fail the results that a run expects from a process that was gone before."""
         self._fail_lost(run, run.lose(remote), copy_error(error).with_executed(False))
 
     def _fail_lost(self, run: OwnerRun, values: list[int], error: DaftError) -> None:
@@ -357,7 +354,6 @@ class GraphOwner:
             self._over(run)
 
     def abandon(self, error: DaftError) -> None:
-        """Fail the waiting runs, because the runtime is closed."""
         self._preparing.cancel()
         self._runs.on(GraphEvent.FAILED, error)
         # Each end lets the next runs fail in their turn.
@@ -407,7 +403,6 @@ class GraphOwner:
                 self._context.process.loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
-        """Free the plans of a closed graph, if no runs are left."""
         if self._runs.all:
             return
         self._preparing.cancel()

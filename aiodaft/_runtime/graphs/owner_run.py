@@ -143,11 +143,9 @@ class GraphOfRun(Protocol):
 
     def may_begin(self) -> bool: ...
 
-    def turn_came(self, run: OwnerRun) -> None:
-        """Send the first waiting run, or fail it."""
+    def turn_came(self, run: OwnerRun) -> None: ...
 
-    def withdraw(self, run: OwnerRun) -> None:
-        """Forget a run that was not sent."""
+    def withdraw(self, run: OwnerRun) -> None: ...
 
 
 class ResultState(CallState):
@@ -282,7 +280,6 @@ class OwnerRun(OwnedRun):
         return state
 
     def fail(self, error: BaseException) -> None:
-        """Fail all results: the run never began."""
         for state in self.states.values():
             state.on_error(copy_error(error).with_executed(False) if isinstance(error, DaftError) else error)
         self.release()

@@ -82,7 +82,6 @@ class Participant:
         return run
 
     def expects(self, remote: PeerId) -> bool:
-        """Whether values of a process may come."""
         return remote not in self._cut
 
     def connection_lost(self, remote: PeerId, error: DaftError) -> None:
@@ -97,7 +96,6 @@ class Participant:
             self.context.agent_of(self.owner).edge_cut.tell(self.number, remote, error)
 
     def edge_cut(self, remote: PeerId, error: DaftError) -> None:
-        """Expect no values of a process any more: its connection to this one is lost."""
         self._cut[remote] = error
         for run in list(self.runs.values()):
             run.lost(remote, error)
@@ -169,7 +167,6 @@ class ParticipantRun(Share[Flowing]):
     def begin(
         self, sent: m.SentTerms, numbers: tuple[CallId, ...], items: tuple[m.GraphItem, ...], route: Route
     ) -> None:
-        """Start the strands: RUN came."""
         self.numbers = numbers
         items = self.run_came(items)
         if items:
@@ -211,7 +208,6 @@ class ParticipantRun(Share[Flowing]):
             self._forget_if_done()
 
     def _start(self, segments: Sequence[int], *, at_once: bool = True) -> None:
-        """Start segments that waited for a value (for `at_once` see `HostedActor.look_again`)."""
         if self.calls:
             for segment in segments:
                 call = self.calls[self.needs.strands[segment]]

@@ -107,14 +107,12 @@ class Graphs:
             run.skip()
 
     def run_failed(self, owner: PeerId, number: int, run: int, why: DaftError) -> None:
-        """A step of a run has failed: the others take part in no collective any more."""
         participant = self.participants.get((owner, number))
         found = None if participant is None else participant.runs.get(run)
         if found is not None:
             found.note_failure(why)
 
     def edge_failed(self, owner: PeerId, number: int, sender: PeerId, why: DaftError) -> None:
-        """Another process sends no values of a graph any more."""
         participant = self.participants.get((owner, number))
         if participant is not None:
             participant.edge_cut(sender, why)
@@ -122,7 +120,6 @@ class Graphs:
     # As the owner.
 
     def edge_cut(self, number: int, sender: PeerId, receiver: PeerId, why: DaftError) -> None:
-        """Tell a process that another one cannot send it values any more."""
         own = self.own.get(number)
         if own is not None:
             own.edge_cut(number, sender, receiver, why)
@@ -139,14 +136,12 @@ class Graphs:
             own.reported(number, items, route)
 
     def abandon(self, error: DaftError) -> None:
-        """The runtime is closed: runs that wait do not begin."""
         for own in list(self.own.values()):
             own.abandon(error)
 
     # For the rest of the process.
 
     def find(self, at: CallAt) -> StrandCall | None:
-        """The strand that the deadlock search means by a call."""
         mine = (participant for (owner, _), participant in self.participants.items() if owner == at.owner)
         return next(filter(None, (participant.find(at.number) for participant in mine)), None)
 
@@ -159,7 +154,6 @@ class Graphs:
         return calls + own + sum(len(share.runs) for share in taking_part if remote in share.plan.receives)
 
     def owner_lost(self, remote: PeerId) -> None:
-        """A process is gone: its graphs end here."""
         for key in [key for key in self.participants if key[0] == remote]:
             participant = self.participants.pop(key)
             for run in list(participant.runs.values()):
@@ -167,7 +161,6 @@ class Graphs:
             participant.close()
 
     def connection_lost(self, remote: PeerId, error: DaftError) -> None:
-        """A process is gone for this reason: its values do not come."""
         for participant in list(self.participants.values()):
             participant.connection_lost(remote, error)
         for own in list(self.own.values()):

@@ -35,20 +35,15 @@ class RunOfStrand(Responder, Protocol):
     number: int
 
     @property
-    def key(self) -> tuple[PeerId, int, int]:
-        """The owner, the number of the graph there, and that of the run: names the run in all processes."""
-        ...
+    def key(self) -> tuple[PeerId, int, int]: ...
 
     def awaits(self, values: Sequence[int]) -> list[int]: ...
 
-    def tell(self, step: BoundStep, value: Flowing, stored: StoredValue | None = None) -> None:
-        """Send a result to its receivers: plain, an error, or stored and ready."""
+    def tell(self, step: BoundStep, value: Flowing, stored: StoredValue | None = None) -> None: ...
 
-    def give(self, step: BoundStep, value: GraphValue, stored: StoredValue) -> None:
-        """Send an encoded result to its receivers, as soon as it is ready."""
+    def give(self, step: BoundStep, value: GraphValue, stored: StoredValue) -> None: ...
 
-    def tell_owner(self, why: DaftError) -> None:
-        """Tell the owner that a step has failed."""
+    def tell_owner(self, why: DaftError) -> None: ...
 
 
 class InputFailed(Exception):
@@ -176,7 +171,6 @@ class StrandCall(InboundCall):
                     call.run.tell(step, value)
 
     def _pause(self, segment: int) -> Wakeup:
-        """The future that wakes the strand when a segment has its values."""
         self.waits_at = segment
         self.pause = wakeup = Wakeup(self.strand.context.objects.wakeups)
         return wakeup

@@ -77,7 +77,6 @@ def combined(values: Sequence[Any], op: str, out: Any) -> Any:
 
 @cache
 def _function(op: str) -> Callable[..., Any]:
-    """The function of torch, which is loaded."""
     function: Callable[..., Any] = getattr(loaded_torch(), _REDUCERS[op][1])
     return function
 
@@ -152,7 +151,6 @@ def reduced(values: Sequence[Any], ranks: Sequence[int], op: Reducer, title: str
 
 
 def joined(pattern: Any, parts: Sequence[Piece], allocate: Allocate) -> Any:
-    """Put the parts of a value together; `pattern` has its shape."""
     if not _is_array(pattern):
         return parts[0].value
     pieces = [part.value for part in parts]
@@ -314,5 +312,4 @@ def _quiet(name: str) -> Callable[..., Any]:
 
 
 def _numpy() -> Any:
-    """The module, which a process that has an array has imported."""
     return sys.modules["numpy"]

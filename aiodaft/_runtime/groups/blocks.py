@@ -123,7 +123,6 @@ class Blocks(Actor):
 
     @method(ordered=False)
     async def left_by_now(self, actor: int, block: str) -> Left | None:
-        """The way in which a member has left a block; None if it has not."""
         if not self._enlisted.has(ActorId(actor)):
             return Left(gone=True)
         left = self._left.get((number_of(ActorId(actor)), block))
@@ -150,7 +149,6 @@ class Blocks(Actor):
     async def gather(
         self, actor: ActorId, epoch: int, within: Hashable, size: int, address: str, patience: float
     ) -> Begun:
-        """Come as rank 0. Raises as `come` does."""
         begun = Begun(f"{self._process.id}/{self._process.next_number()}", address)
         return await self._come(actor, epoch, within, size, 0, patience, begun)
 

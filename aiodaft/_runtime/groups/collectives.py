@@ -89,8 +89,7 @@ class Collectives(Actor):
             raise
 
     @method(ordered=False)
-    async def answer(self) -> None:
-        """Show that this process lives."""
+    async def answer(self) -> None: ...
 
 
 _SPECS: Final = specs_of(Collectives)
@@ -131,7 +130,6 @@ class Members:
         return all(can_share_memory(known[0], place) for place in known)
 
     def carry_out(self, plan: Plan, op: Reducer, title: str) -> list[Ref[Any]]:
-        """Make the calls of a plan; returns refs of its results."""
         values = self.make(plan, op, title)
         return [values[number] for number in plan.results]
 

@@ -54,7 +54,6 @@ class Exchanges:
         self._made: list[Among] = []
 
     def among(self, ranks: Sequence[int], name: str) -> Among:
-        """Exchanges of the members with these ranks; all of them use one name."""
         everyone, _ = self.standing.roster.narrowed(self.standing.rank, self.steps)
         whole = tuple(ranks) == tuple(range(everyone.size))
         made = Among(self, self.steps if whole else (*self.steps, tuple(ranks)), f"{name} of {self.block}")
@@ -71,12 +70,10 @@ class Exchanges:
         await asyncio.gather(*(one.mailing().finish() for one in self._made), *ends)
 
     def check_open(self) -> None:
-        """Raise the reason why nothing is exchanged any more, if there is one."""
         if self.over is not None:
             raise copy_error(self.over)
 
     def begun(self, ref: Ref[Any]) -> Ref[Any]:
-        """Have a result end with the block."""
         with self._gate:
             self._under_way.add(ref)
         if self.over is not None:
@@ -84,7 +81,6 @@ class Exchanges:
         return ref
 
     def mailing(self, mail: Mail) -> Mail:
-        """Have the messages of a member end with the block."""
         self._mails.append(mail)
         return mail
 
@@ -104,7 +100,6 @@ class Exchanges:
             ref.cancel(str(why))
 
     def close(self) -> None:
-        """The block is over, on the loop."""
         closed = CallCancelled(f"the block {self.block} is over")
         self.end(closed)
         for mail in self._mails:
@@ -159,7 +154,6 @@ class Among:
         return exchanges.begun(self._keyed.begin(part, value, self._call(), None))
 
     def send(self, value: Any, to: int, tag: int) -> Ref[None]:
-        """Send a message."""
         return self._post("isend", partial(self.mailing().send, value, to, tag))
 
     def recv(self, source: int | None, tag: int, finish: Finish) -> Ref[int]:
@@ -178,7 +172,6 @@ class Among:
         return self.exchanges.begun(self.mailing().begin(operation, what, self._call()))
 
     def mailing(self) -> Mail:
-        """Their messages."""
         if self._mail is None:
             targets = [target_of_member(member) for member in self._roster.members]
             inboxes = self.exchanges.process.part(Inboxes)

@@ -69,7 +69,6 @@ class GroupMap:
         self._news = asyncio.Event()
 
     def results(self, label: str, *, ordered: bool) -> MapResults:
-        """The results; see `Group.map`."""
         return MapResults(label, self._results(ordered=ordered))
 
     async def _results(self, *, ordered: bool) -> AsyncGenerator[Any, None]:

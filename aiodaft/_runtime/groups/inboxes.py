@@ -201,7 +201,6 @@ class Inboxes(Actor):
 
     @method(ordered=False)
     async def run(self, given: Opaque) -> Any:
-        """Run a coroutine function for `begin`."""
         what, call = given.content
         current_call.set(call)
         return await what()
@@ -232,20 +231,17 @@ class Inboxes(Actor):
         box.run(box.inbox.limit(messages, nbytes))
 
     def end(self, group: str, member: ActorId) -> None:
-        """A member sends nothing more."""
         end = self._end_of(group, member)
         if not end.done():
             end.set_result(True)
 
     def drop(self, group: str, member: ActorId, error: DaftError) -> None:
-        """A member needs an inbox no more."""
         self._ends.pop((group, member), None)
         box = self._boxes.pop((group, member), None)
         if box is not None:
             box.close(error)
 
     def close(self, reason: str) -> None:
-        """End every wait, because the runtime is closed."""
         for box in self._boxes.values():
             box.close(RuntimeClosed(reason))
         self._boxes.clear()
@@ -355,7 +351,6 @@ class Mail:
         self._sending: set[Ref[Any]] = set()
 
     def check(self) -> None:
-        """Raise if messages cannot be used here and now."""
         process = self._inboxes.process
         process.check_open("messages cannot be used")
         if asyncio._get_running_loop() is not process.loop:
@@ -365,7 +360,6 @@ class Mail:
             )
 
     def begin(self, operation: str, what: Callable[[], Awaitable[Any]], call: InboundCall | None) -> Ref[Any]:
-        """Run a coroutine function of this object, in any thread; see `Inboxes.begin`."""
         self._inboxes.process.check_open("messages cannot be used")
         begun = self._inboxes.begin(f"{operation} of {self._group}", what, call)
         if operation == "isend":
@@ -375,7 +369,6 @@ class Mail:
         return begun
 
     async def send(self, value: Any, to: int, tag: Tag) -> None:
-        """Send a message to a rank. Raises as `CurrentGroup.send` does."""
         self._check_rank(to)
         _check_tag(tag)
         member = self._members[to]
@@ -392,7 +385,6 @@ class Mail:
             raise stopped from None
 
     async def receive(self, source: int | None, tag: Tag | None) -> tuple[Message, int | None]:
-        """Returns a message, and the rank of its sender. Raises as `CurrentGroup.recv` does."""
         if source is not None:
             self._check_rank(source)
         if tag is not None:
@@ -416,7 +408,6 @@ class Mail:
         self._inboxes.end(self._group, self._numbers[self._rank])
 
     def close(self, error: DaftError) -> None:
-        """Drop the messages, and end the receives."""
         self._inboxes.drop(self._group, self._numbers[self._rank], error)
 
     def _within(self) -> Hashable:

@@ -157,7 +157,6 @@ class Keyed(Actor):
                 self._left_by.setdefault(call, deque(maxlen=_REMEMBERED)).append(taking.joined)
 
     def _is_late(self, taking: Taking) -> bool:
-        """Whether the call of the member ends at its deadline, now."""
         return taking.call is not None and self._process.is_past(taking.call.deadline)
 
     def _take_back(self, taking: Taking, state: Any, why: DaftError) -> None:
@@ -365,7 +364,6 @@ class Keyed(Actor):
     # Ordered: after the call of `join`.
     @method
     async def leave(self, joining: Joining, missed: int | None) -> None:
-        """A member has left a meeting here; see `MeetingPlace.leave`."""
         self._places.leave(joining, missed)
 
     @method(ordered=False)
@@ -377,7 +375,6 @@ class Keyed(Actor):
         return len(self._places)
 
     def open_meetings(self) -> tuple[str, ...]:
-        """These meetings, and the ranks that they wait for."""
         return tuple(self._places.open())
 
 
@@ -435,7 +432,6 @@ def apart(title: str, why: DaftError) -> DaftError:
 
 
 def _terms_without_end() -> Terms | None:
-    """The terms of this code, without its deadline."""
     return terms_of(None, trace_of(current_terms.get()))
 
 
@@ -445,7 +441,6 @@ def ask_gone(caller: Caller, peer: PeerId, actor: ActorId) -> Ref[None]:
 
 
 def _known_place(member: Target) -> Whereabouts | None:
-    """The whereabouts of a member, as far as this process knows without asking."""
     if isinstance(member, FollowingTarget):
         connection = member.caller.connections.get(member.remote)
         here = member.remote == member.caller.process.id and member.actor in member.caller.actors

@@ -67,7 +67,6 @@ class MeetingPlace:
         return len(self._table)
 
     def open(self) -> list[str]:
-        """These meetings, and the ranks that they wait for."""
         return self._table.open()
 
     async def come(self, coming: Coming, brought: Any, conclude: Conclude, timeout: float | None) -> Any:
@@ -125,7 +124,6 @@ class MeetingPlace:
             self._tell(self._table.leave(left, missed))
 
     def watch(self, members: Iterable[Target], but: int) -> None:
-        """Begin to watch the members, besides that at which this place is, if that has not begun."""
         if not self._members:
             self._members = list(members)
             for rank, member in enumerate(self._members):
@@ -212,7 +210,6 @@ class MeetingPlaces:
         return sum(len(place) for place, _ in self._places.values())
 
     def open(self) -> list[str]:
-        """These meetings, and the ranks that they wait for."""
         return [text for place, _ in self._places.values() for text in place.open()]
 
     def place_for(self, joining: Joining) -> MeetingPlace:
@@ -236,7 +233,6 @@ class MeetingPlaces:
         return place
 
     def leave(self, joining: Joining, missed: int | None) -> None:
-        """A member has left; see `MeetingPlace.leave`."""
         found = self._places.get((ActorId(joining.at), joining.group, joining.epoch))
         if found is not None:
             found[0].leave(joining.coming, missed)
@@ -246,7 +242,6 @@ class MeetingPlaces:
             await self._gone.setdefault(actor, asyncio.Event()).wait()
 
     def _told(self, actor: ActorId) -> None:
-        """The group of an actor may have changed, or its members have become known."""
         standing = self._enlisted.find(actor)
         if standing is None:
             return
@@ -296,5 +291,4 @@ async def whereabouts_of(member: Target) -> Whereabouts:
 
 
 def target_of_member(member: Any) -> Target:
-    """The target of a member: a handle, or a service."""
     return followed(cast("Target", target_of(handle_of(member))))

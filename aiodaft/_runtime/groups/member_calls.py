@@ -121,7 +121,6 @@ class Siblings:
 
 
 def _waits_here(call: CallState) -> bool:
-    """Whether a call has not been sent: the connection has no room, or something before it waits."""
     if call.connection is not None:
         return call.connection.session.is_waiting(call.number)
     return call.objects.owner.running_call(call.process.id, call.number) is None
@@ -174,7 +173,6 @@ class MemberCalls:
         return len(self.of(member))
 
     def choose(self, units: list[Unit], policy: Policy, full: Collection[CallTarget]) -> Unit:
-        """The next unit to call: of the healthiest, one that is not `full`, by the policy."""
         turn = next(self._turns) % len(units)
         turned = units[turn:] + units[:turn]
         health = [unit.health() for unit in turned]
@@ -214,7 +212,6 @@ class MemberCalls:
         return ref
 
     def stream(self, unit: Unit, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]:
-        """Call a stream. Raises TypeError if the unit has several members."""
         if unit.others:
             raise TypeError(f"{spec.label} is a stream, which only one member can give: call it on that one")
         stream = unit.target.stream(spec, args, kwargs)

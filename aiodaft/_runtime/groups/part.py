@@ -176,7 +176,6 @@ class Taking:
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """The name of a function; of another callable, that of its class."""
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 

@@ -102,12 +102,10 @@ class Membership:
         return begun.address
 
     def open_exchanges(self) -> Exchanges:
-        """What the members of the block exchanges, when all have come."""
         self.exchanges = Exchanges(*self._of, self._block)
         return self.exchanges
 
     async def meet(self, patience: float) -> None:
-        """Wait until all are as far as this. Raises as `Blocks.come` does."""
         await self._wait(self._gather("", patience) if self.rank == 0 else self._come(patience))
 
     async def wait_others(self) -> None:
@@ -163,7 +161,6 @@ class Membership:
         return begun
 
     async def _wait(self, waiting: Coroutine[Any, Any, Begun]) -> Begun:
-        """Wait for the others; a member that is lost ends it."""
         if (error := self.others.lost or self._given_up) is not None:
             waiting.close()
             raise error
@@ -275,7 +272,6 @@ def waits_at(thread: int) -> tuple[int, int, float] | None:
 def process_group(
     membership: Membership, backend: str | None, interface: str | None, patience: float
 ) -> Generator[ProcessGroup]:
-    """Open the default process group for the block; see `CurrentGroup.process_group`."""
     import torch.distributed  # noqa: PLC0415 - takes a second
 
     # Not all names have types.
@@ -323,7 +319,6 @@ def process_group(
 
 
 def _open_own(me: Membership, stack: ExitStack, patience: float, what: str) -> None:
-    """Have torch use the exchanges of aiodaft."""
     from aiodaft._runtime.groups.torch_group import opened  # noqa: PLC0415 - torch is loaded by now
 
     block_on(me.process, me.gather("", patience) if me.rank == 0 else me.come(patience), what)
@@ -336,7 +331,6 @@ def _open_own(me: Membership, stack: ExitStack, patience: float, what: str) -> N
 def _open_of_torch(
     me: Membership, stack: ExitStack, backend: str | None, interface: str | None, patience: float
 ) -> None:
-    """Have torch connect the members by its store, over a network."""
     import torch.distributed  # noqa: PLC0415 - takes a second
 
     dist: Any = torch.distributed
@@ -355,7 +349,6 @@ def _open_of_torch(
 
 
 def _open_store(me: Membership, sockets: TorchSockets, interface: str, patience: float) -> Any:
-    """Come together at the store, which is at rank 0."""
     what = f"process_group() of {me.name}"
     with _in_need_of_descriptors(me):
         if me.rank == 0:

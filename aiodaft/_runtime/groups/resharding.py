@@ -126,7 +126,6 @@ def copy_pieces(
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """The number of writes to a tensor, as torch counts them."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -149,7 +148,6 @@ class Opened(NamedTuple):
     versions: Mapping[str, int | None]
 
     def are_unchanged(self, pieces: Iterable[Piece]) -> bool:
-        """Whether nothing was written since to the tensors of these pieces."""
         return all(version_of(self.tensors[piece.name]) == self.versions[piece.name] for piece in pieces)
 
 
@@ -343,7 +341,6 @@ class Resharding(Actor):
     def _admitted(
         self, tensors: Mapping[str, torch.Tensor], parcels: Iterable[Sequence[Piece]], source: Source
     ) -> AbstractContextManager[Mapping[str, Grant]]:
-        """Let a source write to the tensors that it has pieces of, if it can."""
         route = self._caller.connections.route_to(source.peer)
         if not route.shares_memory:
             return nullcontext({})
@@ -495,13 +492,11 @@ class Resharding(Actor):
 
 
 def resharding_of(caller: Caller, peer: PeerId, label: str, sink: UnhandledErrors | None = None) -> Resharding:
-    """The actor of a process; errors name the rank by `label`."""
     return cast("Resharding", caller.handle(peer, RESHARDING, label, Resharding, sink))
 
 
 @contextmanager
 def _noting(name: str, label: str) -> Generator[None]:
-    """Name the shard on its way in errors."""
     try:
         yield
     except DaftError as error:

@@ -21,7 +21,6 @@ from aiodaft._runtime.platform.error_log import log_error
 
 
 def own_bars_are_shown() -> bool:
-    """Whether there are any."""
     bars = _bars()
     if bars is None:
         return False
@@ -30,7 +29,6 @@ def own_bars_are_shown() -> bool:
 
 
 def aside_from_bars(target: TextIO) -> AbstractContextManager[object]:
-    """Take them away while something else is written."""
     bars = _bars()
     return nullcontext() if bars is None else bars.external_write_mode(target)
 

@@ -80,7 +80,6 @@ class Display(Protocol):
 
 
 def log_record(sent: Mapping[str, Any], source: Source) -> logging.LogRecord:
-    """The record that an actor has logged, for handlers of this process."""
     actor = sent.get("actor") or source.shown_name
     found = member_of(actor)
     record = logging.makeLogRecord({

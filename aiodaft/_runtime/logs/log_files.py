@@ -115,7 +115,6 @@ class LogFiles:
         return file
 
     def close(self) -> None:
-        """Close all files. Idempotent."""
         while self._open:
             self._open.popitem()[1].close()
         if self._missing:
@@ -164,7 +163,6 @@ class Follower:
         self._dropped = 0
 
     def add(self, said: Said) -> None:
-        """Take one more, if there is room."""
         with self._lock:
             if len(self._waiting) < _MAX_WAITING:
                 self._waiting.append(said)

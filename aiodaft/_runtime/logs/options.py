@@ -94,7 +94,6 @@ class JsonFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without a newline."""
         given = {name: value for name, value in record.__dict__.items() if name not in STANDARD and value is not None}
         # That of an actor, without the actor's name in front of it.
         text = given.pop("text", None) if "actor" in given else None
@@ -119,13 +118,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def trace_ids() -> dict[str, str]:
-    """The ids of the trace that the running code is part of."""
     trace = trace_of(current_terms.get())
     return {} if trace is None else {"trace_id": trace.trace_id, "span_id": trace.span_id}
 
 
 def json_time(seconds: float) -> str:
-    """A time since the epoch as text."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 

@@ -95,7 +95,6 @@ def _plain(record: logging.LogRecord, who: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(text: str) -> str:
-    """A text that is not too long and can be encoded."""
     return cut(text, _MAX_TEXT).encode("utf-8", "backslashreplace").decode()
 
 

@@ -201,7 +201,6 @@ class OutputReader:
             output.pass_on()
 
     def _read(self, fd: int, output: WorkerOutput, stream: int) -> bool:
-        """Have the available output shown; False if the worker has closed its end."""
         data = output.read(stream)
         if data == b"":
             self._selector.unregister(fd)

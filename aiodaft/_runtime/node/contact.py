@@ -37,7 +37,6 @@ class CoordinatorContact:
 
     @property
     def now(self) -> Coordinator:
-        """The coordinator, as far as is known."""
         process = self._caller.process.coordinator
         self._note_address()
         return cast("Coordinator", self._caller.handle(process, COORDINATOR, "coordinator", Coordinator))

@@ -59,7 +59,6 @@ class Draining:
         return node_of(self._process.id)
 
     def begin(self, grace: float) -> None:
-        """Begin; a later order counts only if it leaves less time."""
         first = not self.begun
         self._drain.begin(grace, self._clock())
         self.note()
@@ -75,14 +74,12 @@ class Draining:
         changed.set()
 
     def left(self) -> tuple[str, ...]:
-        """The remaining work, process by process."""
         return tuple(
             describe(list(worker.actors.values()), worker.names, worker.pid, worker.owner)
             for worker in self._workers.values()
         )
 
     async def wait_other(self, known: Iterable[str]) -> tuple[str, ...]:
-        """Wait until something else is left than is `known`."""
         seen = tuple(known)
         while (left := self.left()) == seen:
             await self._changed.wait()

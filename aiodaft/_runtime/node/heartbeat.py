@@ -107,7 +107,6 @@ class HeartbeatWatch:
         self._look()
 
     def widen(self, patience: Patience) -> None:
-        """Wait at least as long as another patience says."""
         self.liveness.relax(self.liveness.patience.widened(patience))
         self._schedule()
 
@@ -115,7 +114,6 @@ class HeartbeatWatch:
         return self.liveness.last(self._loop.time())
 
     def close(self) -> None:
-        """Stop watching. Idempotent; needs no running loop."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -74,7 +74,6 @@ class ForkServerWatch:
         self.problem: str | None = None
 
     def expect(self) -> None:
-        """Watch it: it got an order."""
         if self._timer is None and self.problem is None:
             self._standstill = Standstill()
             self._timer = self._loop.call_later(self._timeouts.fork_server_look, self._look)
@@ -89,7 +88,6 @@ class ForkServerWatch:
             self.expect()
 
     def close(self) -> None:
-        """Stop watching. Idempotent; needs no running loop."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -191,7 +189,6 @@ class WorkerLauncher(Launcher):
     # The end.
 
     async def aclose(self) -> None:
-        """End the fork server and the remaining workers, and wait until they are gone."""
         self._drop_socket("it was closed")
         if self._process is not None:
             self._hasten(self._process)
@@ -406,7 +403,6 @@ class WorkerLauncher(Launcher):
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait for the fork server; kill it, after its descendants, if it is stuck."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -178,7 +178,6 @@ class LocalNode:
         self._claims.close()
 
     def abandon(self) -> None:
-        """Like `aclose`, without a running loop. Blocks."""
         self.launcher.abandon()
         self._code.close()
         self._claims.close()

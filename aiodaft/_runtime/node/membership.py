@@ -350,7 +350,6 @@ class Attachment:
         await self.console.aclose()
 
     def abandon(self) -> None:
-        """As `aclose`, without a running loop. Blocks."""
         self.console.abandon()
 
     def stay_behind(self) -> None:

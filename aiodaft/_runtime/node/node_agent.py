@@ -142,7 +142,6 @@ class NodeAgent(NodeContact):
 
     @method
     async def carve(self, wish: Wish[Tenant]) -> tuple[int, ...]:
-        """Reserve a slice; returns the numbers of its GPUs. Raises as `reserve` does."""
         self._check_owner(wish.holder.owner)
         gpus = self._resources.carve(wish.holder, wish.label, wish.demand)
         self._reserved.add(wish.holder)
@@ -429,7 +428,6 @@ class NodeAgent(NodeContact):
         return error or ActorDied(f"there is no process {peer}", executed=executed)
 
     def owner_lost(self, owner: PeerId, reason: str) -> None:
-        """An owner of actors is gone: their processes end, and names that it has are free."""
         for worker in [worker for worker in self._workers.values() if worker.owner == owner]:
             worker.orphaned = worker.state is not WorkerState.STOPPING
             worker.stop(reason)
@@ -448,7 +446,6 @@ class NodeAgent(NodeContact):
 
     @method
     async def set_levels(self, program: str, levels: dict[str, int]) -> None:
-        """A program has changed the levels of loggers: its workers follow, also those that are started later."""
         self._levels.setdefault(PeerId(program), {}).update(levels)
         for worker in self._workers.values():
             if worker.program == program:
@@ -460,7 +457,6 @@ class NodeAgent(NodeContact):
 
     @method
     async def named(self, granted: NamedActor) -> None:
-        """Know the name of an actor of this node, to tell it to a coordinator that is started again."""
         self.on_named(granted)
 
     @method
@@ -485,7 +481,6 @@ class NodeAgent(NodeContact):
 
     @method
     async def process_of(self, peer: str) -> WorkerProcess | None:
-        """A worker, as the node knows it without asking; None if it is gone."""
         worker = self._workers.get(PeerId(peer))
         return None if worker is None or worker.given_up is not None else worker.snapshot()
 

@@ -62,7 +62,6 @@ class NodePort:
             self._far.refuse(sock, session, Answer.GONE)
 
     def data_came(self, came: Authenticated) -> None:
-        """A transport of another machine has connected. Takes over the socket."""
         sender, wanted, connections = PeerId(came.sender), PeerId(came.to), self._peer.connections
         if wanted == self._peer.process.id:
             connections.stream_from_afar(sender, came.sock, came.session)
@@ -260,7 +259,6 @@ class NodeProcess:
             self.end()
 
     def _visited(self, fork_server: int) -> None:
-        """A command wants to ask the programs that are attached to this node."""
         peer = self._peer
         programs = [remote for remote, there in peer.connections.items() if there.is_up and is_attached(remote)]
         programs = [program for program in programs if node_of(program) == self._options.name]
@@ -293,7 +291,6 @@ class NodeProcess:
             view.take(await self._coordinator.watch_members(view.revision))
 
     async def end_others(self) -> None:
-        """End the other nodes of the cluster, and wait until they have left it, at most as long as they may take."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE):
                 # Some may be gone.

@@ -69,7 +69,6 @@ class Nodes:
             self.add(member)
 
     def remove(self, name: str) -> None:
-        """A node is no member any more. Idempotent."""
         member = self._members.pop(name, None)
         if member is not None:
             self._absent[name] = Absence(member.peer, [])
@@ -94,7 +93,6 @@ class Nodes:
         changed.set()
 
     def server_of(self, name: str) -> PeerId | None:
-        """The process that serves a node; None if it is no member."""
         member = self._members.get(name)
         return None if member is None else member.peer
 
@@ -109,7 +107,6 @@ class Nodes:
         return sorted(self._members.values(), key=lambda member: member.name)
 
     def named(self, name: str) -> NodeAgent:
-        """The agent of a node. Raises as `of` does."""
         member = self._members.get(name)
         if member is None:
             raise ActorDied(f"the node {name!r} is not in the cluster any more", executed=False)
@@ -154,7 +151,6 @@ class Nodes:
                 vacate.tell(self._caller.process.id, peer, actor, reason, keep, answers)
 
     def tell_to_vacate(self, peer: PeerId, actor: ActorId, reason: str, *, keep: bool = False) -> None:
-        """The same, without waiting for it."""
         owner = self._caller.process.id
         self._tell(peer, lambda node: node.vacate.tell(owner, peer, actor, reason, keep))
 
@@ -175,7 +171,6 @@ class Nodes:
                 self._leaving.release()
 
     def tell_moved(self, peer: PeerId, actor: ActorId) -> None:
-        """Have a node remove an actor that lives on another one now; see `NodeAgent.moved`."""
         owner = self._caller.process.id
         self._tell(peer, lambda node: node.moved.tell(owner, peer, actor))
 
@@ -192,7 +187,6 @@ class Nodes:
                 kill.tell(peer, reason)
 
     def contact(self, peer: PeerId) -> NodeContact:
-        """The same, as other nodes call it."""
         return self.of(peer)
 
     def address_of(self, peer: PeerId) -> str:
@@ -207,7 +201,6 @@ class Nodes:
             raise PeerLost(str(error), executed=False) from None
 
     def process_of(self, peer: PeerId) -> PeerId:
-        """The process that serves the node of a process. Raises as `of` does."""
         return self._member(peer).peer
 
     def name_of(self, peer: PeerId) -> str:
@@ -215,7 +208,6 @@ class Nodes:
         return node_of(peer) or self._here
 
     def site_of(self, peer: PeerId) -> Site[NodeAgent]:
-        """The node of a process, for placement. Raises as `of` does."""
         return self._site(self._member(peer))
 
     # The sites for actors.

@@ -151,7 +151,6 @@ class ShippedCode(Actor):
 
     @method
     async def archive(self, digest: str) -> bytes:
-        """The archive that this process offers under a digest, or has on its machine: for its workers' actors."""
         found = self._offered.get(digest)
         if found is None:
             folder = await asyncio.shield(self._kept[digest].coming)
@@ -212,7 +211,6 @@ class ShippedCode(Actor):
         return folder
 
     def release(self, user: Hashable) -> None:
-        """An actor, or an owner of actors, is gone. Idempotent."""
         for digest, kept in list(self._kept.items()):
             kept.users.discard(user)
             # At the end of the process, `close` removes everything.

@@ -87,7 +87,6 @@ class WorkerMain:
         self._over = asyncio.Event()
 
     async def run(self) -> int:
-        """Serve; returns the exit status."""
         when_forked(leave_signals)
         settings = self._settings
         if len(settings.secret) == KEY_SIZE:
@@ -122,7 +121,6 @@ class WorkerMain:
         Heartbeat(self._heartbeat, peer.host).start()
 
     def _seed(self, label: str, epoch: int) -> None:
-        """Make the random numbers repeatable for the first actor of the process, and for the actors that it spawns."""
         process = self._peer.process
         if process.options.seed is not None:
             own = repeat(process.options.seed, label, epoch)
@@ -250,7 +248,6 @@ def _leave_later(leave: Callable[[int], object], status: int) -> None:
 
 
 def _exit_as(error: BaseException) -> NoReturn:
-    """End this process as SystemExit or KeyboardInterrupt say."""
     code = error.code if isinstance(error, SystemExit) else 130
     if isinstance(code, str):
         sys.stderr.write(f"{code}\n")

@@ -79,20 +79,16 @@ class Launcher(ABC):
         """
 
     @abstractmethod
-    def kill(self, worker: Worker, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a worker that has not ended."""
+    def kill(self, worker: Worker, number: int = signal.SIGKILL) -> None: ...
 
     @abstractmethod
-    async def end(self, worker: Worker) -> None:
-        """Kill a worker and wait until it has ended."""
+    async def end(self, worker: Worker) -> None: ...
 
     @abstractmethod
-    async def aclose(self) -> None:
-        """End the remaining workers, and wait until they are gone."""
+    async def aclose(self) -> None: ...
 
     @abstractmethod
-    def abandon(self) -> None:
-        """Like `aclose`, without a running loop. Blocks."""
+    def abandon(self) -> None: ...
 
     @abstractmethod
     def stay_behind(self) -> None:
@@ -198,7 +194,6 @@ def _add_evidence(error: OutcomeUnknown, worker: Worker, doing: Activity) -> Non
 
 
 def condition_of(pid: int) -> str:
-    """Why a process does not answer."""
     states: set[str] = set()
     threads = f"/proc/{pid}/task"
     with suppress(OSError):

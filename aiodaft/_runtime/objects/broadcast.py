@@ -96,7 +96,6 @@ class Relays:
                     self.leave(fetching.root, key, self._process.id)
 
     def answered(self, fetching: Fetching, key: Key) -> None:
-        """The value is about to come."""
         if fetching.waiting and fetching.is_alone:
             self._send_away(key, fetching)
 

@@ -37,9 +37,7 @@ class Accelerators(Protocol):
 
     def current_stream(self, device: int) -> int: ...
 
-    def current_streams(self) -> Sequence[Any]:
-        """The same for every device; none if no device was used so far."""
-        ...
+    def current_streams(self) -> Sequence[Any]: ...
 
     def using(self, streams: Sequence[Any]) -> AbstractContextManager[object]: ...
 
@@ -55,9 +53,7 @@ class Accelerators(Protocol):
         """Memory that has landed, or is read in place, as a tensor of bytes that this thread begins to use."""
         ...
 
-    def copy(self, memory: Any) -> Any:
-        """The same bytes once more on the same device, by work of this thread's stream."""
-        ...
+    def copy(self, memory: Any) -> Any: ...
 
 
 class Devices:
@@ -145,12 +141,10 @@ class Devices:
             return self.kind.land(driver.identities, source, nbytes)
 
     def take_over(self, memory: Any) -> torch.Tensor:
-        """Memory that has landed, or is read in place, as a tensor of bytes that this thread begins to use."""
         with self.transport.driver.apart():
             return self.kind.take_over(memory)
 
     def copy(self, memory: Any) -> Any:
-        """The same bytes once more on the same device, by work of this thread's stream."""
         with self.transport.driver.apart():
             return self.kind.copy(memory)
 

@@ -26,8 +26,7 @@ class InboundProducer(Protocol):
         """Whether its result is not wanted: only its caller reports its end."""
         ...
 
-    def add_puller(self, found: Callable[[Any], object]) -> None:
-        """Call `found` with the place of the value once the call has ended."""
+    def add_puller(self, found: Callable[[Any], object]) -> None: ...
 
 
 class ObjectsOwner(Protocol):

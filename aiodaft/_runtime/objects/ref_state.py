@@ -110,11 +110,9 @@ class RefState(Value):
         return self.label
 
     def parts(self) -> tuple[Ref[Any], ...] | None:
-        """The refs that this one stands for, if it stands for a list."""
         return None
 
     def facts(self) -> RefFacts:
-        """The facts that this process knows of the value. Fetches and decodes nothing."""
         here = self.value is not ABSENT
         places = [self._home] if self.status is THERE else []
         if here or self.status is HERE:
@@ -133,13 +131,11 @@ class RefState(Value):
         return self.stored_bytes or (None if self.stored is None else self.stored.size)
 
     def gathered(self, parts: tuple[Ref[Any], ...]) -> RefState:
-        """A state for the list of the values of several refs."""
         return GatheredState(self.objects, parts)
 
     # Watching and cancelling.
 
     def check_loop(self) -> None:
-        """Raise RuntimeError unless this is the loop of the runtime."""
         if asyncio._get_running_loop() is not self.process.loop:
             raise RuntimeError(f"{self.label} is awaited on another event loop than the one its runtime was opened on")
 
@@ -182,7 +178,6 @@ class RefState(Value):
         return True
 
     def _cancel(self, why: str) -> bool:
-        """See `cancel`; on the loop, and the call is not over."""
         return False
 
     # Settling.
@@ -231,7 +226,6 @@ class RefState(Value):
             self.objects.drop_soon(self)
 
     def drop_handle(self) -> None:
-        """The part of `handle_dropped` that runs on the loop."""
         self.handles -= 1
         if not self.handles:
             if self._given_up and not self.settled:
@@ -244,7 +238,6 @@ class RefState(Value):
         self.uses += 1
 
     def drop_use(self, error: BaseException | None = None) -> None:
-        """A call that had the value as an argument ended, perhaps with an error."""
         if self.end_use(error):
             self.mark_seen()
         if not self.uses:
@@ -278,8 +271,7 @@ class RefState(Value):
             self.stored.release()
             self.stored = None
 
-    def _release_remote(self) -> None:
-        """Tell the producer that this process needs the value no more."""
+    def _release_remote(self) -> None: ...
 
     # Errors.
 
@@ -438,7 +430,6 @@ class RefState(Value):
         return not self.settled
 
     def _serve_waiters(self) -> None:
-        """Wake the waiters, after bringing the value here if it is not."""
         if self.value is ABSENT and self.error is None:
             if self.received is None or is_heavy(self.received.payload):
                 if not self._fetching:
@@ -538,7 +529,6 @@ class GatheredState(RefState):
         return [await part for part in self._parts]
 
     def _cancel(self, why: str) -> bool:
-        """Cancel every call of the list."""
         # Each is asked, also after one has said yes.
         return any([part._state.cancel(why) for part in self._parts])  # noqa: C419 - each of them, also after the first
 
@@ -550,7 +540,6 @@ class UsesInputs(Protocol):
 
 
 def release_inputs(call: UsesInputs, error: BaseException | None = None) -> None:
-    """A call ended, perhaps with an error: it does not use the refs among its arguments any more."""
     inputs, call.inputs = call.inputs, None
     for state in inputs or ():
         state.drop_use(error)

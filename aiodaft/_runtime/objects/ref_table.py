@@ -166,7 +166,6 @@ class RefTable:
         return state.stored
 
     def describe(self, ref: Ref[Any]) -> tuple[Any, ...]:
-        """The descriptor of a ref; see `messages`."""
         state = state_of(ref)
         self._borrowing.share(state.number, state)
         return (state.owner, state.number, state.producer, state.origin)

@@ -115,13 +115,11 @@ class Store:
             return cast("Devices", self._devices)
 
     def use_accelerators(self, kind: Accelerators) -> None:
-        """Use another kind of accelerator from now on, before any value is on one."""
         from aiodaft._runtime.objects.devices import Devices  # noqa: PLC0415 - few programs have accelerators
 
         self._devices = Devices(kind, self.process, self.process.id, partial(self.transport_named, "tcp"))
 
     def current_streams(self) -> Sequence[Any]:
-        """The current streams of this thread; empty if no accelerator was used."""
         torch = loaded_torch()
         if self._devices is None and (torch is None or not torch.cuda.is_initialized()):
             return ()
@@ -167,7 +165,6 @@ class Store:
         return stored
 
     def _find_block(self, source: Source, name: str) -> Block | None:
-        """The block of a tensor's memory, if the transport reads it in place."""
         shared = self._shared.get(source.address) if name == self._preferred else None
         if shared is not None:
             return shared[0]
@@ -261,7 +258,6 @@ class Store:
         )
 
     def copy(self, received: ReceivedValue) -> ReceivedValue:
-        """Copy a value. Safe in any thread."""
         blobs = [self._copy_blob(blob) for blob in received.blobs]
         return ReceivedValue(received.payload, received.inline, blobs, received.refs, received.heard)
 
@@ -291,7 +287,6 @@ class Store:
             self.transport_named(name).revoke(grant, connection)
 
     def release_came(self, route: Route, message: m.Message) -> None:
-        """Handle RELEASE: free values that their owner needs no more."""
         for number in m.read_release(message):
             self.drop((route.remote, number))
 
@@ -328,7 +323,6 @@ class Store:
             self.drop(key)
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised CPU tensor in memory that other processes can map."""
         import torch  # noqa: PLC0415 - optional package
 
         nbytes = shape.numel() * dtype.itemsize
@@ -415,7 +409,6 @@ class Store:
             transport.register(address, nbytes)
 
     def unregister(self, address: int) -> None:
-        """Undo `register`. Safe in any thread, also during a garbage collection."""
         del self.registered[address]
         for transport in list(self.transports.values()):
             transport.unregister(address)

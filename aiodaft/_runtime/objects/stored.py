@@ -270,7 +270,6 @@ class StoredValue:
                 block.return_grant()
 
     def check_unchanged(self) -> None:
-        """Raise BorrowError if a lent buffer was written to."""
         if self.lent:
             self.encoded.check_unchanged(self._versions)
 
@@ -312,7 +311,6 @@ class StoredValue:
         return exhausted(error, f"a value of {self.size:,} bytes cannot be sent")
 
     def origin(self, index: int) -> Any:
-        """The object that buffer `index` was made of, if it is unchanged."""
         find = self.origins[index] if self.origins else None
         return None if find is None else find()
 
@@ -342,7 +340,6 @@ class StoredValue:
             self.when_unread(self._lender.mark_released)
 
     def when_unread(self, callback: Callable[[], object]) -> None:
-        """Call back once no peer reads the buffers."""
         waiting = [block for block, _ in self.blobs() if block.grants]
         if not waiting:
             callback()

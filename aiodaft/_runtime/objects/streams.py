@@ -175,7 +175,6 @@ class StreamState:
         self._end(None)
 
     def handle_dropped(self) -> None:
-        """The `Stream` object is gone. Safe in any thread."""
         if self.consumption.phase is Phase.OPEN:
             self.process.call_soon(self._cancel)
 
@@ -198,7 +197,6 @@ class StreamLoop:
         self._task: asyncio.Task[Any] | None = None
 
     def next_item(self) -> Coroutine[Any, Any, Any]:
-        """The next item, for the task that runs the loop."""
         task = current_task(self._stream.process.loop)
         if task is not self._task:
             self.follow(task)

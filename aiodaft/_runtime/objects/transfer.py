@@ -87,7 +87,6 @@ class Delivery:
         return not (self.refs or is_heavy(self.payload))
 
     def received(self) -> ReceivedValue:
-        """The value, once all of it was fetched; it has no refs."""
         return ReceivedValue(self.payload, self.inline, self.blobs, [])
 
     def fetched(self, name: str, grant: Grant, blob: Any, began: float) -> None:
@@ -102,7 +101,6 @@ class Delivery:
             recorder.add(trace.fetched(began, recorder.now(), name, size, self.connection.remote))
 
     def decline(self) -> None:
-        """Give back the blobs that were not fetched. Idempotent."""
         while self.granted:
             self._store.decline(self.connection, (self.granted.popleft(),))
 
@@ -376,7 +374,6 @@ class Transfer:
     # The producer, and the owner.
 
     def locate(self, key: Key, found: Callable[[Place], object]) -> None:
-        """Call `found` with the place of a value as soon as that is known."""
         stored = self._store.entries.get(key)
         if stored is not None:
             found(stored)
@@ -384,7 +381,6 @@ class Transfer:
             self._locate_elsewhere(key, found)
 
     def _locate_elsewhere(self, key: Key, found: Callable[[Place], object]) -> None:
-        """See `locate`; for a value that this process neither stores nor fetches."""
         owner, number = key
         if owner != self._process.id:
             call = self._running_call(owner, number)

@@ -114,7 +114,6 @@ class Sockets:
         return copies
 
     def close_all(self, fds: Iterable[int]) -> None:
-        """Close descriptors; a closed descriptor is no error."""
         for fd in fds:
             with suppress(OSError):
                 self.close(fd)

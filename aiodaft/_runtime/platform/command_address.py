@@ -51,7 +51,6 @@ def asking(fork_server: int, address: str) -> Generator[None]:
 
 
 def address(fork_server: int) -> str:
-    """The address of the command that looks at a fork server. Raises OSError as `asking` does."""
     with open(_open_board(fork_server, os.O_RDONLY), "rb", buffering=0) as board:
         return board.read(_LONGEST).decode()
 

@@ -29,7 +29,6 @@ class Recorder:
         self._limit = limit
 
     def add(self, event: Event) -> None:
-        """Keep an event, if there is room."""
         if self.before is not None:
             self.before.add(event)
         if len(self.events) < self._limit:

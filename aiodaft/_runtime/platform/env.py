@@ -78,5 +78,4 @@ class Env:
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def new_peer_id(self, kind: str, node: str = "") -> PeerId:
-        """An id for a process that no other process has; `node`: its node in a cluster."""
         return PeerId(f"{kind}-{self.token(6).hex()}" + (f"@{node}" if node else ""))

@@ -20,7 +20,6 @@ _MARGIN: Final = "  | "
 
 
 def log_error(what: str, error: BaseException, level: int = logging.ERROR) -> None:
-    """Log an error with its traceback, and the name of the failed part."""
     if not logger.isEnabledFor(level):
         return
     file, line, function, _ = logger.findCaller(stacklevel=2)

@@ -35,13 +35,11 @@ _masks: Final = _Masks()
 
 
 def when_forked(callback: Callable[[], object]) -> None:
-    """Call back, once, in every child that Python forks from this process."""
     _watch()
     _callbacks[callback] = None
 
 
 def no_more(callback: Callable[[], object]) -> None:
-    """Undo `when_forked`. Idempotent."""
     _callbacks.pop(callback, None)
 
 
@@ -86,7 +84,6 @@ _FILE: Final = io.IOBase.__mro__[1]
 
 
 def finish() -> None:
-    """Run the functions registered with `atexit`, and write out the files that are open."""
     with suppress(BaseException):
         _keep_operators()
         atexit._run_exitfuncs()  # as multiprocessing does

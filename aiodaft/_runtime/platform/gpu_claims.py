@@ -110,7 +110,6 @@ class GpuClaims:
         return None
 
     def give_back(self, gpu: int) -> None:
-        """End the claim of a GPU. Idempotent."""
         claim = self._held.pop(gpu, None)
         if claim is not None:
             claim.close()

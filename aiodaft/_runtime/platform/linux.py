@@ -177,7 +177,6 @@ def kill_group(leader: int) -> None:
 
 
 def reap() -> list[tuple[int, int]]:
-    """Reap the children that ended; returns the pid and status of each."""
     ended: list[tuple[int, int]] = []
     with suppress(ChildProcessError):
         while True:
@@ -263,7 +262,6 @@ def describe_status(status: int) -> tuple[int | None, str | None]:
 
 
 def describe_exit(code: int) -> tuple[int | None, str | None]:
-    """The same, of the exit code as `subprocess` gives it."""
     return (code, None) if code >= 0 else (None, signal.Signals(-code).name)
 
 
@@ -276,7 +274,6 @@ def exhausted(error: OSError, what: str) -> ResourceExhausted:
 
 
 def refusal(error: OSError, what: str) -> str:
-    """The text of a refusal: the resource, the reason and the remedy."""
     process, text = f"process {visible_pid()}", error.strerror or str(error)
     if error.errno == errno.EMFILE:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

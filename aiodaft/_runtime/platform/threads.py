@@ -57,7 +57,6 @@ class HelperThread:
         self._jobs.put(job)
 
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Submit a function; the future gives its result."""
         done: asyncio.Future[T] = self._loop.create_future()
 
         def job() -> None:
@@ -108,13 +107,11 @@ class HelperThread:
             thread.join()
 
     async def aclose(self) -> None:
-        """End the thread after its last job. Idempotent."""
         if self._thread is not None:
             await self.run(lambda: None)
             self.abandon()
 
     async def close_within(self, seconds: float) -> None:
-        """End the thread after its last job, and wait for this, but no longer than that."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.aclose()
@@ -201,7 +198,6 @@ def _is_torch(frame: FrameType) -> bool:
 
 
 def _still(places: dict[int, _Place]) -> dict[int, _Place]:
-    """The threads that are where they were."""
     now = _places()
     return {ident: place for ident, place in places.items() if now.get(ident) == place}
 

@@ -40,7 +40,6 @@ class Wakeup(asyncio.Future[None]):
             context.run(callback, self)
 
     def go_on_soon(self) -> None:
-        """The same in the next turn of the loop."""
         callback, self._callback = self._callback, None
         if callback is not None:
             self._wakeups.loop.call_soon(callback, self, context=self._context)

@@ -37,7 +37,6 @@ def globals_used(code: CodeType) -> Sequence[str]:
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """Code, and that of the functions and classes that it defines."""
     yield code
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -146,7 +145,6 @@ def fill_function(function: FunctionType, filling: tuple[Fill, Any]) -> None:
 
 
 def make_cached(parameters: dict[str, Any], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """A function under functools.cache, with nothing in its cache."""
     return lru_cache(**parameters)(make(*args))
 
 
@@ -160,8 +158,7 @@ def fill_cached(cached: Any, filling: tuple[Fill | None, Any, dict[str, Any]]) -
 def make_dispatcher(name: str) -> Any:
     """A function under functools.singledispatch, without functions to choose from."""
 
-    def generic(_: object) -> None:
-        """Is replaced."""
+    def generic(_: object) -> None: ...
 
     generic.__name__ = name
     return singledispatch(generic)

@@ -173,7 +173,6 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
 
 
 def _of_struct(cls: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The types and defaults of the fields of a msgspec.Struct, and the options of its class line."""
     own, config = inspect.get_annotations(cls), cls.__struct_config__
     fields, values = cls.__struct_fields__, cls.__struct_defaults__
     defaults = {

@@ -32,7 +32,6 @@ _have_parts: Final[dict[weakref.ref[type], bool]] = {}
 
 
 def text_size(values: Iterable[Any]) -> int:
-    """Characters and bytes of the texts among values."""
     return sum(len(value) for value in values if type(value) is str or type(value) is bytes)
 
 
@@ -126,7 +125,6 @@ def rebuild(
 
 
 async def resolved(value: Any) -> Any:
-    """Replace each ref in the containers and records of a value by its value."""
     values = {ref: await ref for ref in refs_in(value)}
     return map_refs(value, values.__getitem__)
 

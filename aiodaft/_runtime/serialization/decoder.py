@@ -84,7 +84,6 @@ class Decoder:
         return self.blobs[blob][offset : offset + nbytes] if nbytes else memoryview(b"")
 
     def code(self, index: int, digest: bytes) -> memoryview:
-        """A buffer that says which objects to build, as its producer made it."""
         found = self.buffer(index)
         if digest_of(found) != digest:
             raise ValueError("it was changed on its way")
@@ -98,7 +97,6 @@ class Decoder:
         return self.refs[index]
 
     def thing(self, where: str | bytes) -> Any:
-        """The class or function at a place that `SmallEncoder.where` gave."""
         if not isinstance(where, str):
             return find(where, self._heard)
         module, _, name = where.partition(":")

@@ -47,7 +47,6 @@ def find_path(names: Iterable[tuple[str, Any]], attempt: Callable[[Any], object]
 
 
 def advice_on(error: BaseException) -> str:
-    """Advice for errors of pickle; other errors have their own."""
     if isinstance(error, RecursionError):
         return "; it is nested too deeply: make it flatter, or make it in the actor"
     if not _refuses(error):

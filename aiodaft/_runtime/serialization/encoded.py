@@ -49,7 +49,6 @@ def lay_out(buffers: Iterable[Buffer]) -> tuple[list[int], int, dict[int, int]]:
 
 
 def blob_table(buffers: Sequence[Buffer], offsets: list[int], nbytes: int) -> list[list[int]]:
-    """Blob, offset and size of each buffer, if the blob of the host has `nbytes`."""
     numbers = count(1 if nbytes else 0)
     apart = [next(numbers) if buffer.is_apart else 0 for buffer in buffers]
     of_devices: dict[int, int] = {}
@@ -64,7 +63,6 @@ def blob_table(buffers: Sequence[Buffer], offsets: list[int], nbytes: int) -> li
 
 
 def digest_of(code: bytes | memoryview) -> bytes:
-    """The digest of a buffer that says which objects to build: no other one has it."""
     import hashlib  # noqa: PLC0415 - slow, and most programs send no code
 
     return hashlib.sha256(code).digest()
@@ -161,7 +159,6 @@ class Encoded:
                 source.write_to(address + offset)
 
     def packed(self) -> bytes | None:
-        """The blob as bytes, for a small value."""
         if not self.nbytes:
             return None
         blob = bytearray(self.nbytes)
@@ -173,7 +170,6 @@ class Encoded:
         return [source.version() if source.version is not None else None for source in self.sources]
 
     def check_unchanged(self, before: list[int | None]) -> None:
-        """Raise BorrowError if a buffer was written to since `versions` gave `before`."""
         if self.versions() != before:
             raise BorrowError(
                 "a tensor was written to while aiodaft was reading it: pass or return x.clone(), "

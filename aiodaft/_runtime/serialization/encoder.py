@@ -87,7 +87,6 @@ class Encoder(SmallEncoder):
         self._budget = _BUDGET
 
     def encode(self, value: Any) -> Encoded:
-        """Return the encoded value; see `encode` for the errors."""
         skeleton = self._skeleton(value)
         if len(self.slots) + len(self.refs) > _MAX_REFS:
             raise ValueError(f"it holds more than {_MAX_REFS} refs; gather them into one with Refs.gather()")
@@ -238,7 +237,6 @@ class Encoder(SmallEncoder):
         return self._build(value) if refuses_pickle() or _is_value_of_runtime(type(value)) else self._pickle(value)
 
     def _record(self, value: Any) -> Any:
-        """A named tuple or an instance of a dataclass, without code of its class; None for others."""
         cls = type(value)
         if is_namedtuple(cls):
             return pack_exts(codes.NAMEDTUPLE, [self.thing(cls), [self.walk(item) for item in value]])
@@ -248,13 +246,11 @@ class Encoder(SmallEncoder):
         return None
 
     def _rebuilt(self, value: Any) -> Any:
-        """A container or record with refs, as its class has it pickled, but part by part."""
         return (
             self._pickle(value) if refuses_pickle() else pack_exts(codes.REBUILT, list(map(self.walk, reduced(value))))
         )
 
     def _build(self, value: Any) -> Any:
-        """Something without pickle, from its class and its parts."""
         cls: type[Any] = type(value)
         if (record := self._record(value)) is not None:
             return record
@@ -284,7 +280,6 @@ class Encoder(SmallEncoder):
     tensor = array = record = other
 
     def _parts_of(self, value: Any) -> tuple[Any, ...]:
-        """The function and the arguments of which something of the runtime is built."""
         if type(value) is Handle:
             self.check_home(cast("Owned", target_of(value)), value, "pass a handle of this one, or a value")
         return cast("tuple[Any, ...]", value.__reduce_ex__(5))
@@ -364,14 +359,12 @@ def _is_built(cls: type) -> bool:
 
 
 def _without_repeats(column: tuple[Any, ...]) -> list[Any]:
-    """One item if all are the same, else all."""
     first, kind = column[0], type(column[0])
     same = column.count(first) == len(column) and all(type(item) is kind for item in column)
     return [first] if same else list(column)
 
 
 def _is_simple(dtype: Any) -> bool:
-    """Whether the name of a dtype of numpy says all of it."""
     return not dtype.hasobject and dtype.names is None
 
 

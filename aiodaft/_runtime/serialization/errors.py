@@ -52,7 +52,6 @@ def encoded_text(data: bytes) -> str:
 
 
 def decode_error(data: bytes) -> BaseException:
-    """The exception that `encode_error` encoded, or a RemoteError that describes it."""
     type_name, message, text, payload, blob = unpack(data)
     why = payload
     if isinstance(payload, bytes):
@@ -78,7 +77,6 @@ def decode_failure(data: bytes, executed: bool | None) -> BaseException:
 
 
 def as_call_error(error: BaseException, where: str | None, why_cancelled: str = "") -> Exception:
-    """The exception that a caller gets for one that a method raised, with a note of the call that raised it."""
     if isinstance(error, asyncio.CancelledError):
         cancelled = CallCancelled(
             ": ".join(filter(None, [f"{where or 'the call'} was cancelled", why_cancelled, str(error)]))
@@ -101,7 +99,6 @@ def as_call_error(error: BaseException, where: str | None, why_cancelled: str = 
 
 
 def needs_loop(error: BaseException) -> bool:
-    """Whether code on a thread has asked for the running event loop."""
     return isinstance(error, RuntimeError) and _NO_LOOP.search(str(error)) is not None
 
 
@@ -131,7 +128,6 @@ def passed_on(error: BaseException, *, executed: bool | None) -> BaseException:
 
 
 def unsent(error: BaseException) -> BaseException:
-    """The error of one more call that was not sent."""
     if not isinstance(error, DaftError) or isinstance(error, RestartLimitReached):
         # One error for all calls that wait for an actor that died too often.
         return error
@@ -139,7 +135,6 @@ def unsent(error: BaseException) -> BaseException:
 
 
 def failed_beside(what: str, error: BaseException) -> CallCancelled:
-    """The error for callers that would wait for a call that has failed. Never raises."""
     return CallCancelled(f"{what} failed: {type(error).__name__}: {message_of(error)}"[:_MAX_BESIDE])
 
 
@@ -180,7 +175,6 @@ def take_frames(error: BaseException) -> list[tuple[BaseException, list[FrameDat
 
 
 def give_frames(taken: list[tuple[BaseException, list[FrameData]]]) -> None:
-    """Restore the tracebacks that `take_frames` took, without variables."""
     for error, frames in taken:
         BaseException.with_traceback(error, traceback_of(frames))
 
@@ -220,12 +214,10 @@ def _decode_object(payload: bytes, blob: Any) -> BaseException:
 
 
 def _is_too_large(problem: BaseException | None) -> bool:
-    """Whether an exception could not be encoded because it, or its chain of causes, is large."""
     return problem is not None and (isinstance(problem, TooLong | RecursionError) or _is_too_large(problem.__cause__))
 
 
 def _users_part(frames: TracebackType | None) -> TracebackType | None:
-    """The frames of the user's code; all frames if there are none."""
     found: list[TracebackType] = []
     entry = frames
     while entry is not None:

@@ -15,7 +15,6 @@ from aiodaft._runtime.serialization.scripts import await_main, script_of
 
 
 def take_main() -> None:
-    """Let the first script that comes be the `__main__` of this process."""
     await_main(ModuleSpec(_Name("__main__"), None))
 
 

@@ -155,9 +155,7 @@ class Aside(Protocol):
 
     def add_ref(self, ref: Any) -> int: ...
 
-    def check_home(self, owned: Owned, what: object, instead: str) -> None:
-        """Raise TypeError if a ref or handle belongs to another runtime."""
-        ...
+    def check_home(self, owned: Owned, what: object, instead: str) -> None: ...
 
 
 def _reduce(aside: Aside, value: Any, *, by_value: bool) -> Any:
@@ -301,13 +299,11 @@ class Context(Protocol):
 
 
 def check_pickle() -> None:
-    """Raise TypeError if received values may not run code."""
     if refuses_pickle():
         raise TypeError('it has a pickle, which Runtime(codec="msgpack") refuses')
 
 
 def unpickle(data: Any, buffers: list[memoryview], context: Context, pause: Callable[[], None] | None = None) -> Any:
-    """Load the output of `pickle_into`; calls `pause` from time to time."""
     check_pickle()
     with decoding_in(context):
         if pause is None:
@@ -317,7 +313,6 @@ def unpickle(data: Any, buffers: list[memoryview], context: Context, pause: Call
 
 @contextmanager
 def decoding_in(context: Context) -> Generator[None]:
-    """Let functions that build objects find the value that these are part of."""
     outer = getattr(_decoding, "context", None)
     _decoding.context = context
     try:
@@ -390,7 +385,6 @@ def _fill_error(error: BaseException, filling: tuple[Any, ...]) -> None:
 
 
 def _reduce_traceback(value: TracebackType) -> Any:
-    """The frames of a traceback: of many only the outermost and the innermost ones."""
     if getattr(sys, "tracebacklimit", None) == 0:
         # As where Python prints it. Simulations say so, because paths differ from machine to machine.
         return _no_frames, ()
@@ -401,8 +395,7 @@ def _reduce_traceback(value: TracebackType) -> Any:
     return traceback_of, (frames,)
 
 
-def _no_frames() -> None:
-    """The result for a traceback that is not to be shown."""
+def _no_frames() -> None: ...
 
 
 def _reduce_array(array: Any) -> Any:

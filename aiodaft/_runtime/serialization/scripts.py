@@ -80,7 +80,6 @@ class Script:
         return self._names.number(name, self.namespace[name], mark)
 
     def find(self, name: str, number: int) -> Any:
-        """The function or object that has a name with this number here; None if it did not come yet."""
         if self._names.at_home:
             return self.namespace[name] if name in self.namespace and self.number(name, mark_of) == number else None
         known, thing = self._made.get(name, (-1, None))
@@ -158,7 +157,6 @@ def _namespace(key: bytes, about: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def can_be_found(module: str) -> bool:
-    """Whether other processes can import a module, as far as this one can tell."""
     try:
         return module not in MAIN and find_spec(module) is not None
     except (ImportError, ValueError, AttributeError):
@@ -256,7 +254,6 @@ def goes_by_name(value: Any) -> bool:
 
 
 def reduced_of(value: Any) -> Any:
-    """The reduction of an object from a script, if it has one of its own: maybe by its name."""
     kind: Any = type(value)
     if kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__:
         return NotImplemented

@@ -152,7 +152,6 @@ class SmallEncoder:
         return value
 
     def record(self, value: Any) -> Any:
-        """An instance of a dataclass that is its `__dict__`."""
         cls, state = type(value), value.__dict__
         where = self.where(cls) if _hooks_of(cls) == _NO_HOOKS else None
         if where is None:

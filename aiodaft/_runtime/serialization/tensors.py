@@ -44,8 +44,7 @@ def is_dense_tensor(value: Any) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
 
 
-def nowhere(_: Any) -> None:
-    """Finds nothing."""
+def nowhere(_: Any) -> None: ...
 
 
 class Places(NamedTuple):
@@ -64,7 +63,6 @@ class Places(NamedTuple):
     home: Process | None = None
 
     def put(self, source: Source) -> None:
-        """Note whether a buffer is read in place."""
         if source.device is not None:
             source.lent = self.lend
         elif source.nbytes:
@@ -205,7 +203,6 @@ def as_bytes(memory: Any) -> torch.Tensor:
 
 
 def tensor_in(memory: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """The tensor with this spec in memory, or an empty one if there is no memory."""
     import torch  # noqa: PLC0415 - optional package
 
     _, dtype_name, size, stride, start, flags, device = spec
@@ -360,7 +357,6 @@ def kind_of(value: Any) -> str:
 
 
 def nbytes_of(value: Any) -> int | None:
-    """The bytes of a tensor, an array or a byte string; None of anything else. Never raises."""
     if isinstance(value, bytes | bytearray):
         return len(value)
     try:

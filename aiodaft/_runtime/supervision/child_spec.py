@@ -46,13 +46,11 @@ class Enrolment:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the group has changed since the actor was told."""
         told = self._told
         return told is None or (told.epoch, told.is_complete) != (self.roster.epoch, self.roster.is_complete)
 
     @property
     def knows_members(self) -> bool:
-        """Whether the actor was told of the members that the group has now."""
         return self.roster.is_complete and self.roster.since == self._known
 
     def tell(
@@ -118,7 +116,6 @@ class ChildSpec:
         self._request: Request | None = None
 
     def make(self, caller: Caller, remote: PeerId, actor: ActorId, *, again: bool) -> Ref[Any]:
-        """Have a process make the actor; `again` if the spec is to be used another time."""
         if self._enrolment is not None:
             self.begin_anew()
             # Before it is made: its constructor may ask for its rank.
@@ -144,7 +141,6 @@ class ChildSpec:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the group of the actor has changed since it was told."""
         return self._enrolment is not None and self._enrolment.is_behind
 
     def begin_anew(self) -> None:
@@ -167,7 +163,6 @@ class ChildSpec:
         return None if self._request is None else self._request.stored
 
     def free(self) -> None:
-        """Release the arguments. Idempotent."""
         stored, self._request = self._stored, None
         if stored is not None:
             stored.release()

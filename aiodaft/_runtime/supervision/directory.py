@@ -107,7 +107,6 @@ class Directory(OwnerContact):
         return None if target.health() is Health.LOST else target.remote
 
     def find(self, target: Target) -> Child | None:
-        """The child that an actor is, if it is supervised by this process and not over."""
         ours = isinstance(target, FollowingTarget) and target.owner == self._caller.process.id
         return self._children.get(cast("FollowingTarget", target).number) if ours else None
 
@@ -134,7 +133,6 @@ class Directory(OwnerContact):
         child.spec.free()
 
     def end(self, child: Child, error: DaftError) -> None:
-        """Remove a child that is over. Idempotent."""
         if child.number not in self._children:
             return
         self.forget(child)
@@ -166,7 +164,6 @@ class Directory(OwnerContact):
                     pass
 
     def look(self) -> list[ChildView]:
-        """The supervised actors that are not over, and some of the dead ones that were to live."""
         known = [
             _view(child, "up" if child.state in REACHABLE else "restarting", child.last_error)
             for child in self._children.values()
@@ -184,7 +181,6 @@ class Directory(OwnerContact):
                 yield ChildView(target.remote, name, class_in(name), "dead", 0, 0, encode_error(error))
 
     def death_of(self, target: Target) -> BaseException | None:
-        """The error of the calls of a dead actor, as far as this process knows; None of one that may live."""
         if isinstance(target, FollowingTarget):
             return target.ended
         connection = self._caller.connections.get(target.remote)

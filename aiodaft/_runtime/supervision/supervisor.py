@@ -95,7 +95,6 @@ class Child:
         return epoch_of(self.place.actor)
 
     def handle(self, event: ChildEvent) -> None:
-        """Change the state, and wake the tasks that wait for that."""
         self.state = next_state(TRANSITIONS, self.state, event)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -168,7 +167,6 @@ class Supervisor:
         self._working: dict[Child | None, asyncio.Event] = {}
 
     def node_of(self, peer: PeerId) -> PeerId | None:
-        """The process that serves the node of a process now; None if that is no member of the cluster."""
         return self._nodes.server_of(node_of(peer))
 
     def join(self, child: Child, kind: Kind) -> None:
@@ -287,7 +285,6 @@ class Supervisor:
             await self._nodes.vacate(found.peer, found.actor, "it is not needed any more")
 
     def _time_left(self, child: Child) -> float:
-        """Seconds until the node of a child ends it."""
         until = self._nodes.draining.get(child.node or NOWHERE, 0.0)
         return max(0.0, until - self._process.env.monotonic())
 
@@ -344,14 +341,12 @@ class Supervisor:
         self._left(child, ChildEvent.STOPPED)
 
     def _left(self, child: Child, event: ChildEvent) -> None:
-        """Nothing is left of an incarnation."""
         child.handle(event)
         if child.state is ChildState.OVER:
             assert child.final is not None
             self._end(child, child.final)
 
     async def _start(self, child: Child) -> None:
-        """Make the next incarnation; a failure counts as one more death."""
         child.place = Location(child.place.peer, incarnation(child.place.actor, child.epoch + 1))
         child.crash = None
         child.handle(ChildEvent.TURN)

@@ -82,7 +82,6 @@ class Program:
         raise ProgramEnded(f"the program (pid {self.pid}) has ended")
 
     async def answer(self, question: str, **arguments: Any) -> Any:
-        """Its answer to a question that has one item. Raises as `ask` does."""
         async with aclosing(self.ask(question, **arguments)) as items:
             (item,) = [item async for item in items]
             return item
@@ -176,7 +175,6 @@ def say_what_there_is(found: Found, wanted: str | None) -> str:
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process, as far as a line has room for it."""
     with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         words = file.read().decode(errors="replace").rstrip("\0").split("\0")
         shown: str = escaped(" ".join(shlex.join(words).split())[:_SHOWN])
@@ -200,7 +198,6 @@ pid_option: Final = click.option(
 
 
 def check_can_ask() -> None:
-    """Raise Failed where commands find no program."""
     if not can_be_asked():
         raise Failed(f"this system lacks a function that this command needs: {missing()['commands']}")
 

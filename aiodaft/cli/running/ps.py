@@ -54,7 +54,6 @@ async def _show_programs(pid: str | None, output: Output) -> None:
 
 
 async def _look_at(program: Program) -> dict[str, Any] | None:
-    """The shown facts about a program; None if it has ended meanwhile."""
     document = _document(program.pid) | {"runtime": program.id}
     try:
         look = await program.answer("overview")

@@ -22,7 +22,6 @@ _FIXED: Final = 4
 
 
 def top_view(title: str, look: Plain, height: int) -> RenderableType:
-    """The view of `aiodaft top`, on so many lines."""
     nodes = list(_node_lines(look["nodes"]))
     failures = [Text(line, "red", no_wrap=True) for line in _failure_lines(look["failures"][:_FAILURES])]
     room = max(1, height - _FIXED - len(nodes) - len(failures))
@@ -99,7 +98,6 @@ def _node_lines(nodes: Sequence[Plain]) -> Iterator[Text]:
 
 
 def grouped(entries: Iterable[Plain], key: str) -> dict[str, list[Plain]]:
-    """Entries of an overview by their value under a key."""
     found: dict[str, list[Plain]] = {}
     for one in entries:
         found.setdefault(one[key], []).append(one)
@@ -107,7 +105,6 @@ def grouped(entries: Iterable[Plain], key: str) -> dict[str, list[Plain]]:
 
 
 def names_of(actor: Plain) -> list[str]:
-    """The name of an actor in errors, and its given names."""
     return [actor["name"], *actor["names"]]
 
 

@@ -126,9 +126,7 @@ class Driver(Protocol):
 
     def forget(self, event: Event) -> None: ...
 
-    def close(self) -> None:
-        """Free the devices. Idempotent."""
-        ...
+    def close(self) -> None: ...
 
 
 class DeviceHost(Host, Protocol):

@@ -246,7 +246,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         return super().grant(block, control)
 
     def through_host(self, block: DeviceBlock) -> ThroughHost:
-        """A filled block for `tcp`, which brings it to other hosts."""
         _check_filled(block)
         return ThroughHost(block, self.driver, self._in_thread)
 

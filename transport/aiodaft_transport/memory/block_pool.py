@@ -173,8 +173,7 @@ class BlockPool(ABC, Generic[S]):
         self._closed = False
 
     @abstractmethod
-    def _make_segment(self, number: int, size: int, capacity: int) -> S:
-        """Get memory."""
+    def _make_segment(self, number: int, size: int, capacity: int) -> S: ...
 
     def _take(self, nbytes: int) -> tuple[S, int]:
         """Memory for a block: its segment, and its offset there."""
@@ -196,7 +195,6 @@ class BlockPool(ABC, Generic[S]):
         return isinstance(block, PooledBlock) and block.belongs_to(self)
 
     def idle_bytes(self) -> int:
-        """Bytes of whole segments that hold no block."""
         with self.lock:
             return sum(segment.size for segment in self._segments() if not segment.live)
 

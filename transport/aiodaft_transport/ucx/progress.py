@@ -58,7 +58,6 @@ class Driver:
         return endpoint
 
     def disconnect(self, endpoint: Endpoint) -> None:
-        """Close an endpoint: operations that are not done fail. Idempotent."""
         if self._endpoints.pop(endpoint.number, None) is None:
             return
         number = next(self._numbers)

@@ -128,7 +128,6 @@ class Remote(SegmentRemote[RemoteSegment]):
         self.lost = False
 
     def cut(self, driver: Driver, reason: str) -> None:
-        """Fail the transfers from it, and close the connection."""
         endpoint, self.endpoint = self.endpoint, None
         for segment in (*self.segments.values(), self.stamped):
             if segment.rkey is not None:
@@ -194,7 +193,6 @@ class Pull(BasePull[None]):
             self.fail(error)
 
     def _check_stamp(self) -> None:
-        """All bytes are here: check that they were still granted when they were read."""
         if not self._word:
             self._word = self._remote.stamp.landing_word()
             stamped = self._remote.stamped

@@ -220,6 +220,14 @@ class MeetingValues:
             case _:
                 return self._given(answer)
 
+    async def apart(self, value: Any, title: str) -> Any:
+        """A copy of a value, as another process would get it."""
+        state = self._caller.objects.refs.put(value, title)
+        assert state.stored is not None
+        state.stored.origins = []
+        received = await self._caller.objects.transfer.take_own(state.stored)
+        return await self._store.decode(received, refs=received.refs)
+
     def conclude(self, coming: Coming, size: int, op: Reducer, brought: Sequence[Brought]) -> list[Packed]:
         operation, root = cast("str", coming.terms["operation"]), cast("int", coming.terms["root"])
         lengths = cast("tuple[int, ...] | None", coming.terms.get("lengths"))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 from aiodaft.tensor.aliases import Aliases, View, is_view, written_arguments
-from aiodaft.tensor.instructions import CollectiveKind, Instruction, Slot, slots_of
+from aiodaft.tensor.instructions import ByRank, CollectiveKind, Instruction, Slot, slots_of
 from aiodaft.tensor.operations import Cause
 from aiodaft.tensor.own_rules import by_own_rule
 from aiodaft.tensor.plan import Collective
@@ -75,6 +75,8 @@ class Lowering:
         self.whole: list[Cause] = []
         self.aliases = Aliases()
         self.placed: dict[tuple[int, Placements], int] = {}
+        self.draws: dict[int, Instruction] = {}
+        """Those of random numbers, by the tensor that nobody has written."""
         self._numbers = numbers or count()
 
     def new(self, spec: Spec | None) -> int:
@@ -111,7 +113,12 @@ class Lowering:
         known = self.placed.get((number, target))
         if known is not None:
             return known
-        if any(strided(one) for one in (*spec.placements, *target)) and self.replicas not in (spec.placements, target):
+        if number in self.draws and all(type(one) in (Shard, Replicate) for one in target):
+            out = self._draw(self.draws[number], spec.at(target))
+        elif any(strided(one) for one in (*spec.placements, *target)) and self.replicas not in (
+            spec.placements,
+            target,
+        ):
             out = self.redistribute(self.redistribute(number, self.replicas), target)
         else:
             out = number
@@ -129,12 +136,26 @@ class Lowering:
         if gives_number(op):
             return self._apply_number(op, args, kwargs)
         if not slots_of((args, kwargs)):
-            return self._emit_op(op, args, kwargs, self._as_replicas(_metas(op, args, kwargs)))
+            is_draw = name_of(op) == "aiodaft.random.default"
+            meta = _meta_of_draw(*args) if is_draw else _metas(op, args, kwargs)
+            made = self._emit_op(op, args, kwargs, self._as_replicas(meta))
+            if is_draw:
+                self.draws[made.number] = self.instructions[-1]
+            return made
         if (result := by_own_rule(self, op, args, kwargs)) is not NotImplemented:
             self._note_views(op, args, kwargs, result, attached=False)
             return result
         placing = self.rules.place(op, *tree_map(self._spec, (args, kwargs)))
         return self._apply_placed(op, placing or self._whole(op, args, kwargs), args, kwargs)
+
+    def _draw(self, whole: Instruction, spec: Spec) -> int:
+        """The same draw, of which each rank draws its part."""
+        ranks = range(self.rules.size)
+        offset = ByRank(tuple(list(self.rules.offset(spec, rank)) for rank in ranks))
+        local = ByRank(tuple(map(list, self.rules.local_shapes(spec))))
+        out = self.new(spec)
+        self.emit(whole._replace(kwargs={**whole.kwargs, "offset": offset, "local": local}, outs=(out,)))
+        return out
 
     def _apply_number(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Slot:
         """An operation that gives a number, of numbers or of a tensor that each rank has."""
@@ -188,6 +209,7 @@ class Lowering:
         attached = moved[0] == self.now(numbers[0])
         result = self._emit_op(placing.target, local, named, placing.outputs, written=bool(written))
         for number in written:
+            self.draws.pop(self.now(self.aliases.root(number)), None)
             self._forget_copies(self.aliases.write(number))
         self._note_views(op, args, kwargs, result, attached=attached)
         return _argument_written(op, args, kwargs) if result is None else result
@@ -335,6 +357,11 @@ def _received(kind: CollectiveKind, before: int, after: int, members: int) -> in
             return after - before
         case "all_to_all":
             return after * (members - 1) // members
+
+
+def _meta_of_draw(kind: str, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> Meta:
+    # Fake tensors take an operation without tensors for one that has a device.
+    return Meta.of(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 
 def _metas(op: OpOverload[..., Any], args: Any, kwargs: Any) -> Any:

@@ -82,10 +82,10 @@ def _of_rank(tables: Tables, rank: int) -> Callable[[Any], Any]:
 
 
 def _done(name: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    _, packet, overload = str(name).split(".")
+    space, packet, overload = str(name).split(".")
     if packet in ("view", "_unsafe_view"):
         packet = "reshape"
-    result = getattr(getattr(torch.ops.aten, packet), overload)(*args, **kwargs)
+    result = getattr(getattr(getattr(torch.ops, space), packet), overload)(*args, **kwargs)
     return result.zero_() if "empty" in packet else result
 
 

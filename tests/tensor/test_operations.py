@@ -19,11 +19,13 @@ from operations_survey import (
     single_steps,
     tried,
 )
+from ranks_in_turn import run as run_ranks
 from tensor_functions import FUNCTIONS, Function, normal, of, only
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+import aiodaft.tensor.randoms  # noqa: F401 - registers its operation
 from aiodaft.tensor.instructions import Slot
 from aiodaft.tensor.lowering import Lowering
 from aiodaft.tensor.rules import Rules, verified
@@ -161,6 +163,32 @@ def test_a_mean_of_uneven_parts_sends_one_number(axes: dict[str, int]) -> None:
     assert not trial.lowering.whole
     assert not trial.lowering.collectives
     assert results(trial) == [tuple(Partial("sum") for _ in axes)]
+
+
+# Random numbers.
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_each_rank_draws_its_part_of_a_random_tensor(dim: int) -> None:
+    lowering = Lowering(Rules(THREE))
+    draw = lowering.apply(torch.ops.aiodaft.random.default, ("normal", [7, 6], torch.float32, [0.0, 1.0], 5, 1, 0), {})
+    part = lowering.redistribute(draw.number, (Shard(dim),))
+    tables: dict[int, list[Tensor]] = {}
+
+    run_ranks(lowering.instructions, tables, THREE)
+
+    assert [one.kind for one in lowering.instructions] == ["op", "op"]
+    assert torch.equal(torch.cat(tables[part], dim), tables[draw.number][0])
+
+
+def test_a_random_tensor_that_was_written_is_not_drawn_again() -> None:
+    lowering = Lowering(Rules(THREE))
+    draw = lowering.apply(torch.ops.aiodaft.random.default, ("normal", [7], torch.float32, [0.0, 1.0], 5, 1, 0), {})
+    lowering.apply(torch.ops.aten.mul_.Scalar, (draw, 2.0), {})
+
+    lowering.redistribute(draw.number, (Shard(0),))
+
+    assert lowering.instructions[-1].kind == "chunk"
 
 
 # Writes.

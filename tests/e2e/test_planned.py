@@ -223,7 +223,8 @@ async def test_a_call_that_is_cancelled_in_a_thread_ends_the_plan(rt: aiodaft.Ru
         await first
     with pytest.raises(CallCancelled, match="rank 0 has left it"):
         await group[1].reduce(torch.ones(1), "sum", 2)
-    # Both still have the plan.
+    # It comes after the end of the call that was cancelled. Both still have the plan.
+    await errors_of(group.all(Planner.reduce, torch.ones(1)))
     assert await group.all(Planner.left) == [(0, 0)] * 2
 
 

@@ -8,11 +8,17 @@ import sys
 import torch
 
 from aiodaft import current_group, method
+from aiodaft._runtime.groups import planning
 from aiodaft.tensor.worker import Worker
 
 
 class Extended(Worker):
     """A worker with methods of a user."""
+
+    @method
+    def live_apart(self) -> None:
+        """From now on, this member takes others for those of other hosts."""
+        planning.can_share_memory = lambda first, second: False
 
     @method
     def pid(self) -> int:

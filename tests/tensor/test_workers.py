@@ -282,6 +282,26 @@ async def test_random_numbers_depend_on_the_seed_and_the_number_of_the_step_alon
         assert [float((await other(batch(0)))[0]) for _ in range(2)] == [1072.0, 1073.0]
 
 
+async def test_members_on_several_hosts_run_the_same_steps_and_fail_alike(rt: aiodaft.Runtime) -> None:
+    axes = {"dp": 2, "tp": 2}
+    async with workers(rt, axes, Extended) as group:
+        await group.group.all(Extended.live_apart)
+        step = await group.load(mlp(axes, {"rate": 0.1}), start())
+        close([await run for run in [step(batch(k)) for k in range(3)]], alone(start(), [0.1] * 3)[0])
+        bad = await group.load(mlp(axes, {"rate": 0.1}, failing(3, 4)), start())
+        with pytest.raises(IndexError):
+            await bad(batch(0))
+        close(await bad.state(), start())
+        checkpoint = await step.state()
+        os.kill((await group.group.all(Extended.pid))[1], signal.SIGKILL)
+        with pytest.raises(ActorDied, match="SIGKILL"):
+            for _ in range(1000):
+                await step(batch(1))
+        assert await group.heal() == [1]
+        step = await group.load(mlp(axes, {"rate": 0.1}), checkpoint)
+        close(await step(batch(3)), alone(start(), [0.1] * 4)[0][3])
+
+
 @pytest.mark.programs
 @pytest.mark.timeout(300)
 async def test_operations_between_collectives_are_compiled(rt: aiodaft.Runtime) -> None:

@@ -48,10 +48,13 @@ def workers(
         options: As for `on`: `cpus=2`, `spread=True`, ...
 
     Raises:
+        TypeError, ValueError: The class is no class of workers, or there is no axis.
         Exception: As `group`.
     """
     if not issubclass(cls, Worker):
         raise TypeError(f"{cls.__name__} is no class of workers: extend aiodaft.tensor.Worker")
+    if not axes:
+        raise ValueError("workers have named axes, such as {'dp': 2, 'tp': 2}: give at least one")
     placement = spawner.on(**{"restart": "temporary", **options})
     spawned: Spawned[Group[Worker]] = placement.group(math.prod(axes.values()), cls, *args, axes=dict(axes))
 

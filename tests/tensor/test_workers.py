@@ -146,6 +146,8 @@ async def test_bad_arguments_and_states_are_refused_by_name(rt: aiodaft.Runtime)
             await group.load(mlp({"tp": 3}, {}), start())
         with pytest.raises(TypeError, match="int is no class of workers"):
             workers(rt, axes, int)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="workers have named axes, such as"):
+            workers(rt, {})
         # The step is as it was.
         close(await step(batch(0)), alone(start(), [0.1])[0][0])
 
@@ -280,6 +282,21 @@ async def test_random_numbers_depend_on_the_seed_and_the_number_of_the_step_alon
         assert [float((await step(batch(0)))[0]) for _ in range(2)] == [1070.0, 1071.0]
         other = await group.load(plan, await step.state(), seed=9)
         assert [float((await other(batch(0)))[0]) for _ in range(2)] == [1072.0, 1073.0]
+
+
+async def test_a_wait_for_a_step_that_is_cancelled_ends_it_at_the_workers(rt: aiodaft.Runtime) -> None:
+    axes = {"dp": 2}
+    async with workers(rt, axes) as group:
+        step, other = [await group.load(mlp(axes, {"rate": 0.1}), start()) for _ in range(2)]
+        runs = [step(batch(0)) for _ in range(50)]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await runs[-1]
+        with pytest.raises(RuntimeError, match="a step was cancelled. Load it again"):
+            step(batch(0))
+        await asyncio.gather(*runs[:-1], return_exceptions=True)
+        # Another program was not under way.
+        close(await other(batch(0)), alone(start(), [0.1])[0][0])
 
 
 async def test_members_on_several_hosts_run_the_same_steps_and_fail_alike(rt: aiodaft.Runtime) -> None:

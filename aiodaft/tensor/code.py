@@ -8,7 +8,7 @@ from __future__ import annotations
 import linecache
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from aiodaft.tensor.instructions import ByRank, Instruction, Slot, operation, slots_of
 
-__all__ = ["Code", "Pending", "Routine", "Row", "chunks", "overload_of"]
+__all__ = ["Code", "Pending", "Routine", "Row", "Watch", "chunks", "overload_of"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -115,6 +115,10 @@ class Code:
             raise
         return outputs
 
+    def held(self) -> Iterable[Tensor]:
+        """Tensors that a run keeps besides its variables."""
+        return ()
+
     def _explain(self, error: Exception) -> None:
         if hasattr(error, "instruction"):
             # By a part of this routine.
@@ -186,7 +190,7 @@ class Code:
         elif kind in _FUNCTIONS:
             function, is_list = _FUNCTIONS[kind], kind == "split"
         else:
-            along = {**_COLLECTIVES, **_ALONG}[kind]
+            along = {**_COLLECTIVES, **_ALONG, **_BETWEEN_STAGES}[kind]
             function, is_list = partial(along, self._rows[str(target)]), False
         names = ", ".join("_" if n is None else f"v{n}" for n in outs)
         if set(outs) <= {None}:
@@ -328,6 +332,10 @@ _ALONG: Final[Mapping[str, Callable[..., Tensor]]] = {
     "chunk": _chunk,
     "partition": _partition,
     "embedding": _embedding,
+}
+_BETWEEN_STAGES: Final[Mapping[str, Callable[..., Any]]] = {
+    "send": lambda pipe, *args: pipe.send(*args),
+    "receive": lambda pipe, *args: pipe.receive(*args),
 }
 _FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {"join": _join, "split": _split}
 # A part can have other strides than the whole.

@@ -44,7 +44,7 @@ Kind: TypeAlias = (
         "alias",  # args (x,)
         "local",  # target: name of a function of the user, on local tensors
         "random",  # see randoms.py
-        "send",  # target: axis of a pipeline; args (x, stage): to the rank of that stage
+        "send",  # target: axis of a pipeline; args (x, stage, number): to the rank of that stage, under that number
         "receive",  # target: axis of a pipeline; args (stage, number): the tensor of that number, from that stage
     ]
 )

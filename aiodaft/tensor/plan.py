@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Literal
 
 from aiodaft.pipeline import Schedule
+from aiodaft.pipeline.schedule import rank_of_stages
 from aiodaft.tensor.instructions import CollectiveKind, Instruction
 from aiodaft.tensor.operations import Arguments, Cause, Input, Output, Results
 from aiodaft.tensor.passes.stages import SegmentKind
@@ -106,10 +109,31 @@ class Plan:
     pipeline: Pipeline | None = None
 
     @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.axes.values())
+
+    @property
+    def inner(self) -> Mapping[str, int]:
+        """The axes of the ranks of one stage: placements are for these."""
+        if self.pipeline is None:
+            return self.axes
+        axis = self.pipeline.axis
+        return {name: size for name, size in self.axes.items() if name != axis} or {axis: 1}
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks that have a stage, in the order of `inner`."""
+        if self.pipeline is None or not self.pipeline.axis:
+            return tuple(range(self.size))
+        names = list(self.axes)
+        at, place = names.index(self.pipeline.axis), rank_of_stages(self.pipeline.schedule)[stage]
+        every = product(*map(range, self.axes.values()))
+        return tuple(rank for rank, coords in enumerate(every) if coords[at] == place)
+
+    @property
     def bytes(self) -> dict[str, tuple[int, ...]]:
         """Bytes that each rank must receive in a step, by axis."""
-        size = len(next(iter(self.collectives)).received) if self.collectives else 0
-        total = {axis: [0] * size for axis in self.axes}
+        total = {axis: [0] * self.size for axis in self.axes}
         for one in self.collectives:
             for rank, count in enumerate(one.received):
                 total[one.axis][rank] += count * one.times

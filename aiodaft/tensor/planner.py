@@ -215,11 +215,12 @@ class Planner:
         if given is not None:
             with self._written():
                 return self.lowering.redistribute(number, self._fit_output(one, given))
-        if one.gradient and one.side == "out" and one.forward is not None:
-            value = self.placements_of(one.forward)
-            # As its value, so that the placement of backward can be told from that of forward.
-            return self.lowering.redistribute(number, tuple(Replicate() if p.is_partial() else p for p in value))
-        return number
+        if one.side == "in" or (one.gradient and one.forward is None):
+            return number
+        # Sums over ranks are complete where a module ends; a gradient is placed as its value, so that the placements of
+        # backward can be told from those of forward.
+        here = self.placements_of(one.forward) if one.forward is not None else self.lowering.spec(number).placements
+        return self.lowering.redistribute(number, tuple(Replicate() if p.is_partial() else p for p in here))
 
     def placements_of(self, number: int) -> Placements:
         """The placements of a tensor of the program."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from aiodaft.tensor.operations import Cause, Trace
 from aiodaft.tensor.plan import Plan
@@ -39,6 +40,7 @@ def plan(trace: Trace, micro: Callable[[int], Trace], strategy: Strategy, axes: 
         raise ValueError(f"axes are {dict(axes)!r}: give names and sizes, such as {{'dp': 2, 'tp': 4}}")
     if strategy.stages or strategy.microbatches > 1 or axes.get(PIPELINE_AXIS, 1) > 1:
         made = plan_stages(micro(strategy.microbatches), strategy, axes)
+        made = replace(made, arguments=trace.arguments)
     else:
         made = Planner(trace, strategy, Rules(axes)).made()
     if strategy.implicit != "allow" and (implicit := [one for one in made.collectives if not one.written]):

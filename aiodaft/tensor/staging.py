@@ -47,8 +47,11 @@ def plan_stages(trace: Trace, strategy: Strategy, axes: Mapping[str, int]) -> Pl
     inner = {axis: size for axis, size in axes.items() if axis != PIPELINE_AXIS} or {PIPELINE_AXIS: 1}
     rules, numbers = Rules(inner), count()
     planners: list[_StagePlanner] = []
-    for stage in range(stages.count):
+    # The updates of the stages of one rank are one segment, since each may need values of the others.
+    updates: dict[int, tuple[list[Instruction], list[Cause]]] = {}
+    for stage, place in enumerate(rank_of_stages(schedule)):
         planners.append(_StagePlanner(trace, strategy, rules, numbers, stage, stages, planners))
+        planners[-1].steps["U"] = updates.setdefault(place, ([], []))
     outputs = _lower(trace, stages, planners)
     return _Assembly(trace, strategy, axes, planners, schedule, outputs).plan()
 
@@ -103,7 +106,11 @@ class _StagePlanner(Planner):
         self.inputs = {one.slot: one for one in trace.inputs}
         self.taken: dict[int, int] = {}
         """The inputs of the plan that this stage takes, by those of the program."""
-        self.steps: dict[SegmentKind, tuple[list[Instruction], list[Cause]]] = {kind: ([], []) for kind in _KINDS}
+        self.steps: dict[SegmentKind, tuple[list[Instruction], list[Cause]]] = {
+            "F": ([], []),
+            "B": ([], []),
+            "W": ([], []),
+        }
         self.kind: SegmentKind = "F"
         self.sums: dict[int, int] = {}
         self.micro: dict[int, int] = {}
@@ -186,7 +193,7 @@ class _StagePlanner(Planner):
         made = next(
             (made for made in other.steps.values() if any(theirs in one.outs for one in made[0])), other.steps["F"]
         )
-        made[0].append(Instruction("send", PIPELINE_AXIS, (Slot(theirs), self.stage), {}, ()))
+        made[0].append(Instruction("send", PIPELINE_AXIS, (Slot(theirs), self.stage, theirs), {}, ()))
         made[1].append(self.lowering.cause)
         self.lowering.emit(Instruction("receive", PIPELINE_AXIS, (stage, theirs), {}, (theirs,)))
         self._arrives(number, theirs, stage)
@@ -219,26 +226,28 @@ class _Assembly:
         self.schedule = schedule
         self.outputs = outputs
         self.places = rank_of_stages(schedule)
+        self.specs = {number: spec for planner in planners for number, spec in planner.lowering.specs.items()}
         self.joined: dict[int, int] = {}
+        self.updates: dict[int, set[int]] = {}
+        """The tensors that the updates take, by the coordinate of their ranks."""
         self.collectives: list[Collective] = []
         self.flops = [(0,) * self.rules.size for _ in planners]
 
     def plan(self) -> Plan:
         segments = self._segments()
         for one in segments:
-            self._count(self.planners[one.stage], one)
+            self._count(one)
         taken = [
             replace(p.inputs[slot], slot=number, stage=p.stage)
             for p in self.planners
             for slot, number in p.taken.items()
         ]
-        specs = {number: spec for planner in self.planners for number, spec in planner.lowering.specs.items()}
         return Plan(
             axes=self.axes,
             inputs=tuple(taken),
             instructions=(),
             outputs=tuple(self.outputs),
-            specs=specs,
+            specs=self.specs,
             arguments=self.trace.arguments,
             results=self.trace.results,
             collectives=tuple(self.collectives),
@@ -260,6 +269,7 @@ class _Assembly:
         """Without what nobody needs: a tensor is sent if it is received, and received if it is read."""
         received: set[tuple[int, int]] | None = None
         while True:
+            self.updates.clear()
             made = [one for planner in self.planners for one in self._stage(planner, received)]
             now = {(i.args[1], one.stage) for one in made for i in one.instructions if i.kind == "receive"}
             if now == received:
@@ -269,56 +279,74 @@ class _Assembly:
     def _stage(self, planner: _StagePlanner, received: set[tuple[int, int]] | None) -> list[Segment]:
         """The segments of a stage, made from the last to the first: each gives what later ones take."""
         wanted = {one.slot for one in self.outputs if one.stage == planner.stage}
+        place = self.places[planner.stage]
         made: list[Segment] = []
         for kind in reversed(_KINDS):
-            steps = [
-                one
-                for one in map(Step, *planner.steps[kind])
-                if received is None or one.instruction.kind != "send" or _goes(one.instruction) in received
-            ]
-            steps, joined = with_buckets(
-                without_dead(steps, wanted), planner.lowering.specs, self.rules.local_shapes, planner.unplaced
-            )
-            self.joined |= joined
-            instructions = tuple(one.instruction for one in steps)
-            outs = {out for one in instructions for out in one.outs if out is not None}
-            takes = {slot for one in instructions for slot in slots_of((one.args, one.kwargs))} - outs
-            causes = tuple(one.cause for one in steps)
-            made.append(
-                Segment(planner.stage, kind, tuple(sorted(takes)), instructions, tuple(sorted(outs & wanted)), causes)
-            )
-            wanted |= takes
+            if kind == "U" and place in self.updates:
+                wanted |= self.updates[place]
+                continue
+            if kind == "U":
+                wanted |= {one.slot for one in self.outputs if self.places[one.stage] == place}
+            made.append(self._segment(planner, kind, wanted, received))
+            wanted |= set(made[-1].takes)
+            if kind == "U":
+                self.updates[place] = set(made[-1].takes)
         return made[::-1]
 
-    def _count(self, planner: _StagePlanner, segment: Segment) -> None:
-        stage, times = planner.stage, 1 if segment.kind == "U" else self.microbatches
+    def _segment(
+        self, planner: _StagePlanner, kind: SegmentKind, wanted: set[int], received: set[tuple[int, int]] | None
+    ) -> Segment:
+        steps = [
+            one
+            for one in map(Step, *planner.steps[kind])
+            if received is None or one.instruction.kind != "send" or _goes(one.instruction) in received
+        ]
+        steps, joined = with_buckets(without_dead(steps, wanted), self.specs, self.rules.local_shapes, planner.unplaced)
+        self.joined |= joined
+        self.specs |= planner.lowering.specs
+        instructions = tuple(one.instruction for one in steps)
+        outs = {out for one in instructions for out in one.outs if out is not None}
+        takes = {slot for one in instructions for slot in slots_of((one.args, one.kwargs))} - outs
+        causes = tuple(one.cause for one in steps)
+        return Segment(planner.stage, kind, tuple(sorted(takes)), instructions, tuple(sorted(outs & wanted)), causes)
+
+    def _count(self, segment: Segment) -> None:
+        times = 1 if segment.kind == "U" else self.microbatches
         alive = {out for one in segment.instructions for out in one.outs}
         alive |= {one for one, by in self.joined.items() if by in alive}
-        come = [one for one in planner.arrivals if self.places[planner.sources[one.slot]] != self.places[stage]]
-        here = joined_collectives(
-            [one for one in (*planner.lowering.collectives, *come) if one.slot in alive], self.joined
-        )
-        begins = {number for number, *_ in planner.begins} if segment.kind == "F" else set()
+        for planner in self.planners:
+            is_here = planner.stage == segment.stage
+            if is_here or (segment.kind == "U" and self.places[planner.stage] == self.places[segment.stage]):
+                come = [
+                    o for o in planner.arrivals if self.places[planner.sources[o.slot]] != self.places[planner.stage]
+                ]
+                found = [one for one in (*planner.lowering.collectives, *come) if one.slot in alive]
+                self._add(planner, joined_collectives(found, self.joined), times)
+                if segment.kind == "F":
+                    begins = {number for number, *_ in planner.begins}
+                    self._add(planner, [one for one in come if one.slot in begins], 1)
+        flops = flops_of(segment.instructions, self.specs, self.rules)
+        self.flops[segment.stage] = tuple(a + times * b for a, b in zip(self.flops[segment.stage], flops, strict=True))
+
+    def _add(self, planner: _StagePlanner, collectives: Sequence[Collective], times: int) -> None:
         none = (0,) * self.rules.size
-        for one, often in [*((one, times) for one in here), *((one, 1) for one in come if one.slot in begins)]:
+        for one in collectives:
             received = self._by_rank([one.received if p is planner else none for p in self.planners], sum)
-            self.collectives.append(replace(one, received=received, times=often))
-        flops = flops_of(segment.instructions, planner.lowering.specs, self.rules)
-        self.flops[stage] = tuple(a + times * b for a, b in zip(self.flops[stage], flops, strict=True))
+            self.collectives.append(replace(one, received=received, times=times))
 
     def _peak(self, segments: Sequence[Segment]) -> ByRank:
         """Inputs and sums of gradients, the activations that the schedule holds, and the most that a segment adds."""
         kept, saved, more = [], [], []
         for planner in self.planners:
             here = [one for one in segments if one.stage == planner.stage]
-            kept.append(self._size(planner, [*planner.taken.values(), *planner.sums.values()]))
-            saved.append(self._size(planner, next(one.gives for one in here if one.kind == "F")))
+            kept.append(self._size([*planner.taken.values(), *planner.sums.values()]))
+            saved.append(self._size(next(one.gives for one in here if one.kind == "F")))
             most = [
-                (peak_of(one.instructions, one.takes, one.gives, planner.lowering.specs, self.rules), one.takes)
+                (peak_of(one.instructions, one.takes, one.gives, self.specs, self.rules), one.takes)
                 for one in here
                 if one.takes
             ]
-            added = [map(int.__sub__, peak, self._size(planner, takes)) for peak, takes in most]
+            added = [map(int.__sub__, peak, self._size(takes)) for peak, takes in most]
             more.append(tuple(map(max, zip(*added, strict=True))))
         held = simulate(self.schedule).held
         holds = self._by_rank([(held[place],) * self.rules.size for place in self.places], max)
@@ -329,9 +357,8 @@ class _Assembly:
             )
         )
 
-    def _size(self, planner: _StagePlanner, numbers: Sequence[int]) -> ByRank:
-        specs = planner.lowering.specs
-        parts = [self.rules.local_bytes(specs[one]) for one in numbers if one in specs]
+    def _size(self, numbers: Sequence[int]) -> ByRank:
+        parts = [self.rules.local_bytes(self.specs[one]) for one in numbers if one in self.specs]
         return tuple(map(sum, zip(*parts, strict=True))) if parts else (0,) * self.rules.size
 
     def _by_rank(self, stages: Sequence[ByRank], combine: Callable[[list[int]], int]) -> ByRank:

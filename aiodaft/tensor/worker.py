@@ -13,8 +13,9 @@ import aiodaft.tensor.randoms  # noqa: F401 - its operations
 from aiodaft.actor import Actor
 from aiodaft.member import CurrentGroup, Planned, current_group
 from aiodaft.methods import method
-from aiodaft.tensor.code import Code, Pending, Routine
+from aiodaft.tensor.code import Code, Pending, Routine, Watch
 from aiodaft.tensor.instructions import Slot, slots_of
+from aiodaft.tensor.stage_runs import Pipe, StagedRoutine, StageRuns
 
 if TYPE_CHECKING:
     from aiodaft.tensor.compiling import Compiled
@@ -29,14 +30,14 @@ class Program(NamedTuple):
         state: The numbers of its first inputs.
         names: Their names.
         outs: The numbers that its outputs get; None for those that the table does not keep.
-        returns: The positions of the outputs that rank 0 returns; they are the same at all ranks.
+        returns: The positions of the outputs that this rank returns.
         first: The number of the first run, if it is an input: that after the state.
         parameters: The inputs that are parameters.
         numbers: The inputs that are numbers.
         compiled: Whether local operations are given to torch.compile.
     """
 
-    routine: Routine
+    routine: Routine | StagedRoutine
     state: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
     outs: tuple[int | None, ...] = ()
@@ -165,7 +166,7 @@ class Worker(Actor):
                 session.tensors.pop(number, None)
 
     @method
-    def load(self, session: str, name: str, program: Program) -> None:
+    def load(self, program: Program, session: str, name: str) -> None:
         """Take a program in, for the orders that follow."""
         self._session(session).load(name, program)
 
@@ -277,12 +278,25 @@ class _Session:
     def load(self, name: str, program: Program) -> _Loaded:
         routine, segments = program.routine, list["Compiled"]()
         if program.compiled:
-            from aiodaft.tensor.compiling import with_compiled  # noqa: PLC0415 - it loads the compiler
-
-            routine, segments = with_compiled(routine, self._rank, program.numbers)
-        loaded = _Loaded(program, Code(routine, self._rank, self._rows), self._rows, segments)
+            routine, segments = self._compiled(routine, program.numbers)
+        loaded = _Loaded(program, self._code(routine, None), self._rows, segments)
         self.loaded[name] = loaded
         return loaded
+
+    def _compiled(
+        self, routine: Routine | StagedRoutine, numbers: Sequence[int]
+    ) -> tuple[Routine | StagedRoutine, list[Compiled]]:
+        from aiodaft.tensor.compiling import with_compiled  # noqa: PLC0415 - it loads the compiler
+
+        if isinstance(routine, Routine):
+            return with_compiled(routine, self._rank, numbers)
+        made = {key: with_compiled(one, self._rank, numbers) for key, one in routine.segments.items()}
+        parts = {key: one for key, (one, _) in made.items()}
+        return routine._replace(segments=parts), [one for _, compiled in made.values() for one in compiled]
+
+    def _code(self, routine: Routine | StagedRoutine, watch: Watch | None) -> Code | StageRuns:
+        make = StageRuns if isinstance(routine, StagedRoutine) else Code
+        return make(routine, self._rank, self._rows, watch)  # type: ignore[arg-type]  # each takes its own routine
 
     def find(self, number: int) -> Tensor:
         """A tensor of the table.
@@ -301,7 +315,7 @@ class _Session:
             raise KeyError(f"rank {self._rank} has no program {order.name}: load it again")
         program, code, tensors = loaded.program, loaded.code, self.tensors
         if meter is not None:
-            code = Code(program.routine, self._rank, self._rows, meter.watch)
+            code = meter.code = self._code(program.routine, meter.watch)
         values: list[Any] = [self.find(number) for number in program.state]
         if program.first is not None:
             values.append(program.first + loaded.done)
@@ -311,13 +325,15 @@ class _Session:
             if number is not None:
                 tensors[number] = output
         loaded.changed()
-        return tuple(outputs[at] for at in program.returns) if self._rank == 0 else ()
+        return tuple(outputs[at] for at in program.returns)
 
 
 class _Loaded:
     """A program at this rank, and the counts of its runs."""
 
-    def __init__(self, program: Program, code: Code, rows: Mapping[str, _Axis], segments: Sequence[Compiled]) -> None:
+    def __init__(
+        self, program: Program, code: Code | StageRuns, rows: Mapping[str, _Axis], segments: Sequence[Compiled]
+    ) -> None:
         self.program = program
         self.code = code
         self._segments = segments
@@ -328,7 +344,7 @@ class _Loaded:
         self._changing = False
         self._counts: dict[str, tuple[int, int]] = dict.fromkeys(rows, (0, 0))
 
-    def run(self, code: Code, values: list[Any], tensors: dict[int, Tensor]) -> tuple[Any, ...]:
+    def run(self, code: Code | StageRuns, values: list[Any], tensors: dict[int, Tensor]) -> tuple[Any, ...]:
         """Run the program, or another form of it."""
 
         def update() -> None:
@@ -337,9 +353,12 @@ class _Loaded:
             for number in self._donated:
                 tensors.pop(number, None)
 
-        before = [(row.begun, row.received) for row in self._rows.values()]
+        rows: dict[str, _Axis | Pipe] = dict(self._rows)
+        if isinstance(code, StageRuns) and code.axis:
+            rows[code.axis] = code.pipe
+        before = [(row.begun, row.received) for row in rows.values()]
         outputs = code.run(values, update)
-        for (axis, row), (begun, received) in zip(self._rows.items(), before, strict=True):
+        for (axis, row), (begun, received) in zip(rows.items(), before, strict=True):
             here = self._counts[axis]
             self._counts[axis] = here[0] + row.begun - begun, here[1] + row.received - received
         self.done += 1
@@ -420,6 +439,7 @@ class _Meter:
     def __init__(self, table: Mapping[int, Tensor], program: Program) -> None:
         self.most = Measure(0, 0)
         self._table = table
+        self.code: Code | StageRuns | None = None
         slots = set(program.parameters)
         for one in program.routine.instructions:
             if one.kind in _MOVES and slots.issuperset(slots_of(one.args)):
@@ -432,7 +452,7 @@ class _Meter:
         here = {name: one for name, one in variables.items() if isinstance(one, Tensor)}
         sizes = {
             one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
-            for one in (*self._table.values(), *here.values())
+            for one in (*self._table.values(), *here.values(), *(self.code.held() if self.code is not None else ()))
         }
         # Memory that ended may be that of another tensor now.
         self._parameters &= sizes.keys()

@@ -18,12 +18,12 @@ from aiodaft.group import Group
 from aiodaft.placement import Spawned, Spawner
 from aiodaft.ref import Ref, Refs
 from aiodaft.tensor.calls import values_of
-from aiodaft.tensor.code import Routine
 from aiodaft.tensor.handles import DistTensor, handle
 from aiodaft.tensor.modules import ModuleT, distribute
-from aiodaft.tensor.operations import Cause, Input
+from aiodaft.tensor.operations import Input
 from aiodaft.tensor.plan import Plan
 from aiodaft.tensor.recorder import Recorder
+from aiodaft.tensor.routines import routine_of
 from aiodaft.tensor.shards import cut, holders, joined
 from aiodaft.tensor.specs import Meta, Placement, Placements, Spec, checked, placed
 from aiodaft.tensor.strategy import Strategy
@@ -120,12 +120,13 @@ class Workers:
         numbers = [(one, next(self._numbers)) for one in inputs]
         step = Step(self, plan, f"{self._session}/{next(self._names)}", numbers, random)
 
-        def parts(rank: int) -> dict[int, Tensor | Filled]:
-            return {number: _part(values[one.slot], plan, one.slot, rank) for one, number in step._state}
-
+        parts: list[dict[int, Tensor | Filled]] = [{} for _ in self.group]
+        for one, number in step._state:
+            for at, rank in enumerate(plan.ranks_of(one.stage)):
+                parts[rank][number] = _part(values[one.slot], plan, one.slot, at)
         await values_of([
-            *self.group.each(Worker.put, [parts(rank) for rank in range(len(self.group))], self._session),
-            *self.group.all(Worker.load, self._session, step.name, step._program(compile)),
+            *self.group.each(Worker.put, parts, self._session),
+            *self.group.each(Worker.load, step._programs(compile), self._session, step.name),
         ])
         return step
 
@@ -246,7 +247,7 @@ class Step:
         self.name = name
         self._workers = workers
         self._state = tuple(state)
-        self._numbers = {one.name: (number, one.slot) for one, number in state}
+        self._numbers = {one.name: (number, one.stage) for one, number in state}
         self._arguments = [one for one in plan.inputs if one.role == "argument"]
         self._scalars = [one for one in plan.inputs if one.role == "scalar" and one.name != _STEP]
         self._counting = [one for one in plan.inputs if one.name == _STEP and one.role == "scalar"]
@@ -299,19 +300,21 @@ class Step:
         wanted: list[list[int]] = [[] for _ in range(size)]
         kept = [(one, number) for one, number in self._state if one.role != "constant"]
         for one, number in kept:
-            for rank in holders(plan.specs[one.slot].placements, plan.axes):
-                wanted[rank].append(number)
+            ranks = plan.ranks_of(one.stage)
+            for at in holders(plan.specs[one.slot].placements, plan.inner):
+                wanted[ranks[at]].append(number)
         refs = self._workers.group.each(Worker.get, wanted, self._session)
         counted = self._workers.group[0].progress(self._session, self.name)
         *parts, progress = await values_of([*refs, counted])
         by_number: dict[int, dict[int, Tensor]] = {number: {} for _, number in kept}
+        inner = {rank: at for one, _ in kept for at, rank in enumerate(plan.ranks_of(one.stage))}
         for rank, (numbers, given) in enumerate(zip(wanted, parts, strict=True)):
             for number, part in zip(numbers, given, strict=True):
-                by_number[number][rank] = part
+                by_number[number][inner[rank]] = part
         whole = {}
         for one, number in kept:
             spec = plan.specs[one.slot]
-            whole[one.name] = joined(by_number[number], spec.meta.shape, spec.placements, plan.axes)
+            whole[one.name] = joined(by_number[number], spec.meta.shape, spec.placements, plan.inner)
         whole |= {alias: whole[name] for alias, name in plan.aliases.items() if name in whole}
         if self._counting:
             done = progress.done
@@ -328,7 +331,9 @@ class Step:
         self._check()
         if name not in self._numbers:
             raise KeyError(f"the state has no {name!r}: it has {', '.join(self._numbers)}")
-        return self._workers.group.all(Worker.part, self._session, self._numbers[name][0])
+        number, stage = self._numbers[name]
+        members = self._workers.group
+        return Refs([members[rank].part(self._session, number) for rank in self.plan.ranks_of(stage)])
 
     async def unload(self) -> None:
         """Free the memory of the state at the workers. Idempotent; it happens as well once nothing refers to the step.
@@ -354,13 +359,15 @@ class Step:
         plan, workers = self.plan, self._workers
         given = plan.arguments.bind(*args)
         known = {**plan.scalars, **self._random}
-        scalars = [known[one.name] for one in self._scalars]
 
-        def order(rank: int) -> Order:
-            parts = [_part(given[one.name], plan, one.slot, rank) for one in self._arguments]
-            return Order(self._session, workers._attempt, self.name, [*parts, *scalars])
-
-        orders = [order(rank) for rank in range(len(workers.group))]
+        values: list[list[Any]] = [[] for _ in workers.group]
+        for one in self._arguments:
+            for at, rank in enumerate(plan.ranks_of(one.stage)):
+                values[rank].append(_argument(given[one.name], plan, one.slot, at))
+        for one in self._scalars:
+            for rank in plan.ranks_of(one.stage):
+                values[rank].append(known[one.name])
+        orders = [Order(self._session, workers._attempt, self.name, here) for here in values]
         return workers.group.each(method, orders), workers._attempt
 
     async def _finish(self, refs: Refs[Any], attempt: int) -> list[Any]:
@@ -390,31 +397,42 @@ class Step:
             return False
         return not any(one.changing for one in told) and len({one.done for one in told}) == 1
 
-    def _program(self, compiled: bool) -> Program:
+    def _programs(self, compiled: bool) -> list[Program]:
+        """The program of each rank."""
+        ranks = {stage: self.plan.ranks_of(stage) for stage in {one.stage for one in self.plan.inputs}}
+        known: dict[frozenset[tuple[int, bool]], Program] = {}
+        result = []
+        for rank in range(self.plan.size):
+            # The stages that it has, and whether it gives the results of each.
+            here = frozenset((stage, of[0] == rank) for stage, of in ranks.items() if rank in of)
+            if here not in known:
+                known[here] = self._program(dict(here))._replace(compiled=compiled)
+            result.append(known[here])
+        return result
+
+    def _program(self, gives: Mapping[int, bool]) -> Program:
         plan = self.plan
-        inputs = [*(one for one, _ in self._state), *self._counting, *self._arguments, *self._scalars]
-        slots = {one.slot for one, _ in self._state}
-        numbers: dict[tuple[str, str], int] = {(one.name, one.role): number for one, number in self._state}
-        replaced = {(one.name, one.role) for one in plan.outputs if one.slot not in slots}
-        routine = Routine(
-            self.name,
-            tuple(one.slot for one in inputs),
-            plan.instructions,
-            tuple(one.slot for one in plan.outputs),
-            frozenset(one.slot for one, _ in self._state if (one.name, one.role) in replaced),
-            tuple(map(_said, plan.causes)),
-        )
+        state = [(one, number) for one, number in self._state if one.stage in gives]
+        later = (*self._counting, *self._arguments, *self._scalars)
+        inputs = [*(one for one, _ in state), *(one for one in later if one.stage in gives)]
+        outputs = [one for one in plan.outputs if one.stage in gives]
+        numbers: dict[tuple[str, str], int] = {(one.name, one.role): number for one, number in state}
         return Program(
-            routine,
-            state=tuple(number for _, number in self._state),
-            names=tuple(one.name for one, _ in self._state),
-            outs=tuple(numbers.get((one.name, one.role)) for one in plan.outputs),
-            returns=tuple(at for at, one in enumerate(plan.outputs) if one.role == "result"),
+            routine_of(plan, self.name, inputs, outputs),
+            state=tuple(number for _, number in state),
+            names=tuple(one.name for one, _ in state),
+            outs=tuple(numbers.get((one.name, one.role)) for one in outputs),
+            returns=tuple(at for at, one in enumerate(outputs) if one.role == "result" and gives[one.stage]),
             first=self._random[_STEP] if self._counting else None,
             numbers=tuple(one.slot for one in (*self._counting, *self._scalars)),
-            compiled=compiled,
-            parameters=frozenset(one.slot for one, _ in self._state if one.role == "parameter"),
+            parameters=frozenset(one.slot for one, _ in state if one.role == "parameter"),
         )
+
+    def _results(self, by_rank: Sequence[Sequence[Any]]) -> Any:
+        """The results of the function: each is with the first rank of its stage."""
+        rest = [iter(one) for one in by_rank]
+        outputs = [one for one in self.plan.outputs if one.role == "result"]
+        return self.plan.results.build([next(rest[self.plan.ranks_of(one.stage)[0]]) for one in outputs])
 
 
 class Run(Awaitable[Any]):
@@ -440,7 +458,7 @@ class Run(Awaitable[Any]):
 
     async def _results(self) -> Any:
         by_rank = await self._step._finish(self._refs, self._attempt)
-        return self._step.plan.results.build(list(by_rank[0]))
+        return self._step._results(by_rank)
 
 
 # The roles of inputs that come anew with each step.
@@ -471,11 +489,13 @@ def _first_value(one: Input, plan: Plan, state: Mapping[str, Tensor]) -> Tensor 
 def _part(value: Tensor | Filled, plan: Plan, slot: int, rank: int) -> Any:
     spec = plan.specs[slot]
     if isinstance(value, Filled):
-        shape = cut(torch.empty(value.shape, device="meta"), spec.placements, plan.axes, rank).shape
+        shape = cut(torch.empty(value.shape, device="meta"), spec.placements, plan.inner, rank).shape
         return value._replace(shape=tuple(shape))
-    return cut(value, spec.placements, plan.axes, rank)
+    return cut(value, spec.placements, plan.inner, rank)
 
 
-def _said(cause: Cause) -> str:
-    where = ", ".join(one for one in (cause.module, cause.line) if one)
-    return f"{cause.operation} in {where} ({cause.phase})" if where else ""
+def _argument(value: Tensor, plan: Plan, slot: int, rank: int) -> Any:
+    """The part of a rank; with micro-batches that of each."""
+    if plan.pipeline is None:
+        return _part(value, plan, slot, rank)
+    return [_part(one, plan, slot, rank) for one in value.chunk(plan.pipeline.microbatches)]

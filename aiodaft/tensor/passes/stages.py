@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from aiodaft.tensor.instructions import slots_of
-from aiodaft.tensor.operations import Gradient, Mark, Operation, Trace
+from aiodaft.tensor.operations import Gradient, Mark, Operation, Phase, Trace
 
 __all__ = ["SegmentKind", "Stages", "outs_of", "split"]
 
@@ -75,13 +75,18 @@ def outs_of(step: Step) -> list[int]:
     return [one for one in step.outs if one is not None] if isinstance(step, Operation) else [step.out]
 
 
+def phase_of(step: Step) -> Phase:
+    """The part of the step that does it; a gradient is complete where the update begins."""
+    return "update" if isinstance(step, Gradient) else step.cause.phase
+
+
 def _forward(trace: Trace, cuts: Sequence[str], stages: Stages) -> None:
     roles = {one.slot: one.role for one in trace.inputs}
     # Whether a tensor depends on parameters, and on arguments.
     depends = {slot: (role in ("parameter", "buffer"), role == "argument") for slot, role in roles.items()}
     depends |= {slot: (False, False) for slot, role in roles.items() if role == "buffer"}
     for step in trace.operations:
-        if step.cause.phase != "forward":
+        if phase_of(step) != "forward":
             continue
         read = reads_of(step)
         needs = [any(depends[one][which] for one in read) for which in (0, 1)]
@@ -106,7 +111,7 @@ def _backward(trace: Trace, cuts: Sequence[str], stages: Stages) -> list[Step]:
     made: set[int] = set()
     backward: list[Step] = []
     for step in trace.operations:
-        if step.cause.phase != "backward":
+        if phase_of(step) != "backward":
             continue
         read = [one for one in reads_of(step) if one in stages.at]
         if not read:
@@ -155,7 +160,7 @@ def _update(trace: Trace, stages: Stages) -> None:
         one.slot: stages.owners[names[one.parameter]] for one in trace.inputs if one.role == "state" and one.parameter
     }
     for step in trace.operations:
-        if step.cause.phase != "update":
+        if phase_of(step) != "update":
             continue
         read = [(sizes[number], held[number]) for number in reads_of(step) if number in held]
         if isinstance(step, Gradient):

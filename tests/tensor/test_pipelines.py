@@ -1,0 +1,133 @@
+"""Programs in stages: bit by bit what accumulation over micro-batches in one process gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tiny_gpt import GPT, batches, loss_of, train  # noqa: E402
+from torch.distributed.tensor import Shard  # noqa: E402
+
+import aiodaft  # noqa: E402
+from aiodaft.tensor.capture import capture  # noqa: E402
+from aiodaft.tensor.operations import Trace  # noqa: E402
+from aiodaft.tensor.plan import Plan  # noqa: E402
+from aiodaft.tensor.planning import plan  # noqa: E402
+from aiodaft.tensor.strategy import Strategy  # noqa: E402
+from aiodaft.tensor.workers import workers  # noqa: E402
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TP = {
+    "blocks.*.attn.[qkv].*": {"tp": Shard(0)},
+    "blocks.*.attn.out.weight": {"tp": Shard(1)},
+    "blocks.*.up.*": {"tp": Shard(0)},
+    "blocks.*.down.weight": {"tp": Shard(1)},
+}
+MICROBATCHES = 2
+
+
+def model_of(layers: int = 2) -> GPT:
+    torch.manual_seed(0)
+    return GPT(layers)
+
+
+def micro(count: int) -> Trace:
+    model, (x, y) = model_of(), next(batches(1))
+    rows = len(x) // count
+    return capture(train, model, torch.optim.AdamW(model.parameters(), lr=1e-2), x[:rows], y[:rows])
+
+
+def planned(strategy: Strategy, axes: dict[str, int]) -> Plan:
+    return plan(micro(1), micro, strategy, axes)
+
+
+def accumulated(steps: int) -> tuple[list[float], dict[str, Any]]:
+    """Losses and parameters of one process."""
+    model = model_of()
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for x, y in batches(steps):
+        parts = []
+        for some, those in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+            loss = loss_of(model, some, those)
+            (loss / MICROBATCHES).backward()  # type: ignore[no-untyped-call]  # of torch
+            parts.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((torch.stack(parts).sum() / MICROBATCHES).item())
+    return losses, model.state_dict()
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
+
+async def test_stages_are_bitwise_accumulation(rt: aiodaft.Runtime) -> None:
+    expected, parameters = accumulated(3)
+    whole = sum(value.nbytes for value in parameters.values())
+    async with workers(rt, {"pp": 2}) as pair:
+        for schedule in ("one_f_one_b", "zb_h1"):
+            made = planned(Strategy(stages=("blocks.0",), microbatches=MICROBATCHES, schedule=schedule), {"pp": 2})
+            step = await pair.load(made, model_of().state_dict())
+            assert [(await step(x, y)).item() for x, y in batches(3)] == expected
+            state = await step.state()
+            assert [name for name, value in parameters.items() if not torch.equal(state[name], value)] == []
+            for rank, usage in enumerate(await step.usage()):
+                assert usage.received == {axis: 3 * received[rank] for axis, received in made.bytes.items()}
+            held = [one.parameters for one in await step.measure(*next(batches(1)))]
+            assert sum(held) == whole
+            assert max(held) < 0.6 * whole
+
+
+async def test_what_goes_from_stage_to_stage_is_one_activation_and_one_gradient() -> None:
+    made = planned(Strategy(stages=("blocks.0",), microbatches=MICROBATCHES), {"pp": 2})
+    x, _ = next(batches(1))
+    activation = x.numel() * 16 * 4
+    assert made.bytes == {"pp": (activation, activation)}
+    assert [(one.kind, one.cause.phase, one.times) for one in made.collectives] == [
+        ("send", "backward", MICROBATCHES),
+        ("send", "forward", MICROBATCHES),
+    ]
+
+
+async def test_stages_of_parts_reduce_gradients_once_a_step() -> None:
+    strategy = Strategy(stages=("blocks.0",), microbatches=MICROBATCHES, params=TP, inputs={"*": {"dp": Shard(0)}})
+    made = planned(strategy, {"pp": 2, "dp": 2, "tp": 2})
+    gradients = [one for one in made.collectives if one.cause.operation == "gradient"]
+    assert [(one.kind, one.axis, one.times) for one in gradients] == [("all_reduce", "dp", 1)] * 2
+    layers = [one for one in made.collectives if one.axis == "tp"]
+    assert len(layers) == 8
+    assert {one.times for one in layers} == {MICROBATCHES}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes", "message"),
+    [
+        (Strategy(stages=("blocks.0",)), {"dp": 2}, "2 stages on 1 ranks of the axis pp"),
+        (Strategy(stages=("block.0",)), {"pp": 2}, "no module 'block.0' gives a tensor; the nearest are blocks.0"),
+        (Strategy(stages=("blocks.1", "blocks.0")), {"pp": 3}, "in the order in which they end"),
+        (Strategy(stages=("blocks.0",), schedule="fast"), {"pp": 2}, "give one of gpipe, interleaved"),
+        (Strategy(), {"pp": 2}, "1 stages on 2 ranks of the axis pp"),
+    ],
+)
+async def test_stages_that_do_not_fit_are_refused(strategy: Strategy, axes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planned(strategy, axes)
+
+
+@pytest.mark.programs
+async def test_eight_workers_in_three_dimensions_train_as_one_process(rt: aiodaft.Runtime) -> None:
+    strategy = Strategy(stages=("blocks.0",), microbatches=MICROBATCHES, params=TP, inputs={"*": {"dp": Shard(0)}})
+    made = planned(strategy, {"pp": 2, "dp": 2, "tp": 2})
+    expected, _ = accumulated(20)
+    async with workers(rt, made.axes) as eight:
+        step = await eight.load(made, model_of().state_dict())
+        losses = [(await step(x, y)).item() for x, y in batches(20)]
+        usage = await step.usage()
+    assert losses == pytest.approx(expected, abs=1e-5)
+    for rank, used in enumerate(usage):
+        assert used.received == {axis: 20 * received[rank] for axis, received in made.bytes.items()}

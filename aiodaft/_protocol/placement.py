@@ -141,10 +141,6 @@ class NodeView(NamedTuple):
     """A node, or a slice of one, as it was at some moment.
 
     Attributes:
-        name: The node.
-        labels: Its labels.
-        stock: Its resources.
-        actors: The number of its actors.
         revision: A number that grows whenever something was given back there.
         draining: Whether it takes nothing new any more.
     """
@@ -170,7 +166,6 @@ class Where:
 
     Attributes:
         node: The name of the only one; None allows all.
-        labels: Labels that it must have.
         near: One of these must be there; empty allows all.
         apart_from: None of these may be there.
     """
@@ -186,10 +181,6 @@ class Request:
     """A request for places: for like actors, or the slices of a mesh; all of them or none.
 
     Attributes:
-        label: Its name in errors.
-        demand: The needs of each of them.
-        count: Their number.
-        where: The constraints on their nodes.
         spread: Whether they go to the emptiest nodes instead of the fullest ones that have room.
         own_nodes: Whether each needs a node without the others, as the slices of a mesh do.
     """

@@ -27,8 +27,6 @@ from aiodaft._protocol.numbers import is_count, is_number
 
 
 class ChildState(enum.Enum):
-    """The state of a child."""
-
     STARTING = "a process makes it"
     UP = "it takes calls, and is restarted when it dies"
     LEAVING = "it is stopped, and then started again with its siblings"
@@ -39,8 +37,6 @@ class ChildState(enum.Enum):
 
 
 class ChildEvent(enum.Enum):
-    """The events in the life of a child."""
-
     MADE = "its process has made it"
     FAILED = "it died, or could not be made"
     RESTART = "a sibling died, and is restarted together with it"
@@ -112,8 +108,6 @@ def next_task(children: Sequence[OrderedT]) -> tuple[OrderedT, float | None] | N
 
 
 class Fate(enum.Enum):
-    """The meaning of its process's end for a child."""
-
     NOTHING = "it has no process, or its supervisor stops it"
     NOT_MADE = "its start has failed"
     RESTART = "its supervisor decides"
@@ -399,8 +393,6 @@ class _Failed(NamedTuple, Generic[Maker]):
 
 
 class FailedAwaits(Generic[Maker]):
-    """The awaits of one process that have raised something."""
-
     def __init__(self) -> None:
         self._failed: deque[_Failed[Maker]] = deque(maxlen=_REMEMBERED)
 

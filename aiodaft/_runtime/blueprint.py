@@ -81,13 +81,7 @@ class Reserved(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """The place of one member in a group.
-
-    Attributes:
-        label: The name of the member in errors.
-        reserved: Its share.
-        enrolment: Its place in the group.
-    """
+    """The place of one member in a group."""
 
     label: str
     reserved: Reserved

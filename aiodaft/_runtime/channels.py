@@ -153,8 +153,6 @@ def leaving_of(connection: Connection) -> Leaving:
 
 
 class Channels(Actor):
-    """The channels of one process. Every process has this actor; they send each other messages."""
-
     def __init__(self, caller: Caller) -> None:
         self.process = caller.process
         self.connections = caller.connections

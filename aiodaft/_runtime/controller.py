@@ -45,8 +45,6 @@ T = TypeVar("T")
 
 
 class Stage(Enum):
-    """The stages of a controller; see the table above."""
-
     NEW = auto()
     OPEN = auto()
     ENDED = auto()

@@ -47,8 +47,6 @@ T = TypeVar("T")
 
 
 class Owner(ABC):
-    """The view that scopes have of their process."""
-
     peer: Peer
     process: Process
     nodes: Nodes

@@ -68,8 +68,6 @@ from aiodaft_transport import Key, Transport, open_transport
 
 
 class Peer:
-    """One process."""
-
     def __init__(self, options: ProcessOptions, key: Key, env: Env) -> None:
         self.process = process = Process(options, key, env)
         self.connections = Connections(process, self)

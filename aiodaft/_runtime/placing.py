@@ -28,8 +28,6 @@ _FEW: Final = 64
 
 
 class Agent(Protocol):
-    """The view that placing has of the agent of a node."""
-
     def state(self, within: Any) -> Awaitable[NodeState]: ...
 
     def changed(self, revision: int) -> Awaitable[None]: ...
@@ -103,8 +101,6 @@ class Refusal(NamedTuple, Generic[AgentT]):
 
 
 class _Search(Generic[AgentT]):
-    """The state of one order."""
-
     def __init__(self, request: Request, known: Sequence[Site[AgentT]], allowed: Sequence[Site[AgentT]]) -> None:
         self.request = request
         self.known = known
@@ -156,7 +152,6 @@ class Placing:
         """Reserve an order, all or nothing; returns the site and the result for each rank.
 
         Args:
-            order: The shares to reserve.
             waiting: The time to wait until there is room. Without it, there is an error at once; and so there is if
                 the sites could not even have room if nothing were in use.
 

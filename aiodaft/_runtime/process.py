@@ -42,13 +42,8 @@ class ProcessOptions(NamedTuple):
     """The options of a process of a runtime.
 
     Attributes:
-        id: Its id among its peers.
-        node: Name of the machine.
         cluster: Name of the runtime, or of the cluster that it is part of; handles work inside it.
         owner: The controller whose end ends this process.
-        agent: The process with the node agent of the machine.
-        coordinator: The process with the coordinator.
-        transport: The transport of the payloads that leave the process.
         direct: Whether the user has chosen none: tensors in GPU memory go from GPU to GPU, and values to other machines
             over the best transport that leads there.
         grace: Seconds that cancelled calls get for their cleanup.

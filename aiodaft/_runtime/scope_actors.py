@@ -132,9 +132,7 @@ class Start(NamedTuple):
 
     Attributes:
         host: The process to share; None for a new one.
-        conditions: The conditions for the process of each incarnation.
         keep: Whether the actor may be restarted.
-        epoch: The number of its incarnation.
     """
 
     host: PeerId | None
@@ -205,11 +203,7 @@ class ScopeActors:
 
     @asynccontextmanager
     async def spawning(self, check: Callable[[], None]) -> AsyncGenerator[None]:
-        """In the block, an actor is made. `stop_all` cancels it, and waits for its end.
-
-        Args:
-            check: Raises that the scope is closed.
-        """
+        """In the block, an actor is made. `stop_all` cancels it, and waits for its end."""
         limit, ended = asyncio.timeout(None), self._controller.process.loop.create_future()
         self._spawning[limit] = ended
         try:
@@ -234,10 +228,7 @@ class ScopeActors:
         """Make an actor; if that fails, free its place.
 
         Args:
-            spec: Its class and arguments.
             constraints: The arguments of `on`.
-            beside: The actor of which it shares the process.
-            reserved: Its share, if that is reserved.
             request: Gives its demand; also later, when its node is lost.
 
         Cancellation: the actor is taken back.
@@ -352,8 +343,6 @@ class ScopeActors:
         """Reserve the shares of a gang: all of them or none.
 
         Args:
-            request: The demand of the gang.
-            ranks: The ranks of its members.
             constraints: The arguments of `on`.
             beside: The actor of which they share the process.
 

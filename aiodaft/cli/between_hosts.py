@@ -43,8 +43,6 @@ _ADVICE: Final = (
 
 
 class _End(NamedTuple):
-    """A process that measures its way to others."""
-
     facts: Facts
     way: Callable[[str], Awaitable[str]]
     call: Callable[[Probe], Awaitable[float]]
@@ -55,10 +53,8 @@ async def examine_hosts(address: str, key_file: str | None, names: Collection[st
     """Report on the ways between this machine and the nodes, and between these; returns whether all work.
 
     Args:
-        address: The address of a node of the cluster.
         key_file: The key of the cluster; None: at the place where all commands look for it.
         names: The nodes to look at; empty: all.
-        output: The report.
     """
     try:
         identity = load_identity(key_file)
@@ -77,8 +73,6 @@ async def examine_hosts(address: str, key_file: str | None, names: Collection[st
 
 
 class _Examination:
-    """The findings between the hosts of one cluster."""
-
     def __init__(self, rt: Runtime, identity: Identity, output: Output) -> None:
         self._rt = rt
         self._output = output

@@ -54,8 +54,6 @@ class Offers(NamedTuple):
 
 
 class Serving(NamedTuple):
-    """The options with which a node serves."""
-
     listen: str | None
     name: str | None
     drain: float | None

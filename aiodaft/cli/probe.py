@@ -46,8 +46,6 @@ def facts() -> Facts:
 
 
 class Probe(Actor, cpus=0):
-    """One end of a measured way."""
-
     def __init__(self) -> None:
         self._value = b""
 

@@ -36,8 +36,6 @@ from .output import Failed
 
 
 class _Job(NamedTuple):
-    """The arguments of `aiodaft run`."""
-
     command: Sequence[str]
     listen: str | None
     name: str | None

@@ -64,7 +64,6 @@ class Feed:
     A page that waits for a look takes it, so one that does not read, or is gone, causes none.
 
     Args:
-        rt: The runtime.
         period: Seconds between two looks.
 
     Raises:

@@ -24,8 +24,6 @@ _SILENT: Final = FlowRate(0.0, 0.0, 0.0)
 
 @dataclass(slots=True)
 class _Box:
-    """One process, or those of a group."""
-
     key: str
     title: str
     is_program: bool

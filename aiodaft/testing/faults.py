@@ -144,8 +144,6 @@ class Faults:
 
 
 class _Inside(Actor):
-    """Acts in the process of an actor."""
-
     @method
     async def delay(self, seconds: float) -> None:
         peer = current_process().part(Peer)

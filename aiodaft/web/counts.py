@@ -18,9 +18,6 @@ class Counts:
     """Of the requests of one ingress.
 
     Attributes:
-        begun: The number that have come.
-        ended: The number that have ended, in each way.
-        waiting: The number that wait for their turn.
         durations: The number that took up to each of the bounds, without those refused or left by their clients.
         seconds: The time that these took together, their waits included.
     """

@@ -26,8 +26,6 @@ _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, LastingRequests] = WeakK
 
 
 class Watched(Protocol):
-    """A request that has a client."""
-
     def watch(self, tasks: TaskOwner) -> bool:
         """Begin to watch the client; False if it is watched by others for now."""
         ...

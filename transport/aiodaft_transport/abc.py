@@ -40,8 +40,6 @@ class Control(Protocol):
 
 
 class Host(Protocol):
-    """The process that a transport serves."""
-
     def call_soon(self, callback: Callable[[], object], /) -> None:
         """Run `callback` on the process's event loop; callable in any thread, also while it is collecting garbage."""
         ...

@@ -112,10 +112,8 @@ class ServerHandshake:
     """The side that accepts the connection.
 
     Args:
-        key: The key of the cluster.
         nonce: NONCE_SIZE random bytes, used once.
         tls: Whether connections for CONTROL go on with TLS.
-        data_tls: Whether those for DATA do.
     """
 
     def __init__(self, key: Key, nonce: bytes, *, tls: bool, data_tls: bool = False) -> None:

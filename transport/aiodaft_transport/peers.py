@@ -33,8 +33,6 @@ BlockT = TypeVar("BlockT", bound=PooledBlock[Any] | LentBlock)
 
 
 class Remote:
-    """A peer, and the grants that it holds."""
-
     def __init__(self) -> None:
         self.granted: dict[int, Pullable] = {}
 
@@ -61,8 +59,6 @@ SegmentRemoteT = TypeVar("SegmentRemoteT", bound=SegmentRemote[Any])
 
 
 class PeerTransport(ABC, Generic[BlockT, RemoteT]):
-    """Grants blocks to peers. See `Transport`."""
-
     name: ClassVar[str]
     shared: ClassVar[bool] = False
 

@@ -147,8 +147,6 @@ class _Remote(SegmentRemote[_RemoteSegment]):
 
 
 class ShmTransport(SegmentTransport[Block, _Remote]):
-    """Zero-copy transfers between processes of one host."""
-
     name: ClassVar[str] = "shm"
     shared: ClassVar[bool] = True
 

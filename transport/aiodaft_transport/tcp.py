@@ -66,8 +66,6 @@ class _Remote(Remote):
 
 
 class TcpTransport(PeerTransport[Block, _Remote]):
-    """Transfers over streams."""
-
     name: ClassVar[str] = "tcp"
 
     def __init__(self, host: Host) -> None:

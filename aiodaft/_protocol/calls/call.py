@@ -19,8 +19,6 @@ from typing import Any, Final
 
 
 class Stage(Enum):
-    """The stage of a call."""
-
     FETCHING = "its arguments are being fetched"
     QUEUED = "it waits for its turn in the mailbox"
     STARTED = "its task or thread has it"
@@ -35,8 +33,6 @@ class Stage(Enum):
 
 
 class Event(Enum):
-    """The events in the life of a call."""
-
     FETCHED = "its arguments are here"
     START = "the mailbox lets it start"
     WITHDRAW = "before it began, it was cancelled or its arguments failed"
@@ -86,8 +82,6 @@ ANSWERED: Final = frozenset({ABANDONED, OVER})
 
 
 class Life:
-    """The stage of one call, whether it has begun, and its times."""
-
     # Most calls bring their arguments along.
     stage = QUEUED
     # An earlier call had not begun when this one was started: this one has to begin after it.

@@ -77,8 +77,6 @@ class Whereabouts:
 
 
 class Failure(Enum):
-    """The verdict on a further attempt, from the error of a call."""
-
     FINAL = "the call ran, or another attempt would fail in the same way"
     DOUBTFUL = "the call may have run"
     UNSENT = "the call did not run"

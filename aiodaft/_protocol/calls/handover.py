@@ -37,8 +37,6 @@ Expected: TypeAlias = tuple[PeerId, Key]
 
 
 class Way(Enum):
-    """The way of a value to a call."""
-
     IN_MESSAGE = "it travels in the call"
     IN_PLACE = "the process of the call has or makes it"
     FORWARDED = "the producer is told to send it"
@@ -52,7 +50,6 @@ def choose(plain: bool, producer: PeerId | None, consumer: PeerId, *, relayed: b
     """Choose the way of a value.
 
     Args:
-        plain: Whether the owner has the value, and it is plain.
         producer: The process that stores the value, or got the call for it, if a message from the owner gets there.
         consumer: The process of the call that needs the value.
         relayed: Whether consumers pass the value on to each other.

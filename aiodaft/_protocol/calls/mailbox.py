@@ -50,8 +50,6 @@ class Gate(Protocol[EntryT_contra]):
 
 
 class Entry(Protocol):
-    """The part of a call that the mailbox uses."""
-
     caller: PeerId
     rules: Rules
     # See `Life`.

@@ -14,8 +14,6 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Entry(Protocol):
-    """A call or a run that is submitted."""
-
     @property
     def lanes(self) -> Sequence[Hashable]: ...
 

@@ -101,8 +101,6 @@ class Tell(NamedTuple):
 
 
 class Outcome(Enum):
-    """The outcome of an operation that a user waits for."""
-
     DONE = auto()  # with the item, for a receive
     CLOSED = auto()
     ORPHANED = auto()  # with the process that died

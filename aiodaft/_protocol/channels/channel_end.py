@@ -41,8 +41,6 @@ _ENDINGS: Final = {Kind.OVER: Outcome.CLOSED, Kind.ORPHANED: Outcome.ORPHANED, K
 
 
 class Want(Enum):
-    """The progress of a receive; see the table above."""
-
     IDLE = auto()
     ASKED = auto()
     LENT = auto()

@@ -42,8 +42,6 @@ _WEIGHT: Final = 1 / 8
 
 
 class Idle(Enum):
-    """The next action of a process that found no message."""
-
     LOOK = "look again in the next turn of the loop"
     YIELD = "let other processes run before that"
     SLEEP = "wait until it is woken"
@@ -55,7 +53,6 @@ class Pace:
     Attributes:
         may_poll: There is a second processor.
         since: The time of the last message, sent or received.
-        threads: Jobs that run on actors' threads.
         crowded: Another process wants the processor.
     """
 
@@ -87,8 +84,6 @@ class Pace:
 
 
 class Way(Enum):
-    """The way in which one side of the connection sends and receives."""
-
     SOCKET = "messages go over the socket"
     OFFERED = "this side has made rings, and the peer has not answered"
     WRITING = "this side writes to its ring; the peer still sends over the socket"
@@ -96,8 +91,6 @@ class Way(Enum):
 
 
 class Step(Enum):
-    """An action of one side."""
-
     NOTHING = "nothing"
     ASK = "send RING_WANTED"
     OFFER = "make rings, and send RING_OFFERED"
@@ -128,11 +121,7 @@ _TAKER: Final = {
 
 
 class Upgrade:
-    """The move of one connection, as one side sees it.
-
-    Attributes:
-        way: The way in which this side sends and receives.
-    """
+    """The move of one connection, as one side sees it."""
 
     def __init__(self, *, makes: bool) -> None:
         self._table = _MAKER if makes else _TAKER

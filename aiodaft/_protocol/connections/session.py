@@ -49,8 +49,6 @@ T = TypeVar("T")
 
 
 class Definitions(Generic[T]):
-    """The names that are known at each end."""
-
     def __init__(self) -> None:
         self._told: set[bytes] = set()
         # Is replaced, and never changed: a value that arrives keeps the definitions of that moment, until it is
@@ -212,10 +210,7 @@ class Session(Generic[CallT]):
         """Send a call, or let it wait.
 
         Args:
-            call_id: Number of the call.
-            call: Kept with it until it is answered.
             message: The CALL, TELL or SEND; None until `provide`.
-            cost: Bytes of arguments in it.
             admitted: The call was accepted before: do not refuse it.
             ordered: Whether it stays behind earlier ones.
 

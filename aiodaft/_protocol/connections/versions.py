@@ -13,7 +13,6 @@ class Software(NamedTuple):
     """The software that a process runs.
 
     Attributes:
-        release: That of aiodaft, such as "0.1.0".
         python: The interpreter and its version, such as "cpython 3.12.1".
     """
 

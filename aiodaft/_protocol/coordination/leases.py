@@ -19,16 +19,12 @@ _STOPPED: Final = 0.5
 
 
 class LeaseState(enum.Enum):
-    """The coordinator's knowledge of the holder."""
-
     UNSEEN = "it held the lease before the coordinator started"
     HELD = "it has said that it is alive"
     OVER = "the lease is over"
 
 
 class LeaseEvent(enum.Enum):
-    """The events in the life of a lease."""
-
     KEPT = "its holder says that it is alive"
     ENDED = "its holder gives it up, or has been silent for too long"
 
@@ -53,8 +49,6 @@ class Lease:
 
 
 class LeaseTable:
-    """The leases by the epochs of their members."""
-
     def __init__(self, ttl: float, now: float) -> None:
         self.ttl = ttl
         self._leases: dict[int, Lease] = {}
@@ -120,16 +114,12 @@ _PER_LEASE: Final = 4
 
 
 class HolderState(enum.Enum):
-    """The right of a node to act."""
-
     OUTSIDE = "it has no lease"
     HOLDING = "it may act under its lease"
     FENCED = "its lease may be over: it may not act until the coordinator has answered"
 
 
 class HolderEvent(enum.Enum):
-    """The events in the life of a lease, on the side of its holder."""
-
     JOINED = "the coordinator has taken it in"
     KEPT = "the coordinator has prolonged the lease"
     SILENT = "the coordinator has not answered for too long"
@@ -151,8 +141,6 @@ HOLDER_TRANSITIONS: Final[dict[tuple[HolderState, HolderEvent], HolderState]] = 
 
 
 class LeaseHolder:
-    """The lease of one node."""
-
     def __init__(self, skew: float) -> None:
         self._skew = skew
         self._state = HolderState.OUTSIDE

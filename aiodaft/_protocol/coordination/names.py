@@ -26,16 +26,12 @@ KeyT = TypeVar("KeyT")
 
 
 class NameState(enum.Enum):
-    """The state of a name."""
-
     FREE = "no actor has it"
     RESERVED = "a process makes the actor that is to have it"
     HELD = "an actor has it"
 
 
 class NameEvent(enum.Enum):
-    """The events in the life of a name."""
-
     RESERVE = "a process begins to make an actor of that name"
     REGISTER = "an actor gets it, or is known by it again after a restart of the coordinator"
     FREED = "the actor, its process or its lease is gone"

@@ -69,8 +69,6 @@ def first_revision(term: int, lot: int = 0) -> int:
 
 
 class Kind(enum.IntEnum):
-    """The kind of record that a change is about."""
-
     NAME = 0
     MEMBER = 1
 
@@ -80,16 +78,11 @@ class NamedActor:
     """The holder of a name.
 
     Attributes:
-        name: The name.
         peer: The process of the actor; of a supervised one, the process that has its directory.
-        actor: Its id there.
-        label: Its name in errors.
-        class_names: Its class with all bases.
         lease: The lease with which the name ends: the epoch of a member. 0: none, as in an embedded runtime.
         reserved: Whether the actor is still to be made, by `peer`.
         supervised: Whether it may be restarted: `peer` knows its process.
         epoch: The grant of the name; 0 in a request for a new one.
-        revision: The last change.
     """
 
     name: str
@@ -112,14 +105,8 @@ class Member:
     """A node of the cluster.
 
     Attributes:
-        name: The node's name.
-        peer: The node process.
-        address: The address at which it listens, such as "tcp://10.0.0.1:7777".
-        labels: Labels that placement may ask for.
-        totals: Its resources.
         free: The free part of them, when it last said so.
         epoch: The incarnation of the node, and its lease; 0 in a request for a new one.
-        revision: The last change.
     """
 
     name: str
@@ -140,9 +127,6 @@ class Change:
     """One step of the tables.
 
     Attributes:
-        revision: Its number.
-        kind: The table.
-        key: The name of the record.
         record: The record as it is now; None if it is gone.
     """
 
@@ -209,7 +193,6 @@ class Batch:
     Attributes:
         revision: The last one that it covers; the watcher asks again from here.
         whole: Whether these are all records there are, instead of the changes since it asked.
-        changes: The changes, oldest first.
     """
 
     revision: int
@@ -218,8 +201,6 @@ class Batch:
 
 
 class History:
-    """The last changes, oldest first."""
-
     def __init__(self, revision: int, remembered: int = _REMEMBERED) -> None:
         # Changes up to this one are forgotten.
         self._floor = revision
@@ -248,8 +229,6 @@ class History:
 
 
 class View:
-    """The records of a table that a watcher knows."""
-
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
         self.revision = 0

@@ -109,7 +109,6 @@ class Stored:
 
     Attributes:
         term: Greater than that of each coordinator before it.
-        records: The stored records.
         forgot: Whether there may be names and members that were not stored.
         lot: Tells it from other coordinators with this term: its first epoch is so much greater.
     """

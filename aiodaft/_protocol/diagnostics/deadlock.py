@@ -55,8 +55,6 @@ class Reason(Enum):
 
 
 class Place(Enum):
-    """The place at which a call waits."""
-
     TASK = "in its task"
     THREAD = "on the actor's thread"
     ARGUMENTS = "for arguments that are fetched"
@@ -86,11 +84,8 @@ class Waiting:
     """A call that waits, as its process knows it.
 
     Attributes:
-        actor: Name of the actor that was called.
-        method: The method, such as "Model.step".
         line: The line of the source at which it waits, if it has begun.
         begun: Whether its first line has run.
-        reason: The way in which it waits.
         stamp: Changes whenever it wakes, also if it then waits for the same.
         on: The calls of which one has to move on before it can.
         own: Whether it is a call of the runtime itself, which no error names.
@@ -145,8 +140,6 @@ class Deadlock(NamedTuple):
 
 
 class Phase(Enum):
-    """The stage of a search."""
-
     EXPLORING = "exploring"
     CONFIRMING = "confirming"
     OVER = "over"

@@ -80,8 +80,6 @@ class Failure:
 
 
 class Subject(NamedTuple):
-    """The subject of a failure; see `Failure`."""
-
     what: Kind
     actor: str
     method: str

@@ -37,8 +37,6 @@ def frames_of(record: Record, pid: int, number: int) -> list[bytes]:
 
 
 class Sieve:
-    """Separates the records in a stream from other output."""
-
     def __init__(self) -> None:
         self._rest = b""
         # Of each process: the number of the record that comes in parts, and these.

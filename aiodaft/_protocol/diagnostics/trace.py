@@ -106,11 +106,8 @@ def submitted(
 
     Args:
         times: Of the submission, and of the moment at which the program went on.
-        key: Names it.
-        what: The method.
         actor: The name of the actor, or the id of a process whose own actor it is; empty for a graph.
         maker: The call that made it, and the actor of that; None in a program.
-        needs: The calls whose results are its arguments.
     """
     return (SUBMITTED, *times, key, what, actor, maker, tuple(needs))
 
@@ -128,12 +125,7 @@ def ran(
 
     Args:
         times: Of its arrival, of its last argument's arrival, of its beginning (None: it never began), and of its end.
-        key: Names it.
-        actor: The actor that ran it.
-        what: The method.
         outcome: See `outcome_of`.
-        inside: The strand of a step.
-        needs: The steps whose results are its arguments.
     """
     return (RAN, *times, key, actor, what, outcome, inside, tuple(needs))
 
@@ -156,11 +148,6 @@ class ProcessTrace:
     """The record of one process.
 
     Attributes:
-        id: The process.
-        pid: Its pid.
-        node: Its node.
-        actors: The names of its actors.
-        events: Its events, in the order in which they ended.
         dropped: The number of events for which there was no room.
     """
 

@@ -34,15 +34,8 @@ class Slice:
     """Something that took time, on a track of a process. Times are seconds on the clock of the trace.
 
     Attributes:
-        process: The number of the process.
         track: The actor, or another kind of work.
-        began: Its beginning.
-        ended: Its end.
-        name: The shown name.
         category: Its kind: "submit", "call", "step", "graph", "collective" or "transfer".
-        args: Details.
-        inside: The call that it is part of.
-        tid: The number of its track.
     """
 
     process: int
@@ -166,7 +159,6 @@ def trace_file(
         parts: The record of each process, the program first, and the seconds by which its clock is ahead of the
             trace's.
         began: The beginning of the trace. Earlier events are left out, and calls that were under way are cut.
-        ended: Its end; the same.
         left_out: Processes whose events are missing, and why.
     """
     numbers = {process: number for number, process in enumerate(dict.fromkeys(part.id for part, _ in parts), 1)}

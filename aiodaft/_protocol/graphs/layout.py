@@ -52,12 +52,8 @@ class Box:
 
     Attributes:
         title: Such as "Model.execute", "input 0" or "output 1".
-        lane: Its lane.
-        row: Its row.
-        process: The process that has the value.
         note: The known facts about the value; its seconds are those of all calls of the box.
         count: The number of calls; 0 for inputs and outputs.
-        line: The line of the user's code.
     """
 
     title: str
@@ -74,8 +70,6 @@ class Arrow:
     """A value on its way. One end is None if its box is not shown.
 
     Attributes:
-        source: The box that has it.
-        target: The box that needs it.
         travels: Whether it goes from one process to another.
         size: Its bytes, if they are known.
     """
@@ -91,8 +85,6 @@ class Lane:
     """An actor, or the controller.
 
     Attributes:
-        name: Its name.
-        steps: The number of its calls.
         seconds: For how long they ran together; None if that is not known.
     """
 
@@ -106,11 +98,6 @@ class Layout:
     """The place of everything in the picture.
 
     Attributes:
-        lanes: The lanes, from left to right.
-        rows: The number of rows, with that of the band.
-        boxes: The shown boxes.
-        arrows: The values between them.
-        steps: The number of calls of the graph.
         travelled: The bytes that went from process to process, of all values whose size is known.
         band: The row that stands for the rows that are left out; None if all are shown.
         hidden: The number of calls that are left out.

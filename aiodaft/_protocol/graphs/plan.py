@@ -36,13 +36,8 @@ class Step(Generic[DataT]):
     """One call of a dataflow.
 
     Attributes:
-        actor: The actor that is called.
-        name: Its name, such as "Model-1".
         label: The method, such as "Model.execute".
         line: The user's line that makes the call.
-        rules: The mailbox rules of the method.
-        needs: Numbers of the values in its arguments.
-        data: Its arguments, for the shell.
     """
 
     actor: ActorKey
@@ -64,7 +59,6 @@ class Segment:
     """Steps of one actor that run one after the other.
 
     Attributes:
-        steps: Their positions among the steps of the process.
         needs: The values that must be there before it starts, each once.
     """
 
@@ -73,8 +67,6 @@ class Segment:
 
 
 class Report(Enum):
-    """A report of a process to the owner of a result."""
-
     NOTE = "the step is over: the owner does not need its value"
     VALUE = "the value, or the error"
     STORED = "the process stores the value"
@@ -85,11 +77,8 @@ class Result:
     """The destinations of the result of a step, in the process of the step.
 
     Attributes:
-        value: Its number.
-        sends: The other processes that need it.
         used: Whether steps of this process use it.
         awaited: Whether segments of this process wait for it.
-        reported: Whether the owner gets a report.
         output: Its position among the outputs of this process, if the owner needs it.
     """
 
@@ -119,17 +108,12 @@ class SubPlan(Generic[DataT]):
     """The plan of one process.
 
     Attributes:
-        process: The process.
-        steps: Its steps, in program order.
-        results: For each of its steps, where the result goes.
         segments: Its steps as segments, in the order in which they start.
         strands: Its segments as strands, each given by its segments' positions.
         inputs: Numbers of the graph's inputs that it needs.
         receives: Values that it needs from other processes, by process.
-        outputs: Its results that the owner needs.
         uses: For each value, how often the steps of this process use it.
         labels: For each value that is used here, the step or input that makes it.
-        timed: Whether its steps are timed.
     """
 
     process: PeerId
@@ -155,11 +139,8 @@ class Dataflow(Generic[DataT]):
     """A captured dataflow.
 
     Attributes:
-        inputs: The number of its inputs.
         steps: Its calls, in the order in which they were made.
-        outputs: Numbers of its output values.
         orders: Positions of an actor's steps in the order in which they start, for actors with an order of their own.
-        timed: Whether the steps are timed.
     """
 
     inputs: int

@@ -35,8 +35,6 @@ class GraphState(IntEnum):
 
 
 class GraphEvent(IntEnum):
-    """The events in the life of a graph at its owner."""
-
     MOVED = auto()
     INSTALLED = auto()
     FAILED = auto()
@@ -68,8 +66,6 @@ _READY: Final = GraphState.READY
 
 
 class RunState(IntEnum):
-    """The state of a run at the owner of the graph."""
-
     COPYING = auto()
     WAITING = auto()
     UNDER_WAY = auto()
@@ -79,8 +75,6 @@ class RunState(IntEnum):
 
 
 class RunEvent(IntEnum):
-    """The events in the life of a run at the owner of the graph."""
-
     COPY = auto()
     COPIED = auto()
     SENT = auto()
@@ -129,7 +123,6 @@ class OwnedRun:
     """The state of a run at the owner of its graph, and the reports that are missing.
 
     Attributes:
-        number: The number of the run.
         deployment: Set when the run is sent: the processes that have it.
         missing: The values that are not reported yet, with the processes that report them.
     """
@@ -230,16 +223,12 @@ class GraphRuns(Generic[RunT]):
 
 
 class ShareState(IntEnum):
-    """The state of a run at a participant."""
-
     EXPECTED = auto()
     RUNNING = auto()
     OVER = auto()
 
 
 class ShareEvent(IntEnum):
-    """The events in the life of a run at a participant."""
-
     RUN_CAME = auto()
     DONE = auto()
     DROPPED = auto()
@@ -276,9 +265,6 @@ class Needs:
     """The values that the segments of a plan wait for and make, the same for all runs.
 
     Attributes:
-        plan: The plan.
-        segments: By value: the segments that wait for it.
-        strands: By segment: the strand that it belongs to.
         missing: For each segment, the number of values that it needs.
         missing_then: The same once all inputs of the graph have come.
         foreign: Values that come from other processes.
@@ -322,7 +308,6 @@ class Share(Generic[ValueT]):
     """The share of a participant in one run.
 
     Attributes:
-        state: The state of the run.
         values: The values that are here: inputs, and results of this and other processes.
         missing: For each segment, the number of values that it still waits for.
         unfinished: Strands that have not ended, and results that are not told yet.

@@ -106,7 +106,6 @@ class Axes:
         """The block at each place on some of the axes, as the rank that speaks for it and the others.
 
         Args:
-            names: These axes.
             places: The place on other axes of the rank that speaks; negative ones count from the end. Default: 0.
 
         Raises:

@@ -50,15 +50,7 @@ class Cut(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step.
-
-    Args:
-        rank: The member that does it.
-        work: Its work.
-        inputs: Numbers of values.
-        cut: The part of each input that it uses.
-        part: The number of this part, from 0.
-    """
+    """One step."""
 
     rank: int
     work: Work
@@ -89,8 +81,6 @@ def meets_with_values(operation: str, members: int, nbytes: int) -> bool:
     """Whether the values of members that meet go to one of them, which reduces all: one round trip.
 
     Args:
-        operation: The collective.
-        members: Their number.
         nbytes: The bytes of a value.
     """
     return operation in {"all_reduce", "reduce"} and members * nbytes <= QUICK
@@ -102,7 +92,6 @@ class Plan:
     The values 0 to n - 1 are those of the first n members; each step makes the next value.
 
     Args:
-        members: The number of members that have a value.
         parts: The number of parts into which values are cut. Default: one for each of them.
     """
 
@@ -253,9 +242,7 @@ def choose(members: int, nbytes: int | None, *, one_memory: bool, elementwise: b
     """The algorithm of an all-reduce.
 
     Args:
-        members: Their number.
         nbytes: The size of the largest value; None if one does not exist yet.
-        one_memory: Whether the members share memory.
         elementwise: Whether a part of a value can be reduced without the rest.
     """
     if members == 1 or (members == 2 and elementwise):
@@ -366,7 +353,6 @@ def plan_of(
     """The plan of a collective by its name.
 
     Args:
-        operation: Its name.
         members: The number of members. Those of the plan of `broadcast` or `scatter` are the root, then all.
         root: The rank that alone has a value or gets a result, if that is so.
         nbytes: As for `choose`.

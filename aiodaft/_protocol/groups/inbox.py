@@ -41,16 +41,12 @@ OneT = TypeVar("OneT", "Message", "Receive")
 
 
 class Stage(Enum):
-    """The progress of a message; see the table above."""
-
     ANNOUNCED = auto()
     ADMITTED = auto()
     HERE = auto()
 
 
 class Message:
-    """A message, from its announcement on."""
-
     __slots__ = ("nbytes", "number", "source", "stage", "tag", "value", "waiter", "within")
 
     def __init__(self, number: int, source: ActorId, tag: Tag, nbytes: int, within: Hashable) -> None:
@@ -75,8 +71,6 @@ class Wish(NamedTuple):
 
 
 class Receive:
-    """A receive that waits."""
-
     __slots__ = ("number", "senders", "waiter", "wish")
 
     def __init__(self, number: int, wish: Wish, senders: Iterable[ActorId]) -> None:
@@ -95,8 +89,6 @@ class Admit(NamedTuple):
 
 
 class Give(NamedTuple):
-    """A receive gets a message."""
-
     receive: Receive
     message: Message
 

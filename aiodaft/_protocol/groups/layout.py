@@ -21,8 +21,6 @@ class Grid(NamedTuple):
     """The parts of one tensor.
 
     Attributes:
-        dtype: The name of its dtype.
-        itemsize: Bytes of an element.
         cuts: For each dimension the bounds of its intervals: 0, ..., length.
         cells: For each rank the numbers of its intervals; None if it has nothing.
     """
@@ -65,7 +63,6 @@ class Rule(NamedTuple):
     """The layout of one tensor.
 
     Attributes:
-        shape: The shape of the whole tensor.
         dims: The axes over which a dimension is cut; the last one is the fastest.
         only: The coordinates in an axis at which ranks have the tensor.
         lengths: The lengths of the parts of a dimension, if they are not those of `even_cuts`.

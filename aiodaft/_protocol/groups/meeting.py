@@ -31,9 +31,6 @@ class Coming:
     """A member that comes to a meeting.
 
     Attributes:
-        name: The name of the meeting.
-        title: Its name in errors.
-        rank: The member.
         terms: The terms that all have to agree on; the error names the first difference.
         fault: The meeting fails with this, because of the member.
         number: Tells it from the member's other meetings of this name.
@@ -55,7 +52,6 @@ class Outcome(Generic[T]):
 
     Attributes:
         tickets: The tickets of the members that wait for it, by rank. If it has not failed: all of them, in order.
-        error: The reason of its failure.
     """
 
     tickets: Mapping[int, T]
@@ -122,11 +118,7 @@ class _Meeting(Generic[T]):
 
 
 class Meetings(Generic[T]):
-    """The meetings of a group at one epoch.
-
-    Args:
-        size: The number of members.
-    """
+    """The meetings of a group at one epoch."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -282,7 +274,6 @@ class Left(NamedTuple):
     Attributes:
         error: The error by which it left early; "" if it did not.
         follows: Whether that error came of another member.
-        gone: Whether the member is gone.
     """
 
     error: str = ""
@@ -291,12 +282,7 @@ class Left(NamedTuple):
 
 
 class Others:
-    """A member's knowledge of the others in a block.
-
-    Args:
-        group: The name of the group.
-        labels: The names of its members, by rank.
-    """
+    """A member's knowledge of the others in a block."""
 
     def __init__(self, group: str, labels: Sequence[str]) -> None:
         self._group = group
@@ -320,7 +306,6 @@ class Others:
         """The departure of this member by an error.
 
         Args:
-            error: The error.
             inside: Whether the block had begun.
             broken: Whether an operation of torch has failed.
         """
@@ -339,7 +324,6 @@ def torchrun_variables(rank: int, processes: Sequence[PeerId]) -> dict[str, str]
     """The environment by which programs for torchrun know their place.
 
     Args:
-        rank: The member.
         processes: Those of all members, by rank.
     """
     beside = [other for other, process in enumerate(processes) if node_of(process) == node_of(processes[rank])]
@@ -352,13 +336,7 @@ def torchrun_variables(rank: int, processes: Sequence[PeerId]) -> dict[str, str]
 
 
 def address_variables(host: str, port: int, interface: str) -> dict[str, str]:
-    """The environment by which programs for torchrun find each other.
-
-    Args:
-        host: The host at which the store listens.
-        port: The port of the store.
-        interface: The network interface of gloo and NCCL.
-    """
+    """The environment by which programs for torchrun find each other."""
     return {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),

@@ -28,13 +28,8 @@ class Piece(NamedTuple):
     """A part of a tensor that one rank of the source gives to one rank of the destination.
 
     Attributes:
-        name: The tensor.
-        source: The rank of the source.
         source_start: Its first element in the shard of that rank.
         target_start: Its first element in the shard of the rank that gets it.
-        size: Its shape.
-        itemsize: Bytes of an element.
-        nbytes: Bytes of all its elements.
     """
 
     name: str
@@ -61,10 +56,6 @@ class Share(NamedTuple):
     """A part of one tensor that some ranks of the source have and some of the destination need.
 
     Attributes:
-        cell: The cell of the source that has it.
-        box: Its place in the whole tensor.
-        holders: The ranks of the source that have it.
-        takers: The ranks of the destination that need it.
         source_start: As in `Piece`, as are the others.
     """
 
@@ -85,7 +76,6 @@ class Plan:
     Attributes:
         sent: For each rank of the destination the pieces that other processes send it, large tensors first.
         kept: For each rank of the destination the pieces that its process has already.
-        largest: Bytes of the largest tensor.
         least: Bytes that a message may have however small the tensors are.
     """
 
@@ -123,8 +113,6 @@ def plan(source: Mapping[str, Grid], target: Mapping[str, Grid], homes: Sequence
     """Plan a move. Equal arguments give equal plans.
 
     Args:
-        source: The layout that the tensors have.
-        target: The layout that they are to have.
         homes: For each rank of the target the rank of the source that is in the same process.
 
     Raises:

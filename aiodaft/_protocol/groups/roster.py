@@ -22,8 +22,6 @@ class Roster(Generic[T_co]):
     Attributes:
         id: The name of the group, unique in its cluster: the owner's name for it, an @, and the owner.
         epoch: Counts the changes and restarts of its members, from 1. No two rosters of a group have the same.
-        size: The number of members.
-        axes: The grid that the ranks form.
         members: The members by rank; empty while they are being made.
         since: The epoch at which it got these members. Later epochs with the same `since` have the same members.
     """
@@ -93,7 +91,6 @@ def seats_after(size: int, staying: Sequence[int], n: int) -> tuple[int | None, 
     """The holders of the first ranks after a change: former ranks, None for a new member. All others are new.
 
     Args:
-        size: The number of members before.
         staying: The ranks of those that can stay, in order.
         n: The number of members after it. If it is at least `size`, ranks are kept; else the ranks are closed, and the
             last members leave if there are too many.

@@ -16,7 +16,6 @@ class Code(NamedTuple):
     """The code that the workers of an actor import before anything else.
 
     Attributes:
-        source: The process that has the archives.
         digests: Their digests, first those that are searched first.
     """
 

@@ -97,9 +97,6 @@ class Answer(NamedTuple):
     Attributes:
         lag: Seconds for which the loop has been blocked.
         age: Seconds for which the oldest call has run.
-        method: The name of that call.
-        culprit: The call that blocks the loop.
-        line: The line where it does so.
     """
 
     lag: float = 0.0
@@ -257,16 +254,12 @@ _ENDLESS: Final = 600
 
 
 class Verdict(enum.Enum):
-    """The result of the looks."""
-
     WAIT = enum.auto()
     REPORT = enum.auto()
     GIVE_UP = enum.auto()
 
 
 class Standstill:
-    """The looks at one process since its last answer."""
-
     def __init__(self) -> None:
         self.looks = 0
         self._unchanged = 0
@@ -308,8 +301,6 @@ def period_of(lease: float) -> float:
 
 
 class Silence:
-    """The silence on one connection."""
-
     def __init__(self) -> None:
         self._received = 0
         self._silent_looks = 0
@@ -319,7 +310,6 @@ class Silence:
 
         Args:
             received: Bytes that have come since the beginning.
-            awaited: Whether an answer is due.
         """
         if received != self._received or not awaited:
             self._received, self._silent_looks = received, 0

@@ -29,8 +29,6 @@ def gpu_names(machine: Sequence[Gpu], allowed: str | None, declared: object = No
     A GPU that is declared and not there has a number that no GPU has.
 
     Args:
-        machine: All GPUs.
-        allowed: CUDA_VISIBLE_DEVICES.
         declared: Their number, if the user gives it.
     """
     visible = _visible(allowed or "", machine)
@@ -104,8 +102,6 @@ class Stock(NamedTuple):
 
     Attributes:
         totals: The amount of each resource, also when it is in use; "cpus" and "gpus" among them.
-        free: The free amount of each, without the GPUs.
-        gpus: The free share of each GPU, from 0 to 1.
     """
 
     totals: Mapping[str, float]
@@ -201,12 +197,6 @@ class Resources(Generic[HolderT]):
 
     def take(self, holder: HolderT, label: str, demand: Demand, within: HolderT | None = None) -> tuple[int, ...]:
         """Reserve the resources of an actor, until `give_back`; returns the numbers of its GPUs.
-
-        Args:
-            holder: The actor.
-            label: Its name in errors.
-            demand: Its needs.
-            within: The slice to take from.
 
         Raises:
             InsufficientResources: The node does not have it, or others hold it; nothing was reserved.

@@ -19,8 +19,6 @@ from typing import Final, NamedTuple
 
 
 class WorkerState(enum.Enum):
-    """The state of a worker process."""
-
     STARTING = "the fork server makes it"
     UP = "it runs"
     BLAMED = "it runs, as far as is known; calls failed because a connection to it was lost"
@@ -31,8 +29,6 @@ class WorkerState(enum.Enum):
 
 
 class WorkerEvent(enum.Enum):
-    """An event of a worker process, or an action of the node agent."""
-
     STARTED = "the fork server has made it"
     CALLS_LOST = "another process lost its connection to it, with calls under way"
     ALIVE = "the loss of a connection was not its end"
@@ -94,8 +90,6 @@ def how_it_ended(exit_code: int | None, signal: str | None, *, oom: bool) -> str
 
 
 class DrainState(enum.Enum):
-    """The state of a node with respect to its drain."""
-
     SERVING = "it takes actors"
     DRAINING = "it takes no new actors, and waits until its processes have ended"
     EVICTING = "its processes are told to end, because the grace is over"
@@ -103,8 +97,6 @@ class DrainState(enum.Enum):
 
 
 class Drain:
-    """The drain of one node."""
-
     def __init__(self) -> None:
         self.state = DrainState.SERVING
         self._deadline = 0.0

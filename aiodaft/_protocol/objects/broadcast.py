@@ -159,16 +159,12 @@ class Fanout:
 
 
 class Part(Enum):
-    """The role of a consumer in the broadcast of one value."""
-
     ALONE = "it pulls the value; the root sends no other process here"
     MEMBER = "other processes may be sent here: a copy is made if one comes before the value does"
     KEEPER = "the root wants a copy here in any case"
 
 
 class Event(Enum):
-    """News of the root for a consumer."""
-
     JOIN = "the root counts this process as a member"
     JOIN_TO_KEEP = "the root wants a copy here"
     ROOT_LEFT = "the root has freed the value, or ended"
@@ -192,7 +188,6 @@ class Fetching(Generic[WaiterT]):
 
     Attributes:
         root: The root of the broadcast, if this process takes part in one.
-        pulls: The pulls under way.
         waiting: The processes that were sent here.
     """
 

@@ -38,8 +38,6 @@ class Asked(Enum):
 
 
 class Answer(Enum):
-    """An answer without the value."""
-
     MOVED = "the name of another process"
     BROKEN = "an error"
     LOST = "the asked process ended"
@@ -50,8 +48,6 @@ class Answer(Enum):
 
 
 class Next(Enum):
-    """The next step of a pull."""
-
     ASK_NAMED = "ask the process that the answer names"
     ASK_OWNER = "ask the owner"
     ASK_ROOT = "report the relay to the root, and ask the root again"
@@ -74,11 +70,7 @@ _NEXT: Final = {
 
 
 class Pull:
-    """One pull of one value.
-
-    Attributes:
-        asked: The process to ask.
-    """
+    """One pull of one value."""
 
     def __init__(self, local: PeerId, key: Key, first: PeerId) -> None:
         self._local = local
@@ -96,7 +88,6 @@ class Pull:
         Args:
             answer: The process that the asked one names, or the error.
             root: The root of the broadcast that this process takes part in for the value.
-            lost: The asked process is lost.
 
         Returns:
             The relay that gave nothing, to be reported to the root, which is asked next; None for other steps.

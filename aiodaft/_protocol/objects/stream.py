@@ -20,8 +20,6 @@ CREDIT_WINDOW: Final = 16
 
 
 class Phase(Enum):
-    """The phase of a stream."""
-
     OPEN = "items arrive and are taken"
     ENDED = "no more items arrive"
     CLOSING = "no more items are taken; the producer was told"
@@ -32,8 +30,6 @@ class Phase(Enum):
 
 
 class Event(Enum):
-    """The events that change the phase."""
-
     END = "the producer ended"
     LEAVE = "the consumer left"
 
@@ -59,7 +55,6 @@ class Consumption(Generic[ItemT]):
     """One stream, as its consumer sees it.
 
     Attributes:
-        phase: The phase of the stream.
         taking: The number of tasks that wait for an item or open one.
         opening: A task opens the first item. It stays the first until then: a cancelled consumer leaves it to the next
             one, in its place.

@@ -19,8 +19,6 @@ Key: TypeAlias = tuple[PeerId, CallId]
 
 
 class Status(Enum):
-    """The state of a value."""
-
     PENDING = "the call is under way"
     HERE = "the answer carried the value, or the value never left this process"
     THERE = "the producer stores the value; it is pulled when code of this process needs it"
@@ -44,8 +42,6 @@ _NEXT: Final = {
 
 
 class Verdict(Enum):
-    """The fate of an error that no code has seen."""
-
     WAIT = "a holder may still be told of it"
     HOLD = "the scope raises it when it ends, if no code looks at it before"
     REPORT = "no code can see it any more: report it now"
@@ -62,8 +58,6 @@ class Where(Enum):
 
 
 class Value:
-    """One value, as one process knows it."""
-
     # Defaults live in the class: most refs never change them.
     status = PENDING
     handles = 0

@@ -22,8 +22,6 @@ from aiodaft._runtime.serialization.errors import needed_by, passed_on
 
 
 class Arguments:
-    """Brings arguments. Then the call may start, or it fails."""
-
     def __init__(self, host: Host, transfer: Transfer) -> None:
         self._process = host.process
         self._store = host.store

@@ -21,9 +21,6 @@ def block_on(process: Process, awaited: Awaitable[T], what: str, timeout: float 
     """Block this thread until the value of a ref, or the result of a coroutine, is here.
 
     Args:
-        process: This process.
-        awaited: An awaitable of the process's loop.
-        what: Its name in errors.
         timeout: Seconds to wait for a ref. The call of the ref goes on after it.
 
     Raises:
@@ -63,8 +60,6 @@ def block_on(process: Process, awaited: Awaitable[T], what: str, timeout: float 
 
 
 class _Wait(Generic[T]):
-    """The loop's part of a thread's wait."""
-
     def __init__(self, awaited: Awaitable[T], call: InboundCall | None) -> None:
         self._awaited = awaited
         self._ref: Ref[Any] | None = awaited if isinstance(awaited, Ref) else None

@@ -33,8 +33,6 @@ class Standing:
 
 
 class Enlisted:
-    """The standing of each actor of one process that is a member of a group."""
-
     def __init__(self) -> None:
         self._standings: dict[ActorId, Standing] = {}
         # Told of each actor whose group has changed, or whose members have become known.
@@ -123,8 +121,6 @@ class RosterCell:
 
 
 class Rosters:
-    """The groups that one process knows of."""
-
     def __init__(self, process: Process, ask: AskOwner) -> None:
         self._process = process
         self._ask = ask

@@ -55,7 +55,6 @@ class Fence:
     """The lease, as one worker knows it.
 
     Args:
-        process: Has the clock.
         catch_up: Reads the messages that the node has sent so far: a process that was busy may have news that it has
             not read.
     """

@@ -35,8 +35,6 @@ class Birth(NamedTuple):
     """The class, owner and restart mode of an actor of a program.
 
     Attributes:
-        cls: Its class.
-        owner: The process that has had it made.
         follow: Whether handles follow its restarts; None if it is not supervised.
     """
 
@@ -60,8 +58,6 @@ def serving() -> InboundCall:
 
 
 class Responder(Protocol):
-    """Answers the calls of one caller."""
-
     # Results are not encoded: the caller is in this process, or wants none.
     is_local: bool
 
@@ -79,8 +75,6 @@ class Responder(Protocol):
 
 
 class InboundCall(Life, Paced):
-    """A call from its arrival to its answer."""
-
     # Defaults live in the class: most calls set only the fields that they need.
     kwargs: Mapping[str, Any] = _NO_KWARGS
     # They have its deadline, too.
@@ -171,8 +165,6 @@ class InboundCall(Life, Paced):
 
 
 class Shared:
-    """The objects that the actors of one process share."""
-
     def __init__(self, process: Process, store: Store, ring_poller: RingPoller) -> None:
         self.process = process
         self.store = store

@@ -26,8 +26,6 @@ from aiodaft.exceptions import ActorDied, RemoteProtocolError, StaleHandle
 
 
 class Inbound:
-    """The calls that other processes, and this one, make to the actors of this process."""
-
     def __init__(self, host: Host, transfer: Transfer, refs: RefTable) -> None:
         self._host = host
         self._actors = host.actors

@@ -168,8 +168,6 @@ class RemoteResponder:
 
 
 class LocalCaller(Protocol):
-    """The state of a call that this process made to itself."""
-
     def on_plain(self, value: Any) -> None: ...
 
     def on_error(self, error: BaseException) -> None: ...

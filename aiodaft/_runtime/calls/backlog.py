@@ -13,8 +13,6 @@ from aiodaft.exceptions import DeadlineExceeded
 
 
 class Backlog:
-    """Calls that wait, in order."""
-
     def __init__(self, caller: Caller, towards: str) -> None:
         self._caller = caller
         self._loop = caller.process.loop

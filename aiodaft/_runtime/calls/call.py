@@ -43,8 +43,6 @@ _STATES: Final = {
 
 
 class Siblings(Protocol):
-    """The calls of one call of a group."""
-
     # Why they are not made again: one has failed.
     failed: DaftError | None
 
@@ -52,8 +50,6 @@ class Siblings(Protocol):
 
 
 class CallSink(Protocol):
-    """Takes the calls that handles make."""
-
     def submit_at_once(
         self,
         target: Target,
@@ -270,8 +266,6 @@ class CallState(RefState):
 
 
 class Target:
-    """An actor as the target of calls of this process."""
-
     __slots__ = ("actor", "caller", "label", "remote", "sink", "stopped")
 
     # The class of the states of its calls.
@@ -427,8 +421,6 @@ def _rebuild_handle(runtime: PeerId, remote: PeerId, actor: ActorId, label: str,
 
 
 class Request:
-    """A call to be made."""
-
     # Defaults live in the class: most calls do not set these.
     terms: Terms | None = None
     # The encoded arguments, until they are sent.
@@ -479,7 +471,6 @@ class TellState:
     """The state of a call without a result: the answer only says that it is over.
 
     Args:
-        label: The name of the called method.
         own: The runtime made it. Its loss is not reported: a process that is gone needs no message,
             and one that ends sends none.
     """

@@ -385,8 +385,6 @@ class FollowingCall(_Followed, CallState):
 
 
 class PinnedCall(CallState):
-    """The result of a call of one incarnation."""
-
     def on_lost(self, error: DaftError) -> None:
         """Refuse a call that was not sent before the connection ended, as all later calls."""
         if error.executed is False and not self.settled:

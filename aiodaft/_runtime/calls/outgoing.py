@@ -91,8 +91,6 @@ _SHORT: Final = {WANT_REPLY: CALL, WANT_NOTHING: TELL}
 
 
 class Submitted(Entry, Protocol):
-    """A call, or a run of a graph, that waits for its turn."""
-
     def go(self) -> None: ...
 
 

@@ -15,8 +15,6 @@ from aiodaft.exceptions import CallCancelled, DaftError, RemoteProtocolError
 
 
 class Replies:
-    """Takes the answers to calls that this process made."""
-
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._tasks = objects.process.tasks

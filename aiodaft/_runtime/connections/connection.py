@@ -66,7 +66,6 @@ class Connection:
     """The connection to one process.
 
     Args:
-        handlers: The function that handles each kind of message.
         on_lost: Called once, when the connection ends, with the reason.
         on_dropped: Called with the message of a call that is not sent.
     """

@@ -22,8 +22,6 @@ _PATIENCE: Final = 20.0
 
 
 class DataStreams:
-    """The streams that one process has asked for and not got yet."""
-
     def __init__(
         self,
         process: Process,

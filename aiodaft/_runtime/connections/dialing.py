@@ -38,11 +38,7 @@ async def dial(address: Address, identity: Identity, local: str, to: str, purpos
     Cancellation: closes the connection.
 
     Args:
-        address: The address at which the node listens.
-        identity: The identity that both sides prove.
-        local: The name of this process.
         to: The name of the process to reach. The node closes the connection if it has no such process.
-        purpose: The purpose of the connection.
 
     Raises:
         NotAuthenticated: The listener there belongs to another cluster, or to none.

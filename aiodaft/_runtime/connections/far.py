@@ -56,7 +56,6 @@ class Authenticated(NamedTuple):
 
     Attributes:
         sock: Not blocking. Nothing was read from it beyond the handshake; the receiver of this owns it.
-        sender: The process that connected.
         to: The process that it wants to reach. The node that accepts hands the socket to it.
         session: The key of this connection, the same at both ends and for no other connection.
     """
@@ -174,8 +173,6 @@ SOFTWARE: Final = Software(__version__, f"{sys.implementation.name} {sys.version
 
 
 class Door(Protocol):
-    """The listener of a node for connections of other machines."""
-
     async def open(self, address: Address) -> Address:
         """Listen. Returns the address with the IP address and the port that were taken. May wait for a name server.
 
@@ -268,8 +265,6 @@ async def who_listens(network: Network, local: PeerId, address: str) -> Welcome:
 
 
 class FarConnections:
-    """Connects this process to those of other machines."""
-
     def __init__(self, process: Process, network: Network, table: Table) -> None:
         self._process = process
         self.network = network

@@ -190,8 +190,6 @@ def write_key_file(
 
     Args:
         path: Where; nothing may be there. Its folder is made, if it does not exist.
-        secret: The cluster key.
-        certificate: As PEM.
         private_key: As PEM, PKCS 8, without a password.
         encrypt_payloads: Whether the members encrypt the payloads between hosts, too.
 

@@ -59,10 +59,8 @@ class Listener:
 
     Args:
         tasks: The owner of its tasks. Their end ends the listener.
-        identity: The identity that both sides prove.
         on_control: Called with each connection between two processes.
         on_data: Called with each connection between two transports.
-        deadline: Seconds that a stranger gets.
         places: The number of strangers that may be there.
     """
 

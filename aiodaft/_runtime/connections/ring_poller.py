@@ -72,8 +72,6 @@ def barrier() -> None:
 
 
 class _Direction:
-    """One of the two rings, mapped in this process."""
-
     __slots__ = ("_mapping", "_ring_doorbell", "_start", "words")
 
     def __init__(self, mapping: mmap, start: int, ring_doorbell: Callable[[], object]) -> None:
@@ -89,8 +87,6 @@ class _Direction:
 
 
 class RingWriter(_Direction):
-    """The writing end."""
-
     __slots__ = ("head",)
 
     def __init__(self, mapping: mmap, start: int, ring_doorbell: Callable[[], object]) -> None:
@@ -129,8 +125,6 @@ class RingWriter(_Direction):
 
 
 class RingReader(_Direction):
-    """The reading end."""
-
     __slots__ = ("tail",)
 
     def __init__(self, mapping: mmap, start: int, ring_doorbell: Callable[[], object]) -> None:
@@ -247,16 +241,12 @@ _now = time.perf_counter
 
 
 class RingUser(Protocol):
-    """The part of a connection that the poller uses."""
-
     def ring_readable(self) -> None: ...
 
     def ring_writable(self) -> None: ...
 
 
 class RingPoller:
-    """Reads every ring of one process."""
-
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         # Tasks to continue after the messages of a turn.

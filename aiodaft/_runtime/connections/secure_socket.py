@@ -77,7 +77,6 @@ async def secure(sock: socket.socket, identity: Identity, session: Key, *, serve
 
     Args:
         sock: A connected socket, which this takes over: it is closed on failure.
-        identity: The identity that both ends prove.
         session: The key of this connection, from `Authenticated`.
         server: Whether this is the end that was connected to.
 
@@ -165,9 +164,6 @@ async def protect(stream: socket.socket, identity: Identity, session: Key, *, se
     Cancellation: closes the connection.
 
     Args:
-        stream: The connection, which this takes over.
-        identity: The identity that both ends prove.
-        session: The key of this connection.
         server: Whether this is the end that was connected to.
 
     Raises:

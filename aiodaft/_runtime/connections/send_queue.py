@@ -67,8 +67,6 @@ class Descriptors:
 
 
 class SendQueue:
-    """The sending half of a connection."""
-
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,

@@ -39,8 +39,6 @@ _OPTIONS: Final = {
 
 
 class Address(NamedTuple):
-    """The host and port of a member of the etcd cluster."""
-
     host: str
     port: int
 
@@ -54,8 +52,6 @@ class EtcdEvent(NamedTuple):
 
 
 class EtcdLink:
-    """The connection to one member at a time."""
-
     def __init__(self, members: Sequence[Address]) -> None:
         self._members = members
         self._current = 0

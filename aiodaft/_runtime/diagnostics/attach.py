@@ -39,9 +39,7 @@ class Greeting(NamedTuple):
     """The first message of a process to a command.
 
     Attributes:
-        id: Its id among its peers.
         node: The process that the fork server has told; another one if this is a program that is attached to it.
-        release: Its release of aiodaft.
         listens: The address where it listens, if it is a node of a cluster; "" for a program.
         attached: The number of programs that a node has told to greet the command, too.
     """
@@ -58,8 +56,6 @@ def encoded(message: object) -> bytes:
 
 
 class Messages:
-    """The messages that come over a connection."""
-
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._parts: list[bytes] = []
@@ -84,8 +80,6 @@ class Messages:
 
 
 class Visits:
-    """Answers commands on this machine."""
-
     def __init__(self, process: Process, answers: Answers) -> None:
         self._process = process
         self._answers = answers

@@ -43,9 +43,7 @@ class Wait:
 
     Attributes:
         known: Whether it waits, and only for calls.
-        calls: The calls; the end of one lets it go on.
         futures: The futures that wake it: the same futures later mean that it did not wake in between.
-        line: The line of user code in which it waits.
     """
 
     known: bool = True

@@ -24,8 +24,6 @@ _PATIENCE: Final = 0.25
 
 
 class SearchAgent(Protocol):
-    """The agent of a process, as far as a search calls it."""
-
     @property
     def investigate(self) -> Investigate: ...
 
@@ -37,14 +35,10 @@ class SearchAgent(Protocol):
 
 
 class Investigate(Protocol):
-    """`SearchAgent.investigate`."""
-
     def tell(self, roots: list[CallAt]) -> None: ...
 
 
 class Deadlocks:
-    """The search for deadlocks, in one process."""
-
     def __init__(self, waits: WaitGraph, agent_of: Callable[[PeerId], SearchAgent]) -> None:
         self.waits = waits
         self._process = waits.process

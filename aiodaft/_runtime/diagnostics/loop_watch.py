@@ -78,12 +78,7 @@ def offers_dump(pid: int) -> bool:
 
 
 async def take_dump(pid: int, send: Callable[[int], object]) -> str:
-    """The stacks of a process that has called `offer_dump`; "" if it has not, is stopped, or has ended.
-
-    Args:
-        pid: The process.
-        send: Sends it a signal.
-    """
+    """The stacks of a process that has called `offer_dump`; "" if it has not, is stopped, or has ended."""
     path = _find(pid)
     if path is None:
         return ""
@@ -123,7 +118,6 @@ class LoopWatch:
     """Watches the loop of a process from a thread of its own; actors are watched by their nodes.
 
     Args:
-        process: The process, in the thread of its loop.
         is_awaited: Whether calls of this process are under way, so that a blocked loop delays something. Any thread.
         on_turn: Called once a second, on the loop.
 

@@ -107,8 +107,6 @@ class ProcessView:
 
 
 class Viewer:
-    """Looks at one process. On its loop."""
-
     def __init__(self, host: Host, connections: Connections, objects: Objects) -> None:
         self._host = host
         self._connections = connections

@@ -54,8 +54,6 @@ def shut_down() -> None:
 
 
 class Spans:
-    """Makes the spans of one process."""
-
     def __init__(self, caller: Caller, host: Host, inbound: Inbound, graphs: Graphs) -> None:
         self._process = host.process
         self._caller = caller
@@ -211,8 +209,6 @@ class Spans:
 
 
 class _CallSpans(CallSink):
-    """Takes the calls of handles."""
-
     def __init__(self, inner: CallSink, spans: Spans) -> None:
         self._inner = inner
         self._spans = spans

@@ -36,8 +36,6 @@ Tell = Callable[[PeerId, PeerId, int, int], object]
 
 
 class Tracing:
-    """The trace of one process, if one is recorded."""
-
     def __init__(self, host: Host, outgoing: Outgoing, graphs: Graphs, tell: Tell) -> None:
         self._process = host.process
         self._host = host
@@ -167,16 +165,12 @@ def _maker() -> tuple[Key, int] | None:
 
 
 class TracedHost(Host):
-    """Records the actors that come."""
-
     def add(self, hosted: HostedActor) -> None:
         super().add(hosted)
         self.process.part(Tracing).watch_actor(hosted)
 
 
 class TracedActor(HostedActor):
-    """Records its calls."""
-
     def deliver(self, call: InboundCall) -> None:
         tracing = self._process.part(Tracing)
         call.came = tracing.now()
@@ -219,8 +213,6 @@ class TracedActor(HostedActor):
 
 
 class TracedOutgoing(Outgoing):
-    """Records the calls that this process makes."""
-
     def submit_at_once(self, *_: object, **__: object) -> bool:
         return False
 
@@ -247,8 +239,6 @@ def _refs_in(request: Request) -> list[Ref[Any]]:
 
 
 class TracedGraphs(Graphs):
-    """Records the graphs that are made."""
-
     def open(self, dataflow: Dataflow[Arguments], specs: Specs, max_in_flight: int) -> GraphOwner:
         owner = super().open(dataflow, specs, max_in_flight)
         watch(owner)
@@ -256,8 +246,6 @@ class TracedGraphs(Graphs):
 
 
 class TracedGraphOwner(GraphOwner):
-    """Records the runs that this process starts."""
-
     def _send(self, run: OwnerRun) -> None:
         process = self._context.process
         tracing, maker = process.part(Tracing), _maker()

@@ -62,8 +62,6 @@ def frames_on_thread(call: InboundCall) -> Frames:
 
 
 class WaitGraph:
-    """The calls of one process, each with the calls that it waits for."""
-
     def __init__(
         self,
         host: Host,

@@ -19,8 +19,6 @@ from aiodaft.exceptions import DaftError
 
 
 class Tell(Protocol):
-    """A method that needs no answer."""
-
     def tell(self, number: int, run: int, why: DaftError, /) -> None: ...
 
 

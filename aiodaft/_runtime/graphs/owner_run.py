@@ -36,13 +36,8 @@ class Deployment:
     """A dataflow on the processes where its actors are. When an actor moves or is replaced, a new one is made.
 
     Attributes:
-        number: The number by which the processes know it.
-        dataflow: The dataflow, with the actors at their places.
-        plans: The plan of each process.
-        reports: The values that are reported, with the processes that report them.
         results: For each output: the actor and the method that make it, and the connection it comes over (None if it
             is made in this process).
-        routes: The routes to the processes.
         run_routes: For each process the route to it, and the parts of a RUN: the inputs that it needs, and the
             positions of its outputs among all.
         is_cut: Whether a connection between its processes broke, so that the next run needs another deployment.
@@ -135,8 +130,6 @@ def _place(target: Target) -> ActorKey:
 
 
 class GraphOfRun(Protocol):
-    """A run's view of its graph."""
-
     store: Store
     inputs: int
     specs: Specs

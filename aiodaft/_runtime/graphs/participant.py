@@ -136,8 +136,6 @@ class Participant:
 
 
 class ParticipantRun(Share[Flowing]):
-    """One run of a graph in one process; the caller of its strands."""
-
     # Defaults: RUN sets them, or only some runs do.
     calls: Sequence[StrandCall] = ()
     number = 0

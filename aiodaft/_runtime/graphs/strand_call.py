@@ -26,8 +26,6 @@ _NO_KWARGS: Final[dict[str, Any]] = {}
 
 
 class RunOfStrand(Responder, Protocol):
-    """A strand's view of its run, which is its caller."""
-
     needs: Needs
     values: dict[int, Flowing]
     missing: list[int]

@@ -74,8 +74,6 @@ def size_of(stored: StoredValue) -> int:
 
 
 class BoundStep:
-    """A step and its method."""
-
     def __init__(
         self,
         plan: SubPlan[Arguments],
@@ -110,8 +108,6 @@ class BoundStep:
 
 
 class BoundStrand:
-    """A strand, its actor and its steps."""
-
     def __init__(
         self,
         context: GraphContext,

@@ -96,12 +96,6 @@ def kind_of(value: Any) -> str:
 def cut(value: Any, how: Cut, part: int, parts: Parts) -> Any:
     """A part of a value. Tensors and arrays are cut as `torch.tensor_split` does; a number is given whole.
 
-    Args:
-        value: The value.
-        how: The kind of the parts.
-        part: The number of the part.
-        parts: The number of parts, or their lengths.
-
     Raises:
         TypeError, ValueError: The value has no such parts.
     """

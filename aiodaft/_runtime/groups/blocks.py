@@ -30,8 +30,6 @@ class Begun(NamedTuple):
 
 
 class Gathering:
-    """The members that have come for the next block of their group."""
-
     def __init__(self, size: int) -> None:
         self._size = size
         self._came: dict[int, asyncio.Future[Begun]] = {}

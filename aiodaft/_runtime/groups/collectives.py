@@ -33,8 +33,6 @@ Job: TypeAlias = tuple[int, int, int, Parts]
 
 
 class Collectives(Actor):
-    """Does the steps of the member in this process."""
-
     def __init__(self, store: Store) -> None:
         self._allocate = store.empty
 
@@ -105,7 +103,6 @@ class Members:
     """The members of one collective.
 
     Args:
-        refs: The values of the members.
         places: The places of the members. Default: those of the values.
     """
 

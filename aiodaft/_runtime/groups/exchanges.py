@@ -32,10 +32,7 @@ class Exchanges:
     """The exchanges of one member in one block, and their end.
 
     Args:
-        hosted: The member.
-        standing: Its place in its group.
         steps: By which the members in the block are a part of the group.
-        block: The name of the block.
     """
 
     def __init__(self, hosted: HostedActor, standing: Standing, steps: Steps, block: str) -> None:
@@ -110,8 +107,6 @@ class Among:
     """The exchanges of some members in a block, one of them this one.
 
     Args:
-        exchanges: The exchanges of the block.
-        steps: By which they are a part of the group.
         key: Tells these exchanges from all others of the group.
     """
 

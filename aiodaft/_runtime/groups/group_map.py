@@ -31,8 +31,6 @@ class GroupMap:
     Args:
         items: The first argument of each call; also asynchronous.
         choose: Gives the unit to call next; told which targets have no room for a call of this map.
-        call: Calls a unit with an item.
-        count: The number of units now.
         window: Calls of this map that a unit may have under way.
         keeps_on: Whether the error of a call is a result as any other.
     """

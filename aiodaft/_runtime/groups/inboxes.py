@@ -83,8 +83,6 @@ class Box:
 
 
 class Inboxes(Actor):
-    """The inboxes of the members in this process."""
-
     def __init__(self, caller: Caller, store: Store, enlisted: Enlisted) -> None:
         self.process = caller.process
         self._caller = caller
@@ -138,11 +136,7 @@ class Inboxes(Actor):
         """Send a message to a member. Raises as `CurrentGroup.send` does.
 
         Args:
-            group: The name of the group.
-            to: The member.
             source: Its sender, and its `within`, see `Coming`.
-            tag: Its tag.
-            value: Its value.
         """
         # In a call that hears that another one of its call of a group has failed, nothing waits for room.
         call = current_call.get()
@@ -330,10 +324,6 @@ class Mail:
     """The messages of one member, at one epoch of its group.
 
     Args:
-        inboxes: Those of this process.
-        group: The name of its inbox; that of the group.
-        members: The members by rank.
-        rank: The member.
         by_calls: Whether messages of different calls of the group do not mix.
     """
 

@@ -81,9 +81,6 @@ class Keyed(Actor):
         """Take part; returns a ref of the member's result, at once and in any thread.
 
         Args:
-            part: The part of the member.
-            value: Its value.
-            call: Its call, with which this ends.
             within: See `Coming`.
         """
         if call is not None and call.apart is not None:
@@ -171,7 +168,6 @@ class Keyed(Actor):
         """A call of a member fails: it has not taken part in collectives that some members have not come to.
 
         Args:
-            call: The call.
             why: The reason why it takes part in nothing any more. None: because it has ended.
         """
         call.apart = why or call.apart

@@ -39,21 +39,12 @@ AskGone: TypeAlias = Callable[[PeerId, ActorId], Ref[None]]
 
 @dataclass(eq=False, slots=True)
 class _Ticket:
-    """The value of a member, and the future of its result."""
-
     brought: Any
     told: asyncio.Future[Any]
 
 
 class MeetingPlace:
-    """The meetings of a group, or of a part of it, at one epoch and one member.
-
-    Args:
-        process: This process.
-        group: The name of the group.
-        size: The number of members.
-        ask_gone: Asks when a member is gone.
-    """
+    """The meetings of a group, or of a part of it, at one epoch and one member."""
 
     def __init__(self, process: Process, group: str, size: int, ask_gone: AskGone) -> None:
         self._process = process
@@ -73,8 +64,6 @@ class MeetingPlace:
         """Wait until all have come; returns the result for this member, by the `conclude` of the last one that comes.
 
         Args:
-            coming: The member, and the meeting.
-            brought: The value of the member.
             conclude: Called with the values of all. It must not block; its error is raised at all members.
             timeout: Seconds that the member waits; None: for ever.
 
@@ -190,8 +179,6 @@ class MeetingPlaces:
     """The places at the members in this process.
 
     Args:
-        process: This process.
-        enlisted: The members, and their groups.
         ask_gone: Asks a process when a member there is gone.
     """
 

@@ -56,8 +56,6 @@ def join_siblings(refs: Sequence[Ref[Any]]) -> None:
 
 
 class Siblings:
-    """The calls of one call of a group."""
-
     def __init__(self, states: Sequence[CallState]) -> None:
         # Results that nobody holds any more are freed.
         self._calls = list(map(weakref.ref, states))
@@ -131,13 +129,7 @@ _ALONE: Final[Iterator[CallId | None]] = repeat(None)
 
 
 class Unit(NamedTuple):
-    """Members that are called as one.
-
-    Attributes:
-        rank: That of the member whose result counts.
-        target: This member.
-        others: The others.
-    """
+    """Members that are called as one."""
 
     rank: int
     target: CallTarget
@@ -257,10 +249,7 @@ class TaskQueue(Target):
     """The members of a pool as one target of calls.
 
     Args:
-        label: The name of the pool, for errors.
-        like: A member.
         members: Gives the members that may get tasks now.
-        calls: Knows the calls that are under way.
         room: The tasks that a member may have under way.
     """
 

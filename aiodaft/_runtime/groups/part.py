@@ -31,13 +31,6 @@ class Part:
     """The part of one member in a collective.
 
     Attributes:
-        operation: The name of the collective.
-        key: Tells it from others of the group.
-        roster: The group, or the part of it.
-        steps: By which that is a part of the whole group.
-        rank: The member.
-        standing: Its place in the whole group.
-        op: The reduction of values.
         root: The rank that alone has a value or gets a result, if that is so.
         timeout: Seconds that the others may be late.
         lengths: Of `reduce_scatter`: the rows of each member. None: equal parts.
@@ -94,13 +87,8 @@ class Joining:
 
     Attributes:
         at: The actor where they meet.
-        group: The name of the group, or of the part of it.
-        epoch: Its epoch.
         steps: As in `Part`.
-        size: The number of members.
-        coming: The member, and the meeting.
         timeout: As in `Part`.
-        nbytes: The size of a tensor or an array.
     """
 
     at: int
@@ -120,8 +108,6 @@ Packed: TypeAlias = bytes | list[Any] | Opaque | tuple[Any, ...] | None
 
 
 class Brought(NamedTuple):
-    """The value of a member, as it came."""
-
     process: PeerId
     nbytes: int | None
     value: Packed

@@ -60,8 +60,6 @@ class Membership:
     """One member's part in one block: comes, watches the others, and leaves.
 
     Args:
-        hosted: The member.
-        standing: Its place in its group.
         steps: By which the members in the block are a part of the group.
     """
 

@@ -134,8 +134,6 @@ Memory: TypeAlias = tuple[Grant, str, tuple[int, ...]]
 
 
 class Source(NamedTuple):
-    """A rank of the source: its process, its name in errors, and its shard."""
-
     peer: PeerId
     label: str
     shard: Ref[Mapping[str, torch.Tensor]]
@@ -278,11 +276,8 @@ class Resharding(Actor):
         """Put a shard together.
 
         Args:
-            new: Its tensors.
-            kept: Pieces of shards of this process.
             parcels: The pieces of other processes, in messages.
             bound: The bytes that may be on the way to here.
-            sources: The ranks that give pieces.
 
         Raises:
             DaftError: A source is lost, or its shard.

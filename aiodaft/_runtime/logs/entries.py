@@ -14,11 +14,6 @@ class Source(NamedTuple):
     """A process that writes.
 
     Attributes:
-        process: Its id.
-        label: The actor that it was started for.
-        names: The names of its actors.
-        pid: Its pid; 0 before it has started.
-        node: The name of its node; "" in a runtime of one machine.
         owner: The process of the actor that owns its actors; "" if the program does.
     """
 
@@ -48,11 +43,7 @@ class Line(NamedTuple):
     """A line of standard output (1) or standard error (2), as it looks now.
 
     Attributes:
-        stream: Which of them.
-        text: Its text.
         at: When it was read, in seconds since the epoch.
-        complete: Whether a newline has ended it.
-        is_bar: Whether it is a progress bar, which moves.
     """
 
     stream: int

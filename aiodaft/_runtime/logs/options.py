@@ -63,11 +63,7 @@ def set_levels(levels: Levels) -> None:
 
 
 class LevelWatch:
-    """Notices that the program has changed levels, which `logging` tells nobody.
-
-    Args:
-        on_change: Called with the changes.
-    """
+    """Notices that the program has changed levels, which `logging` tells nobody."""
 
     def __init__(self, on_change: Callable[[dict[str, int]], object]) -> None:
         self._on_change = on_change

@@ -27,7 +27,6 @@ class Relay:
     """Sends entries to a program, one batch at a time: entries that it cannot take in time are counted and left out.
 
     Args:
-        process: This process, a node.
         send: Sends a batch; done when the program has shown it.
         instead: Shows entries that cannot be sent, because the program is gone.
     """

@@ -114,8 +114,6 @@ class WorkerOutput:
 
 
 class OutputReader:
-    """Reads the output of all workers of one node."""
-
     def __init__(self, console: Console) -> None:
         self._console = console
         self._selector = selectors.DefaultSelector()
@@ -131,7 +129,6 @@ class OutputReader:
         """Pipes for a new worker: its output, and the two ends to write to, which the caller closes.
 
         Args:
-            source: The worker.
             display: Shows its output. Default: the console.
 
         Raises:

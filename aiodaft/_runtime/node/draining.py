@@ -19,11 +19,7 @@ class Draining:
     """Drains one node.
 
     Args:
-        process: The process of the node.
-        resources: The resources that it gives no more.
-        workers: Its processes that live.
         restartable: Its actors that may be restarted, also those without a process.
-        end: Has a process end, for this reason.
     """
 
     def __init__(

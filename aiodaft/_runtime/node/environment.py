@@ -27,7 +27,6 @@ class WorkerEnvironment(NamedTuple):
     Attributes:
         code: The folders of the actor's machine with code that the program has shipped.
         terminal: The path of the terminal at which the program runs in the foreground; empty without one.
-        levels: The levels of loggers.
     """
 
     environment: dict[str, str]
@@ -100,7 +99,6 @@ class WorkerSettings(NamedTuple):
     Attributes:
         secret: The key of a runtime of one machine, or the whole identity of a cluster.
         digests: The code that its own actors are to be spawned with; the node has it.
-        terminal: The terminal at which its debugger opens.
     """
 
     options: ProcessOptions
@@ -210,7 +208,6 @@ def start_fresh(
     """Start a worker, in a session of its own; the caller closes its descriptors here.
 
     Args:
-        order: The worker to start.
         environment: That of all workers; the order may add to it.
         fds: Those of its connection, its output, its errors and its heartbeat.
         lifeline: The pipe that it reads, and with which it ends: the pipe ends with the process that starts it.

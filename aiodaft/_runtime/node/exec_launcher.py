@@ -38,8 +38,6 @@ class _Child(NamedTuple):
 
 
 class ExecLauncher(Launcher):
-    """Starts the workers of this node as its own children."""
-
     def __init__(
         self, loop: asyncio.AbstractEventLoop, options: NodeOptions, timeouts: Timeouts, console: Console
     ) -> None:

@@ -25,8 +25,6 @@ _MAX_ANSWER: Final = 1 << 12
 
 
 class Heartbeat:
-    """The worker's end: answers."""
-
     def __init__(self, connection: socket.socket, host: Host) -> None:
         """Created in the thread of the process's loop."""
         self._connection = connection
@@ -83,8 +81,6 @@ class Heartbeat:
 
 
 class HeartbeatWatch:
-    """The node's end: asks, and judges the answers."""
-
     def __init__(
         self, connection: socket.socket, loop: asyncio.AbstractEventLoop, is_stopped: Callable[[int], bool]
     ) -> None:

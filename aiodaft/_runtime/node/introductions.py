@@ -18,15 +18,7 @@ from aiodaft.methods import method
 
 
 class Introductions:
-    """Connects processes with each other.
-
-    Args:
-        here: The process of the node.
-        connections: Its connections to the processes.
-        nodes: The addresses of nodes.
-        workers: The workers that live.
-        why_ended: The error for a process that is gone.
-    """
+    """Connects processes with each other."""
 
     def __init__(
         self,
@@ -104,8 +96,6 @@ _PAUSE: Final = 0.5
 
 
 class Owners(Protocol):
-    """The messages of a node to the owners of actors."""
-
     def process_ended(self, owner: PeerId, peer: PeerId, error: OutcomeUnknown, *, wanted: bool) -> None: ...
 
     def actor_died(self, owner: PeerId, peer: PeerId, actor: ActorId, error: OutcomeUnknown) -> None: ...
@@ -137,8 +127,6 @@ class KeptActors(OwnerContact):
 
 
 class Contacts(Protocol):
-    """The agents of other nodes."""
-
     def contact(self, peer: PeerId) -> NodeContact:
         """The agent of the node of a process.
 
@@ -152,8 +140,6 @@ class FarOwners:
     """Workers of other nodes that own actors here. Their nodes know when they end.
 
     Args:
-        tasks: Owns the tasks that wait for that.
-        nodes: The other nodes.
         on_lost: Called with a worker that has ended, or whose node is gone, and with the reason.
     """
 

@@ -36,10 +36,8 @@ class Machine:
     """The resources that a machine offers to actors.
 
     Args:
-        env: Tells the GPUs of the machine.
         cpus: CPUs to offer. Default: the process's affinity.
         gpus: GPUs to offer. Default: all that the process may use.
-        custom: Other resources.
         share_gpus: Whether other runtimes may use the same GPUs at the same time.
     """
 

@@ -37,12 +37,7 @@ _PAUSE: Final = 0.5
 
 
 class Membership:
-    """The lease of one node.
-
-    Args:
-        member: The node, with epoch 0.
-        free: Its free resources.
-    """
+    """The lease of one node."""
 
     def __init__(self, process: Process, coordinator: CoordinatorContact, member: Member, free: FreeResources) -> None:
         self._clock = process.env.monotonic

@@ -55,8 +55,6 @@ from aiodaft.methods import method
 
 
 class NodeAgent(NodeContact):
-    """The agent of one machine."""
-
     def __init__(
         self,
         process: Process,
@@ -185,10 +183,7 @@ class NodeAgent(NodeContact):
         """Reserve the resources of an actor, unless that is done, and find a process for it.
 
         Args:
-            wish: The actor, and its demand.
-            within: The slice to take that from.
             beside: The process of another actor, to share it; None for a new process.
-            conditions: The conditions for the process of each incarnation.
             restartable: Whether it keeps its resources until `vacate`, also while it has no process.
             epoch: The number of its incarnation, if it was on another node before.
 
@@ -300,10 +295,6 @@ class NodeAgent(NodeContact):
         """Remove an actor from its process, and end the process if no other actor is there.
 
         Args:
-            owner: The owner of the actor.
-            peer: The process.
-            actor: The actor.
-            reason: Why it was stopped.
             keep: Whether the actor keeps its resources for its next incarnation.
             answers: Whether the process answers. If not, it is killed at once.
         """
@@ -399,7 +390,6 @@ class NodeAgent(NodeContact):
         """The end of a process, as the error for its callers.
 
         Args:
-            peer: The process.
             in_flight: The number of calls that the asking process had under way there. They fail with this error.
         """
         ended = PeerId(peer)

@@ -138,13 +138,9 @@ class NodeProcessOptions(NamedTuple):
     """The options of `aiodaft up` and `aiodaft join`.
 
     Attributes:
-        name: The node's name in the cluster.
-        listen: The address at which it listens, such as "tcp://10.0.0.1:7777".
         join: The address of another node of the cluster; None: this is the first one.
         network: The way to the other machines, with the key of the cluster.
-        labels: The labels that placement may ask for.
         process: The options of its workers in runtimes; the ids are filled in.
-        node: The options with which its workers are started.
     """
 
     name: str

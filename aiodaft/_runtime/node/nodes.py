@@ -31,8 +31,6 @@ class Absence(NamedTuple):
 
 
 class Nodes:
-    """The nodes by their names."""
-
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
         # The name, for users, of the node of a runtime of one machine.

@@ -119,7 +119,6 @@ class ShippedCode(Actor):
     """The code that this process offers and, if it is a node, the code on its machine.
 
     Args:
-        process: The process.
         fetch: Gives the archive that another process offers under a digest.
     """
 

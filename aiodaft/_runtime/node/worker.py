@@ -25,8 +25,6 @@ from aiodaft.exceptions import OutcomeUnknown, SpawnFailed
 
 
 class Tenant(NamedTuple):
-    """An actor, whichever incarnation: its owner, and its number there."""
-
     owner: PeerId
     number: ActorId
 
@@ -159,7 +157,6 @@ class NodeOptions(NamedTuple):
         fork: False starts every worker by exec.
         preload: Modules that the fork server imports; None: those that are slow to import and loaded here.
         isolation: The command that isolates the fork server; see pid_namespace.py.
-        uvloop: Whether workers run on uvloop.
     """
 
     fork: bool
@@ -181,8 +178,6 @@ class Offer(Protocol):
 
 
 class OtherNodes(Addresses, Protocol):
-    """The nodes of the cluster."""
-
     def members(self) -> list[Member]: ...
 
     def is_member(self, name: str) -> bool: ...

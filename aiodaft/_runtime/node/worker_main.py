@@ -76,8 +76,6 @@ _EXIT_GRACE = 1.0
 
 
 class WorkerMain:
-    """Runs one peer until it is told to end."""
-
     def __init__(self, settings: WorkerSettings, sock: socket.socket, heartbeat: socket.socket, env: Env) -> None:
         self._settings = settings
         self._connection = sock

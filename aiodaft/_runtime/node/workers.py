@@ -65,12 +65,6 @@ class Launcher(ABC):
     ) -> tuple[Worker, socket.socket]:
         """Start a worker.
 
-        Args:
-            settings: Its settings.
-            inherited: The environment that it inherits from the controller.
-            environment: Variables for this worker alone.
-            label: The actor it is started for.
-
         Returns:
             The worker, and this process's end of the socket to it. Once its `started` is done, it has a pid.
 

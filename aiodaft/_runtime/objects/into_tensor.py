@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 class IntoTensor:
-    """A tensor that the value of one ref is written into."""
-
     def __init__(self, target: Any, label: str) -> None:
         """Take a target.
 

@@ -50,10 +50,7 @@ class RefState(Value):
     """One value, as one process knows it; shared by all `Ref` objects for it.
 
     Attributes:
-        objects: The objects of this process.
-        number: The value's number at its owner.
         label: The call that made it, such as "Model.execute".
-        producer: The process that makes it.
         sink: The scope to which an error is reported that no code has seen.
     """
 
@@ -534,8 +531,6 @@ class GatheredState(RefState):
 
 
 class UsesInputs(Protocol):
-    """A call that this process made."""
-
     inputs: list[RefState] | None
 
 

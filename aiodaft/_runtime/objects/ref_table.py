@@ -24,8 +24,6 @@ _INLINE_VALUES: Final = 1 << 20
 
 
 class PutState(RefState):
-    """A value of this process."""
-
     handles = 1
 
     def __init__(self, objects: RefHost, value: Any, label: str) -> None:
@@ -37,8 +35,6 @@ class PutState(RefState):
 
 
 class BorrowedState(RefState):
-    """A ref that another process owns."""
-
     own = False
     _asking = False
 

@@ -47,8 +47,6 @@ class InPlace(Borrowed["torch.Tensor"]):
 
 
 class Store:
-    """The values of one process."""
-
     def __init__(self, process: Process, open_transport: Callable[[str], Transport]) -> None:
         self.process = process
         self.call_soon = process.call_soon
@@ -96,7 +94,6 @@ class Store:
 
         Args:
             via: The transport that the user chose for the value.
-            route: The route to the process.
 
         Raises:
             Unreachable: The transport that the user chose does not lead there.

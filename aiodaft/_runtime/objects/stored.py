@@ -203,7 +203,6 @@ class StoredValue:
         """Copy the buffers to where peers can reach them. May take long; of lent memory, `settle` comes later.
 
         Args:
-            transport: It allocates the memory.
             carrier: Chooses the transport that grants them to the peer at the end of a route.
 
         Raises:

@@ -27,8 +27,6 @@ Item: TypeAlias = ReceivedValue | asyncio.Task[ReceivedValue] | tuple[Any]
 
 
 class StreamState:
-    """One stream, in the process that consumes it."""
-
     def __init__(self, objects: RefHost, number: CallId, label: str) -> None:
         self.objects = objects
         self.process = objects.process
@@ -190,8 +188,6 @@ class StreamState:
 
 
 class StreamLoop:
-    """One `async for` over a stream, and the task that runs it."""
-
     def __init__(self, stream: StreamState) -> None:
         self._stream = stream
         self._task: asyncio.Task[Any] | None = None

@@ -115,8 +115,6 @@ Taker: TypeAlias = Callable[[Came], object]
 
 
 class Transfer:
-    """Moves values into and out of one process."""
-
     def __init__(
         self,
         process: Process,
@@ -479,8 +477,6 @@ def _freed(owner: PeerId, number: CallId) -> OwnerDied:
 
 
 class Objects(RefHost):
-    """The values of one process."""
-
     def __init__(self, process: Process, connections: Connections, store: Store, owner: ObjectsOwner) -> None:
         super().__init__(process, store, owner, connections.ring_poller.wakeups)
         self.refs = RefTable(self, connections)

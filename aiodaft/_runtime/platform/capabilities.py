@@ -84,8 +84,6 @@ def message_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Sockets:
-    """Makes sockets and owns none."""
-
     def pair(self) -> tuple[socket.socket, socket.socket]:
         return socket.socketpair()
 

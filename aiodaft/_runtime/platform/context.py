@@ -16,7 +16,6 @@ class Recorder:
     """The first events of a process, as many as there is room for. Safe in any thread.
 
     Args:
-        now: The clock of its events.
         limit: The number of events that are kept; later ones are only counted.
         before: Another recorder, which goes on meanwhile.
     """
@@ -42,12 +41,7 @@ _MICROSECONDS: Final = 1e6
 
 
 class Terms(NamedTuple):
-    """The terms that calls take along.
-
-    Attributes:
-        deadline: On the loop's clock.
-        trace: The trace that they are part of.
-    """
+    """The terms that calls take along."""
 
     deadline: float | None = None
     trace: TraceContext | None = None

@@ -28,8 +28,6 @@ class Timeouts:
         report: For the answer of an actor's process to `rt.info`.
         exit_report: For the exit report of a process after its connection is lost.
         blame: For callers of a dead actor to report that its end failed their calls; else its scope gets the error.
-        kill: For the fork server to kill a worker.
-        fork_server_end: For the fork server to end.
         fork_server_look: Between two looks at a fork server that has not answered.
         silence: Between two looks at a connection to a node of another machine.
     """
@@ -53,15 +51,11 @@ class Env:
         random: Source of choices that need not be secret.
         token: Secret random bytes.
         gpus: The machine's GPUs, in the order of their numbers.
-        hostname: The name of the machine.
-        pid: The pid of this process.
-        sockets: The sockets that connect processes.
         thread: Makes a thread beside a loop, from the thread's name and the loop.
         remembered: The number of ended processes that are remembered, with their ends.
         launcher: Starts worker processes; takes the arguments of `WorkerLauncher`. None: `WorkerLauncher`, or
             `ExecLauncher` where there is no fork server.
         network: Leads to other machines; see `far.Network`. None: TCP, with the key of the cluster.
-        timeouts: The times that the runtime waits.
     """
 
     monotonic: Callable[[], float] = time.monotonic

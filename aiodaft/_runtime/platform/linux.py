@@ -49,7 +49,6 @@ def fresh_python(module: str, *numbers: int, front: Sequence[str] = (), path: Se
     """The command of a new interpreter that calls `main(*numbers)` of a module.
 
     Args:
-        module: The module.
         numbers: The arguments of its `main`.
         front: Put before `path` when the module is loaded.
         path: Its `sys.path`. Default: that of this process.
@@ -204,7 +203,6 @@ def signs_of_life(pid: int, others: Collection[int]) -> object:
     Different each time if this process has no descriptor left to read it with.
 
     Args:
-        pid: The process.
         others: Children to leave out, with their descendants.
     """
     if is_stopped(pid):

@@ -99,12 +99,7 @@ def shield_from_anyio() -> AbstractContextManager[object]:
 async def wait_through(
     future: asyncio.Future[Any], hasten: Callable[[], object] = lambda: None
 ) -> asyncio.CancelledError | None:
-    """Wait for a future that must not be cancelled; returns the last cancellation that came meanwhile.
-
-    Args:
-        future: The future.
-        hasten: Called at the first cancellation.
-    """
+    """Wait for a future that must not be cancelled; returns the last cancellation that came meanwhile."""
     cancelled: asyncio.CancelledError | None = None
     with shield_from_anyio():
         while not future.done():
@@ -118,12 +113,7 @@ async def wait_through(
 
 
 async def see_through(future: asyncio.Future[T], hasten: Callable[[], object] = lambda: None) -> T:
-    """The result of a future that must not be cancelled; a cancellation is raised when the future is done.
-
-    Args:
-        future: The future.
-        hasten: Called at the first cancellation.
-    """
+    """The result of a future that must not be cancelled; a cancellation is raised when the future is done."""
     cancelled = await wait_through(future, hasten)
     if cancelled is not None:
         if not future.cancelled():

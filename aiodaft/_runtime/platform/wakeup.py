@@ -75,7 +75,6 @@ class Wakeups:
 
     Attributes:
         collecting: Set by a callback of the loop while it handles messages; it calls `run` right after that.
-        due: The wakeups since then.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -108,16 +107,12 @@ class Wakeups:
 
 
 class Started(Protocol):
-    """A call, as far as `Starter` knows it."""
-
     task: asyncio.Task[None] | None
     # The context in which it starts. Default: a copy of the starter's context.
     context: Context | None
 
 
 class Starter:
-    """Begins the calls of one process."""
-
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._spare: Spare | None = None

@@ -52,8 +52,6 @@ def spec_of(payload: bytes) -> Spec:
 
 
 class Decoder:
-    """Decodes one value."""
-
     # For values other than small ones.
     home: Process | None = None
     blobs: Sequence[memoryview] = ()
@@ -220,10 +218,7 @@ def decode(
     """Decode a value.
 
     Args:
-        payload: The skeleton.
         blobs: The blobs; tensors of the result use their memory.
-        slots: Values of the resolved refs.
-        refs: The refs that travel inside.
         origin: Gives the object of this process that a buffer was made from, if there is one.
         patient: Whether this thread may take long.
         home: The process that decodes, for handles and channels in the value.
@@ -271,8 +266,6 @@ def _refused(error: Exception) -> SerializationError:
 
 
 class ReceivedValue:
-    """An encoded value."""
-
     __slots__ = ("blobs", "heard", "inline", "origin", "payload", "refs")
 
     def __init__(

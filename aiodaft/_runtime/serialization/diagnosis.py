@@ -23,10 +23,6 @@ _MAX_CHILDREN: Final = 1000
 def find_path(names: Iterable[tuple[str, Any]], attempt: Callable[[Any], object]) -> tuple[str, str]:
     """The deepest part of some values that cannot be encoded.
 
-    Args:
-        names: The values and their names.
-        attempt: Encodes a value, or raises.
-
     Returns:
         The path to the part, and why it cannot be encoded.
     """

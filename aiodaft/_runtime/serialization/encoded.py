@@ -69,8 +69,6 @@ def digest_of(code: bytes | memoryview) -> bytes:
 
 
 class Source:
-    """One buffer of a value."""
-
     __slots__ = ("address", "block", "device", "fill", "frozen", "keep", "lent", "nbytes", "origin", "version")
 
     def __init__(self, nbytes: int, address: int, keep: Any, device: int | None = None) -> None:
@@ -114,12 +112,9 @@ class Encoded:
 
     Attributes:
         payload: The skeleton; a few bytes if the skeleton itself is one of the sources.
-        sources: The buffers.
         offsets: The offset of each source in the blob; -1 for a separate blob.
-        nbytes: Size of the blob.
         device_nbytes: Size of the blob of each accelerator that has buffers of the value.
         slots: Refs that the receiver replaces by their values.
-        refs: Refs that travel as refs.
     """
 
     payload: bytes

@@ -71,8 +71,6 @@ class Names(NamedTuple):
 
 
 class Encoder(SmallEncoder):
-    """Encodes one value of any kind."""
-
     free = FLAT
 
     def __init__(self, places: Places, *, resolve: bool, limit: int | None) -> None:
@@ -316,8 +314,6 @@ def encode(
     """Encode a value.
 
     Args:
-        value: The value.
-        names: Its name, and the names of its parts, in errors.
         places: The tensors that may stay where they are.
         resolve: Whether refs in containers and records stand for their values.
         limit: Bytes of a pickle, or 50,000 elements, are too long; None: nothing is.

@@ -35,8 +35,6 @@ _STOP: Final = "..."
 
 
 class FrameData(NamedTuple):
-    """One frame, and the position in its code."""
-
     file: str
     function: str
     module: str

@@ -38,8 +38,6 @@ _THINGS: Final = (type, FunctionType, BuiltinFunctionType, ModuleType, Ref)
 
 
 class Names:
-    """The names of a script, or the attributes of a class, and the number of each."""
-
     def __init__(self, *, at_home: bool) -> None:
         self.at_home = at_home
         # At home with the mark of the value that has the number.

@@ -64,13 +64,10 @@ _bytes_at: Final[Callable[[int, int], bytes]] = ctypes.PYFUNCTYPE(ctypes.py_obje
 ))
 
 
-class NotSmall(Exception):
-    """A value takes the way of the encoder."""
+class NotSmall(Exception): ...
 
 
 class SmallEncoder:
-    """Encodes one value: turns it into plain data and extensions."""
-
     # The types of parts that are plain data.
     free = _NUMBERS
 

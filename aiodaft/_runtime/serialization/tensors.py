@@ -99,8 +99,6 @@ def _spec(buffer: int, tensor: torch.Tensor, stride: Sequence[int], start: int, 
 
 
 class TensorTable:
-    """The tensors of one value while it is encoded."""
-
     def __init__(self, places: Places) -> None:
         self._places = places
         self._indices: dict[int, int] = {}

@@ -30,8 +30,6 @@ class Enrolment:
     """The place of an actor in a group; the owner of the group changes it.
 
     Args:
-        roster: The group.
-        rank: The place.
         renew: Gives the group a new epoch.
     """
 
@@ -59,9 +57,6 @@ class Enrolment:
         """Tell the actor, or the process that is about to make it.
 
         Args:
-            caller: Makes the call.
-            remote: Its process.
-            actor: The incarnation.
             members: The members, if more than one actor is told of them: they are encoded once.
         """
         self._told = roster = self.roster

@@ -51,10 +51,6 @@ class Child:
     """One supervised actor.
 
     Args:
-        target: The target for callers in this process.
-        spec: Makes it.
-        supervisor: Of its policy.
-        beside: The actor of which it shares the process.
         move: Finds a place on another node for an incarnation: in a process, or where there is room.
     """
 
@@ -138,8 +134,6 @@ class Child:
 
 
 class Supervisor:
-    """The children of one policy, in the order in which they were spawned."""
-
     def __init__(
         self,
         caller: Caller,

@@ -28,8 +28,6 @@ _WIDTH: Final = 160
 
 
 class Where(NamedTuple):
-    """The program or cluster that a command looks at."""
-
     address: str | None
     key_file: str | None
     pid: str | None
@@ -59,7 +57,6 @@ async def looking(where: Where, interval: float | None) -> AsyncGenerator[Looked
     """Overviews of a cluster, or of a program on this machine, for the time of the block.
 
     Args:
-        where: The program or cluster.
         interval: Seconds between two of them; None for just one.
 
     Raises:

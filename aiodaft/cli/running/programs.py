@@ -44,8 +44,6 @@ class Program:
     """A running program, which answers this command.
 
     Attributes:
-        pid: Its process.
-        id: The id of its runtime.
         listens: Its address, if this is no program but a node of a cluster; "" otherwise.
         leads_to: The number of processes that its fork server leads to; 0 if that is the one of a node.
     """
@@ -101,8 +99,6 @@ class Found(NamedTuple):
     """The programs and nodes on this machine.
 
     Attributes:
-        programs: The programs that answer.
-        nodes: The addresses of nodes of clusters.
         silent: The programs that do not answer.
     """
 

@@ -130,8 +130,6 @@ class Driver(Protocol):
 
 
 class DeviceHost(Host, Protocol):
-    """A process that has accelerators."""
-
     def in_thread(self, job: Callable[[], T], /) -> Awaitable[T]:
         """Run `job` in the process's helper thread; it runs to its end, also if the waiter is cancelled."""
         ...
@@ -142,10 +140,8 @@ class Landing(NamedTuple):
 
     Attributes:
         owner: The consumer's object; the memory lives as long as it does.
-        device: Its device.
         address: Its first byte.
         nbytes: The number of its bytes.
-        stream: The stream that may write to it.
     """
 
     owner: Any
@@ -231,8 +227,6 @@ class DeviceBlock(PooledBlock[DeviceSegment]):
 
 
 class DevicePool(BlockPool[DeviceSegment]):
-    """Memory of one device. Every method may be called in any thread."""
-
     def __init__(
         self,
         driver: Driver,
@@ -330,8 +324,6 @@ class DevicePool(BlockPool[DeviceSegment]):
 
 
 class RemoteSegment:
-    """A segment of a peer, and its addresses in this process."""
-
     __slots__ = ("addresses", "gone", "handle", "identity", "size", "users")
 
     def __init__(self, size: int, identity: bytes, handle: bytes) -> None:
@@ -359,8 +351,6 @@ class RemoteSegment:
 
 
 class Remote(SegmentRemote[RemoteSegment]):
-    """A peer: also the transfers from it."""
-
     def __init__(self, control: Control) -> None:
         super().__init__(control)
         self.pulls: set[Pull] = set()

@@ -185,9 +185,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         """Queue a copy into a new block, behind the earlier work of a stream. Safe in any thread; does not wait.
 
         Args:
-            device: The device of the memory.
             spans: The bytes to copy; targets are offsets in the block.
-            nbytes: Size of the block.
             stream: The stream that makes the content, and may change it afterwards.
             keep: An object to keep alive until the copy is made.
 

@@ -26,8 +26,6 @@ _WORDS: Final = 1024
 
 
 class Pool(Arena):
-    """An arena that registers each segment once, at its first use."""
-
     def __init__(self, on_segment_closed: Callable[[int], object] | None = None) -> None:
         super().__init__(shared=False, on_segment_closed=self.closed)
         self._on_closed = on_segment_closed
@@ -94,8 +92,6 @@ PIECES_IN_FLIGHT: Final = 2
 
 
 class RemoteSegment:
-    """A segment of a peer."""
-
     __slots__ = ("address", "packed", "rkey", "size", "users")
 
     def __init__(self, address: int, size: int, packed: bytes) -> None:
@@ -109,8 +105,6 @@ class RemoteSegment:
 
 
 class Remote(SegmentRemote[RemoteSegment]):
-    """A peer: also its worker."""
-
     def __init__(self, control: Control, stamp: Stamp) -> None:
         super().__init__(control)
         self.stamp = stamp

@@ -102,8 +102,6 @@ class UcxSettings:
 
 
 class UcxTransport(SegmentTransport[Block, Remote]):
-    """Transfers by remote memory access."""
-
     name: ClassVar[str] = "ucx"
 
     def __init__(self, host: Host, *, interface: str | None = None, settings: UcxSettings | None = None) -> None:

@@ -104,8 +104,7 @@ _OnCompleted = ctypes.CFUNCTYPE(None, c_void_p, _Status, c_void_p)
 _OnFailed = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, _Status)
 
 
-class UcxError(TransportError):
-    """An error that UCX reports."""
+class UcxError(TransportError): ...
 
 
 class _Params(ctypes.Structure):

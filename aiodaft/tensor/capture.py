@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -77,7 +78,7 @@ class _Capture:
         ]
         self.models = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.nn.Module)]
         self.optimizers = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.optim.Optimizer)]
-        self.leaves = [one for one in leaves if not isinstance(one[1], (torch.nn.Module, torch.optim.Optimizer))]
+        self.leaves = [one for one in leaves if not isinstance(one[1], _OWNERS)]
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.tracer = Tracer(self.fake, self._drop_gradients, self._mark_gradients)
         self.fakes: dict[int, torch.Tensor] = {}
@@ -98,21 +99,25 @@ class _Capture:
                 stack.enter_context(self._with_model(model, name if len(self.models) > 1 else ""))
             for name, optimizer in self.optimizers:
                 stack.enter_context(self._with_optimizer(name, optimizer))
-            args = [tree_map(self._argument, arg) for arg in self.args]
             self._name_arguments()
+            names = iter([name for name, _ in self.leaves])
+            args = [tree_map(partial(self._argument, names), arg) for arg in self.args]
             # A fake LSTM of oneDNN has no backward.
+            stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))
             enabled = torch._C._get_mkldnn_enabled()
             stack.callback(torch._C._set_mkldnn_enabled, enabled)
             torch._C._set_mkldnn_enabled(False)
             stack.enter_context(numbered(self.tracer))
             stack.enter_context(self.fake)
             stack.enter_context(self.tracer)
-            stack.enter_context(Items())
+            stack.enter_context(Items(self.tracer))
             self._give_gradients()
             result = self.fn(*args)
             self.tracer.end_backward()
             self._keep_gradients()
             leaves, tree = tree_flatten(result)
+            if odd := [type(one) for one in leaves if not isinstance(one, (torch.Tensor, *_PLAIN_VALUES))]:
+                raise CaptureError(f"the result has a {odd[0].__name__}, which may hide tensors: return them alone")
             outputs = self._outputs(leaves)
         others = {at: one for at, one in enumerate(leaves) if not isinstance(one, torch.Tensor)}
         return self._program(outputs, Results(tree, others))
@@ -121,6 +126,8 @@ class _Capture:
 
     @contextmanager
     def _with_model(self, model: torch.nn.Module, prefix: str) -> Generator[None]:
+        if isinstance(model, torch.jit.ScriptModule):
+            raise CaptureError("a scripted module cannot be captured: pass the nn.Module that it was made of")
         modules = dict(model.named_modules())
         saved = [(one, dict(one.__dict__), *map(dict, (one._parameters, one._buffers))) for one in modules.values()]
         hooks = []
@@ -208,10 +215,17 @@ class _Capture:
                 for at, group in enumerate(attributes["param_groups"])
             ]
             optimizer.state = self._state(name, attributes["param_groups"], first)
-            hooks = (optimizer.register_step_pre_hook(self._begin), optimizer.register_step_post_hook(self._end))
+            optimizer._optimizer_step_pre_hooks = OrderedDict(optimizer._optimizer_step_pre_hooks)
+            optimizer._optimizer_step_post_hooks = OrderedDict(optimizer._optimizer_step_post_hooks)
+            optimizer.register_step_pre_hook(self._begin)
+            optimizer.register_step_post_hook(self._end)
+            numbers = [dict(group) for group in optimizer.param_groups]
             yield
-            for hook in hooks:
-                hook.remove()
+            now = [dict(group) for group in optimizer.param_groups]
+            if any(new.get(key) is not one for new, old in zip(now, numbers, strict=True) for key, one in old.items()):
+                raise CaptureError(
+                    f"the step changes numbers of {name}: step schedulers outside of it, after each step"
+                )
         finally:
             for one in added:
                 del code[one]
@@ -227,11 +241,12 @@ class _Capture:
         """A group with inputs of the program for its floats."""
 
         def number(key: str, value: Any, index: int | None = None) -> Any:
-            if not isinstance(value, float):
+            tensor = isinstance(value, torch.Tensor) and value.numel() == 1
+            if not (tensor or isinstance(value, float) or (key in _FLOATS and type(value) is int)):
                 return value
             path = f"{name}.{key}" if index is None else f"{name}.{key}.{index}"
             self.tracer.scalars.add(path, group, key, index)
-            return self.tracer.number(path, value)
+            return self.tracer.number(path, float(value))
 
         return {
             key: tuple(number(key, one, at) for at, one in enumerate(value))
@@ -250,6 +265,11 @@ class _Capture:
             {**group, **_PLAIN, "params": [stand_ins[one] for one in group["params"] if one in stand_ins]}
             for group in groups
         ]
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise CaptureError(
+                f"{type(optimizer).__name__} calls the model in its step: use an optimizer that does not"
+            )
         hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         with self.fake, _Fills():  # type: ignore[no-untyped-call]  # of torch
@@ -364,17 +384,18 @@ class _Capture:
 
     # arguments
 
-    def _argument(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+    def _argument(self, names: Iterator[str], leaf: Any) -> Any:
+        if isinstance(leaf, _OWNERS):
             return leaf
-        if id(leaf) not in self.fakes:
-            name = next(name for name, one in self.leaves if one is leaf)
-            self.fakes[id(leaf)] = self._input(leaf, name, "argument")
-        return self.fakes[id(leaf)]
+        name = next(names)
+        if isinstance(leaf, torch.optim.lr_scheduler.LRScheduler):
+            raise CaptureError(f"{name} is a scheduler: step it outside, after each step; programs read numbers anew")
+        if id(leaf) in self.fakes:
+            raise CaptureError(f"{name} is {self.names[id(leaf)]} of a model that is an argument: take it from there")
+        return self._input(leaf, name, "argument") if isinstance(leaf, torch.Tensor) else leaf
 
     def _name_arguments(self) -> None:
-        owners = (torch.nn.Module, torch.optim.Optimizer)
-        kinds = [{isinstance(leaf, owners) for leaf in tree_flatten(arg)[0]} for arg in self.args]
+        kinds = [{isinstance(leaf, _OWNERS) for leaf in tree_flatten(arg)[0]} for arg in self.args]
         if {True, False} in kinds:
             raise CaptureError("an argument has a model or an optimizer beside other values: pass it by itself")
         rest = [arg for arg, kind in zip(self.args, kinds, strict=True) if True not in kind]
@@ -437,9 +458,24 @@ class _Capture:
         )
 
 
+_OWNERS = (torch.nn.Module, torch.optim.Optimizer)
+_PLAIN_VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _ALWAYS = ("parameter", "buffer", "argument")
+_FLOATS = {"lr", "momentum", "dampening", "weight_decay", "eps", "alpha", "lr_decay"}
+"""Numbers of groups that may be given as integers."""
 _PLAIN = {"foreach": False, "fused": False, "capturable": False}
 """The form of an optimizer that updates one tensor after the other, without fused kernels."""
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Generator[None]:
+    """Torch logs each error of a shape besides raising it."""
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class _Fills(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch

@@ -9,11 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["EXTREMES", "Items", "LiveScalars", "Number", "NumberUsed", "OnNumbers"]
-
-
-class NumberUsed(Exception):
-    """Python wants the value of a number that each step of a program has anew."""
+__all__ = ["EXTREMES", "Items", "LiveScalars", "Number", "OnNumbers"]
 
 
 class OnNumbers(Protocol):
@@ -21,6 +17,9 @@ class OnNumbers(Protocol):
 
     def arithmetic(self, target: torch._ops.OpOverload[..., Any], *args: Number | float) -> Number:
         """The result of an operation on numbers."""
+
+    def used(self) -> Exception:
+        """The error where Python wants the value of a number, or of a tensor."""
 
     def decided(self, number: Number, comparison: Callable[[Any, Any], bool], other: float) -> bool:
         """The outcome of a comparison now; the program holds for as long as it is the same."""
@@ -49,7 +48,7 @@ class _Node:
     __str__ = _str = _graph_repr
 
     def guard_float(self, file: str, line: int) -> float:
-        raise NumberUsed
+        raise self.number.recorder.used()
 
 
 class Number(torch.SymFloat):
@@ -64,7 +63,7 @@ class Number(torch.SymFloat):
         self.recorder, self.slot, self.value = recorder, slot, value
 
     def __float__(self) -> float:
-        raise NumberUsed
+        raise self.recorder.used()
 
     __int__ = __trunc__ = __round__ = __float__
 
@@ -84,12 +83,24 @@ class Number(torch.SymFloat):
 
 
 class Items(TorchFunctionMode):
-    """While it is entered, `Tensor.item` gives the `Number` that C++ made a `SymFloat` of."""
+    """Calls that no dispatch sees as they are: `Tensor.item`, of whose `Number` C++ makes a `SymFloat`, and `data`."""
+
+    def __init__(self, recorder: OnNumbers) -> None:
+        super().__init__()
+        self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _TO_PYTHON:
+            raise self.recorder.used()
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]  # a descriptor of C
+            with torch.no_grad():
+                return args[0].copy_(args[1])
         result = func(*args, **(kwargs or {}))
         ours = isinstance(result, torch.SymFloat) and isinstance(result.node, _Node)
         return result.node.number if ours else result
+
+
+_TO_PYTHON = {torch.Tensor.numpy, torch.Tensor.__format__, torch.Tensor.__array__}
 
 
 def _binary(name: str, target: torch._ops.OpOverload[..., Any]) -> None:
@@ -154,15 +165,20 @@ class LiveScalars(Mapping[str, Any]):
         self._guards.setdefault(name, []).append((comparison, other, outcome))
 
     def __getitem__(self, name: str) -> float:
+        # A number that the code only compares is no input of the program, and nobody reads it.
+        for guarded, guards in self._guards.items():
+            value = self._value(guarded)
+            for comparison, other, outcome in guards:
+                if comparison(value, other) != outcome:
+                    raise ValueError(
+                        f"{guarded} is {value} now, and the step was captured where {comparison.__name__}({guarded}, "
+                        f"{other}) was {outcome}: capture it again"
+                    )
+        return self._value(name)
+
+    def _value(self, name: str) -> float:
         group, key, index = self._places[name]
-        value = float(group[key] if index is None else group[key][index])
-        for comparison, other, outcome in self._guards.get(name, ()):
-            if comparison(value, other) != outcome:
-                raise ValueError(
-                    f"{name} is {value} now, and the step was captured where {name} {comparison.__name__} {other} was "
-                    f"{outcome}: capture it again"
-                )
-        return value
+        return float(group[key] if index is None else group[key][index])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aiodaft.tensor.instructions import Slot, slots_of
 from aiodaft.tensor.operations import Cause, Gradient, Input, Mark, Operation, Phase, Role
 from aiodaft.tensor.randoms import drawn
-from aiodaft.tensor.scalars import LiveScalars, Number, NumberUsed
+from aiodaft.tensor.scalars import LiveScalars, Number
 from aiodaft.tensor.specs import Meta
 from aiodaft.tensor.views import Op, Step, Traits, functional_of, traits_of, written_through
 
@@ -29,8 +29,8 @@ __all__ = ["CaptureError", "Tracer"]
 aten = torch.ops.aten
 
 _ON_VALUES = (
-    "the step needs the value of a tensor here, and a program has none while it is captured: write torch.where for a "
-    "branch, return the tensor instead of its number, or make the value an argument"
+    "the code needs the value of a tensor, or a shape that depends on one, and a capture has only shapes: write "
+    "torch.where for a branch or a mask, return the tensor instead of its number, or make the value an argument"
 )
 
 
@@ -192,10 +192,13 @@ class Tracer(TorchDispatchMode):
         )
         return Number(self, outs[0])
 
+    def used(self) -> CaptureError:
+        branch = "the optimizer branches on a number that each step has anew: a program cannot, use another one"
+        return self.error(branch if self.updating else _ON_VALUES)
+
     def decided(self, number: Number, comparison: Callable[[Any, Any], bool], other: Any) -> bool:
         if number.value is None or isinstance(other, Number):
-            why = "the optimizer branches on a number that each step has anew: a program cannot, use another one"
-            raise CaptureError(f"{self._line()}: {why if self.updating else _ON_VALUES}")
+            raise self.used()
         outcome = comparison(number.value, other)
         self.scalars.guard(self._names[number.slot], comparison, other, outcome)
         return outcome
@@ -212,8 +215,8 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         try:
             return self._dispatch(func, args, kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException, NumberUsed):
-            raise CaptureError(f"{self._line()}: {func} has a result of unknown shape or value: {_ON_VALUES}") from None
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise self.error(f"{_ON_VALUES} ({func})") from None
 
     def _dispatch(self, func: Op, args: Any, kwargs: Any) -> Any:
         if func.namespace == "profiler":
@@ -249,7 +252,7 @@ class Tracer(TorchDispatchMode):
         try:
             return drawn(self, func, args, kwargs)
         except NotImplementedError as error:
-            raise CaptureError(f"{self._line()}: {error}") from None
+            raise self.error(str(error)) from None
 
     def _draw(self, kind: str, meta: Meta, parameters: Any) -> int:
         """The number of the next draw. The seed and the step are inputs, so that each step draws anew."""
@@ -286,11 +289,10 @@ class Tracer(TorchDispatchMode):
     def _dispatch_write(self, func: Op, traits: Traits, args: Any, kwargs: Any, result: Any) -> Any:
         target = args[0] if traits.written == (0,) else kwargs.get("out")
         if traits.written not in ((0,), ("out",)) or not isinstance(target, torch.Tensor):
-            raise CaptureError(
-                f"{self._line()}: {func} writes to several tensors; write it with operations that do not"
-            )
-        value, meta = self._value(target), Meta.of(target)
-        self.read(target)
+            raise self.error(f"{func} writes to several tensors; write it with operations that do not")
+        value, meta = self._value(target), self.metas[self.read(target)]
+        if target.shape != meta.shape:
+            return self._dispatch_view_in_place(func, args, kwargs, target, meta)
         if self.updating and value.memory.own and not value.path and value.slot not in self._shared:
             outs = self._record(func, self._slots(args), self._slots(kwargs), [meta])
             self._write(value, outs[0])
@@ -298,6 +300,17 @@ class Tracer(TorchDispatchMode):
         rest = {key: one for key, one in kwargs.items() if key != "out"}
         self._write(value, self._without_write(func, args, rest, target, meta))
         return result
+
+    def _dispatch_view_in_place(self, func: Op, args: Any, kwargs: Any, target: torch.Tensor, meta: Meta) -> Any:
+        """`squeeze_` and the like: the tensor is a view of what it was."""
+        view = functional_of(func)
+        if view is None or traits_of(view).viewed is None:
+            raise self.error(f"{func} changes the shape of a tensor in place: write it with the form that does not")
+        value = self._value(target)
+        (out,) = self._record(view, self._slots(args), self._slots(kwargs), [Meta.of(target)])
+        step = Step(view, tuple(args[1:]), kwargs, None, meta)
+        vars(target)["aiodaft"] = _Value(value.memory, (*value.path, step), out, value.memory.version)
+        return target
 
     def _without_write(self, func: Op, args: Any, kwargs: Any, target: torch.Tensor, meta: Meta) -> int:
         """The number of the value that an operation would write."""
@@ -312,7 +325,7 @@ class Tracer(TorchDispatchMode):
             return self._converted(self.read(args[1]), meta)
         functional = functional_of(func)
         if functional is None:
-            raise CaptureError(f"{self._line()}: {func} has no form that does not write: write it otherwise")
+            raise self.error(f"{func} has no form that does not write: write it otherwise")
         result = functional(*_plain(args), **_plain(kwargs))
         outs = self._record(functional, self._slots(args), self._slots(kwargs), [Meta.of(result)])
         return self._converted(outs[0], meta, copy=False)
@@ -358,14 +371,14 @@ class Tracer(TorchDispatchMode):
     def _written_through(self, step: Step, parent: int, child: int) -> int:
         undone = written_through(step, self.metas, parent, child)
         if undone is None:
-            raise CaptureError(f"{self._line()}: a write to a view made by {step.target} is not supported: clone it")
+            raise self.error(f"a write to a view made by {step.target} is not supported: clone it")
         target, args = undone
         return self._record(target, args, {}, [self.metas[parent]])[0]
 
     def _value(self, tensor: torch.Tensor) -> _Value:
         value: _Value | None = getattr(tensor, "aiodaft", None)
         if value is None:
-            raise CaptureError(f"{self._line()}: a tensor of another capture, or of torch itself, is used here")
+            raise self.error("a tensor of another capture, or of torch itself, is used here")
         return value
 
     def _adopt(self, tensor: torch.Tensor, memory: _Memory) -> _Memory:
@@ -385,7 +398,7 @@ class Tracer(TorchDispatchMode):
 
     def _constant(self, tensor: torch.Tensor) -> FakeTensor:
         if isinstance(tensor, torch.nn.Parameter) or tensor.device.type == "meta":
-            raise CaptureError(f"{self._line()}: a parameter of no model that is an argument is used: pass the model")
+            raise self.error("a parameter of no model that is an argument is used: pass the model")
         if known := self._constants.get(id(tensor)):
             return known[1]
         with torch.utils._python_dispatch._disable_current_modes():
@@ -444,6 +457,10 @@ class Tracer(TorchDispatchMode):
         if inside_backward or _seeds_backward():
             return "backward"
         return "update" if self._had_backward and not torch.is_grad_enabled() and not self.modules else "forward"
+
+    def error(self, message: str) -> CaptureError:
+        """An error at the line of the user's code that is running."""
+        return CaptureError(f"{self._line()}: {message}")
 
     def _line(self) -> str:
         frame: FrameType | None = sys._getframe(1)
@@ -531,10 +548,24 @@ def _item(tracer: Tracer, func: Op, args: Any, kwargs: Any) -> tuple[bool, Any]:
     return True, Number(tracer, tracer._record(func, (Slot(slot),), {}, [None])[0])
 
 
+def _batch_norm(tracer: Tracer, func: Op, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """The schema of batch norm is silent about its writes to the running mean and variance."""
+    tensor, weight, bias, mean, variance, training, *rest = args
+    if not training or mean is None:
+        return False, None
+    with tracer:
+        functional = aten._native_batch_norm_legit_functional.default
+        *results, new_mean, new_variance = functional(tensor, weight, bias, mean, variance, training, *rest)
+        mean.copy_(new_mean)
+        variance.copy_(new_variance)
+    return True, tuple(results)
+
+
 _HANDLERS: dict[Op, Callable[..., tuple[bool, Any]]] = {
     aten.detach.default: _same,
     aten.alias.default: _same,
     aten.lift_fresh.default: _same,
     aten.clone.default: _clone,
     aten._local_scalar_dense.default: _item,
+    aten.native_batch_norm.default: _batch_norm,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -102,21 +103,25 @@ class Aliases:
             self.stale.discard(number)
 
 
+@cache
 def is_view(op: OpOverload[..., Any]) -> bool:
     """Whether its results share the memory of its first argument, which it does not write."""
     returned = op._schema.returns
     return bool(returned) and all(one.alias_info is not None and not one.alias_info.is_write for one in returned)
 
 
+@cache
+def _written_names(op: OpOverload[..., Any]) -> tuple[str, ...]:
+    written = [one.name for one in op._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    return (*written, *_WRITES.get(op, ()))
+
+
 def written_arguments(op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
     """The numbers of the tensors that it writes."""
-    schema = op._schema
-    hidden = _WRITES.get(op, ())
-    if not schema.is_mutable and not hidden:
+    names = _written_names(op)
+    if not names:
         return []
-    names = [one.name for one in schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if hidden and not given.get("training"):
+    given = {**dict(zip([one.name for one in op._schema.arguments], args, strict=False)), **kwargs}
+    if op in _WRITES and not given.get("training"):
         return []
-    written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
-    return slots_of([given.get(name) for name in (*written, *hidden)])
+    return slots_of([given.get(name) for name in names])

@@ -75,6 +75,8 @@ class Lowering:
         self.whole: list[Cause] = []
         self.aliases = Aliases()
         self.placed: dict[tuple[int, Placements], int] = {}
+        self._copies: dict[int, list[tuple[int, Placements]]] = {}
+        """The entries of `placed` by both of their tensors."""
         self.draws: dict[int, Instruction] = {}
         """Those of random numbers, by the tensor that nobody has written."""
         self._numbers = numbers or count()
@@ -125,6 +127,8 @@ class Lowering:
             for move in self.rules.route(spec, target):
                 out = self._move(out, move)
         self.placed[number, target] = out
+        for one in (number, out):
+            self._copies.setdefault(one, []).append((number, target))
         return out
 
     def apply(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -254,9 +258,10 @@ class Lowering:
 
     def _forget_copies(self, numbers: Iterable[int]) -> None:
         """Other placements of tensors that were written."""
-        held = {self.aliases.now.get(number, number) for number in numbers} | set(numbers)
-        for key in [key for key, copy in self.placed.items() if key[0] in held or copy in held]:
-            del self.placed[key]
+        for number in numbers:
+            for one in (number, self.aliases.now.get(number, number)):
+                for key in self._copies.pop(one, ()):
+                    self.placed.pop(key, None)
 
     def _emit_op(
         self,

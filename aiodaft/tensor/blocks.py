@@ -180,8 +180,8 @@ def _filled(value: Any, numbers: Mapping[int, int], scalars: Sequence[int]) -> A
     match value:
         case Slot(number=number):
             return Slot(numbers[number])
-        case Scalar(index=index):
-            return Slot(scalars[index])
+        case Scalar():
+            return Slot(scalars[value.index])
         case Mapping():
             return {name: _filled(one, numbers, scalars) for name, one in value.items()}
         case list():

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map
 from aiodaft.tensor.aliases import is_view, written_arguments
 from aiodaft.tensor.instructions import ByRank, Instruction, Slot, slots_of
 from aiodaft.tensor.lowering import Lowering, name_of
-from aiodaft.tensor.places import here, said
+from aiodaft.tensor.operations import Cause
+from aiodaft.tensor.places import here, line_of, said
 from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.specs import Placements, Spec, text
 
@@ -120,6 +121,20 @@ class Entries:
             known = self.known[name, layout, *args] = Entry(name, 0, (), (), (made,), ((0, layout),), 0)
         return known
 
+    def drawn(self, spec: Spec, kind: str, parameters: tuple[float, ...]) -> Entry:
+        """The operation that draws a random tensor; its numbers are seed, step and number of the draw."""
+        layout = self.layout(spec)
+        known = self.known.get((kind, layout, parameters))
+        if known is None:
+            ranks = range(self.rules.size)
+            place = [Scalar.of(0, index) for index in range(3)]
+            offset = ByRank(tuple(list(self.rules.offset(spec, rank)) for rank in ranks))
+            parts = ByRank(tuple(map(list, self.rules.local_shapes(spec))))
+            args = (kind, list(spec.meta.shape), spec.meta.dtype, list(parameters), *place, offset, parts)
+            made = Instruction("op", "aiodaft.random.default", args, {}, (0,))
+            known = self.known[kind, layout, parameters] = Entry(kind, 3, (), (), (made,), ((0, layout),), 0)
+        return known
+
     def route(self, layout: Layout, target: Placements) -> Entry:
         """The way in which a tensor is redistributed. The result has memory of its own."""
         known = self.known.get(("redistribute", layout, target))
@@ -172,6 +187,7 @@ class Entries:
         specs = [one.spec for one in layouts]
         # A tensor that is written to is not the copy that other operations of the block have.
         lowering = Lowering(self.rules) if writes else _Scratch(self.rules, len(specs))
+        lowering.cause = Cause(name_of(func), line=line_of(*here()))
         for spec in specs:
             lowering.new(spec)
         returned = lowering.apply(func, args, kwargs)

@@ -14,11 +14,12 @@ from torch._ops import OpOverload
 from aiodaft.html import page
 from aiodaft.ref import Refs
 from aiodaft.tensor.blocks import Cell
-from aiodaft.tensor.entries import Entry, Given, Scalar
+from aiodaft.tensor.entries import Given, Scalar
 from aiodaft.tensor.instructions import Slot
 from aiodaft.tensor.pictures import picture
+from aiodaft.tensor.randoms import drawn, is_random, next_place
 from aiodaft.tensor.recorder import Recorder
-from aiodaft.tensor.specs import Placement, Placements, checked, placed
+from aiodaft.tensor.specs import Meta, Placement, Placements, Spec, checked, placed
 from aiodaft.tensor.transfers import moved
 
 __all__ = ["DistTensor"]
@@ -54,6 +55,7 @@ class DistTensor(Tensor):
 
     cell: Cell
     recorder: Recorder
+    draws_itself = True
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way
 
@@ -89,9 +91,7 @@ class DistTensor(Tensor):
         recorder: Recorder = args[0].recorder if type(args[0]) is DistTensor else _recorder((args, kwargs))
         entry = recorder.entries.known.get(given)
         if entry is None:
-            entry = _learn(recorder, given, func, args, kwargs or {})
-            if entry is None:
-                return cls.__torch_dispatch__(func, types, args, kwargs)
+            return _first(recorder, given, func, args, kwargs or {})
         outs = recorder.record(entry, cells, scalars)
         result = entry.result
         if result == 0 and type(result) is int:
@@ -148,7 +148,7 @@ class DistTensor(Tensor):
         return handle(cell, there)
 
     def _no_value(self, *args: object, **kwargs: object) -> NoReturn:
-        raise RuntimeError(_await_it("this line", self))
+        raise RuntimeError(_await_it(self))
 
     item = tolist = numpy = _no_value
     __bool__ = __int__ = __float__ = __complex__ = __index__ = __array__ = _no_value
@@ -164,16 +164,42 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DistTensor, target: Placements) -> Tensor:
         recorder = tensor.recorder
-        placements = tensor.cell.layout.spec.placements
-        ctx.source = tuple(
-            replica if one.is_partial() else one for one, replica in zip(placements, recorder.replicas, strict=True)
-        )
+        ctx.source = recorder.plain(tensor.cell.layout.spec.placements)
         return handle(recorder.redistributed(tensor.cell, target), recorder)
 
     @staticmethod
-    def backward(ctx: Any, gradient: DistTensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: DistTensor) -> tuple[Tensor, None]:
+        (gradient,) = grad_outputs
         recorder = gradient.recorder
         return handle(recorder.redistributed(gradient.cell, ctx.source), recorder), None
+
+
+class Drawing:
+    """Draws at the workers, in the placements of a tensor like those that are drawn."""
+
+    def __init__(self, recorder: Recorder, like: Tensor) -> None:
+        self._recorder = recorder
+        self._like = like
+
+    def draw(self, kind: str, shape: Sequence[int], dtype: torch.dtype, *parameters: float) -> Tensor:
+        """The next draw."""
+        placements = self._recorder.replicas
+        if isinstance(self._like, DistTensor) and tuple(shape) == tuple(self._like.shape):
+            placements = self._recorder.plain(self._like.cell.layout.spec.placements)
+        return random(self._recorder, kind, shape, dtype, placements, *parameters)
+
+    def fill(self, tensor: Tensor, kind: str, *parameters: float) -> Tensor:
+        """The tensor, filled with the next draw."""
+        return tensor.copy_(self.draw(kind, tensor.shape, tensor.dtype, *parameters))
+
+
+def random(
+    recorder: Recorder, kind: str, shape: Sequence[int], dtype: torch.dtype, placements: Placements, *parameters: float
+) -> DistTensor:
+    """A random tensor: see `randoms.draw`."""
+    spec = Spec(placements, Meta.of(torch.empty(tuple(shape), dtype=dtype, device="meta")))
+    entry = recorder.entries.drawn(spec, kind, tuple(map(float, parameters)))
+    return handle(recorder.record(entry, (), next_place())[0], recorder)
 
 
 def handle(cell: Cell, recorder: Recorder) -> DistTensor:
@@ -189,8 +215,8 @@ def _placed(tensor: Tensor, recorder: Recorder, placements: Mapping[str, Placeme
     return checked(placed(placements, recorder.axes), tensor.dim())
 
 
-def _await_it(reader: str, tensor: object) -> str:
-    return f"{reader} needs the value of {tensor!r}, which the workers have: await it first, as `(await x)`"
+def _await_it(tensor: object) -> str:
+    return f"this line needs the value of {tensor!r}, which the workers have: await it first, as `(await x)`"
 
 
 def _collect(value: Any, exact: bool, key: list[Any], cells: list[Cell], scalars: list[float]) -> bool:
@@ -216,40 +242,37 @@ def _collect(value: Any, exact: bool, key: list[Any], cells: list[Cell], scalars
     return True
 
 
-def _learn(
+def _first(
     recorder: Recorder,
     key: tuple[Any, ...],
     func: OpOverload[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> Entry | None:
-    """The entry of an operation; None if the values of its numbers belong to the key from now on."""
+) -> Any:
+    """An operation that is not known: it draws, or is learned first."""
     given = cast("list[DistTensor]", _tensors((args, kwargs)))
     if any(one.recorder is not recorder for one in given):
         raise ValueError(f"{func} takes tensors of several groups: move them to one, as `await x.to(workers)`")
     if any("Tensor" not in str(one.type) for one in func._schema.returns):
-        raise RuntimeError(_await_it("this line", given[0]))
+        raise RuntimeError(_await_it(given[0]))
+    if is_random(func) and (random := drawn(Drawing(recorder, given[0]), func, args, kwargs)) is not None:
+        return random
     exact = func in _EXACT
     entry = None
-    try:
-        if exact or not any(one.name in ("p", "ord") for one in func._schema.arguments):
-            slots, scalars = count(), count()
+    if exact or not (is_random(func) or any(one.name in ("p", "ord") for one in func._schema.arguments)):
+        slots, scalars = count(), count()
 
-            def plain(value: Any) -> Any:
-                if type(value) is DistTensor:
-                    return Slot(next(slots))
-                return value if exact or type(value) is not float else Scalar.of(value, next(scalars))
+        def plain(value: Any) -> Any:
+            if type(value) is DistTensor:
+                return Slot(next(slots))
+            return value if exact or type(value) is not float else Scalar.of(value, next(scalars))
 
-            layouts = [one.cell.layout for one in given]
-            plain_args, plain_kwargs = _mapped(plain, (args, dict(kwargs)))
-            entry = recorder.entries.learn(key, func, plain_args, plain_kwargs, layouts)
-    except Exception as error:
-        if type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException"):
-            raise RuntimeError(_await_it(str(func), given[0])) from None
-        raise
+        plain_args, plain_kwargs = _mapped(plain, (args, dict(kwargs)))
+        entry = recorder.entries.learn(key, func, plain_args, plain_kwargs, [one.cell.layout for one in given])
     if entry is None:
+        # The values of its numbers belong to the key.
         _EXACT.add(func)
-    return entry
+    return DistTensor.__torch_dispatch__(func, (), args, kwargs)
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:

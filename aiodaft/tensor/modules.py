@@ -40,8 +40,7 @@ def distribute(put: Callable[..., DistTensor], module: ModuleT, strategy: Strate
                 tensor.register_hook(partial(_placed, placements=placements))  # type: ignore[no-untyped-call]  # torch's
             made[id(one)] = tensor
         path, _, own = name.rpartition(".")
-        owner = modules[path]
-        (owner._parameters if name in parameters else owner._buffers)[own] = made[id(one)]
+        setattr(modules[path], own, made[id(one)])
     for name, one in modules.items():
         if (wanted := first(strategy.outputs, name)) is not None:
             one.register_forward_hook(partial(_output, placements=wanted))

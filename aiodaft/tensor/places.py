@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-__all__ = ["Place", "here", "said"]
+__all__ = ["Place", "here", "line_of", "said"]
 
 # The name of an operation, and where it was recorded: a code object, and an instruction of it.
 Place: TypeAlias = tuple[str, CodeType, int]
@@ -22,8 +22,13 @@ _INSIDE: Final = tuple(f"{Path(file).parent}/" for file in (torch.__file__, __fi
 def said(place: Place) -> str:
     """`aten.mm.default at train.py:12`"""
     name, code, instruction = place
+    return f"{name} at {line_of(code, instruction)}"
+
+
+def line_of(code: CodeType, instruction: int) -> str:
+    """`train.py:12`"""
     lines = [line for first, end, line in code.co_lines() if first <= instruction < end and line is not None]
-    return f"{name} at {Path(code.co_filename).name}:{lines[0] if lines else '?'}"
+    return f"{Path(code.co_filename).name}:{lines[0] if lines else '?'}"
 
 
 def here() -> tuple[CodeType, int]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Final, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Drawing", "draw", "drawn", "is_random", "manual_seed", "numbered", "philox"]
+__all__ = ["Drawing", "draw", "drawn", "is_random", "manual_seed", "next_place", "numbered", "philox"]
 
 _WORD: Final = 0xFFFFFFFF
 _CHUNK: Final = 1 << 14
@@ -251,15 +252,28 @@ class _Draws(TorchDispatchMode):
         self.seed, self.step, self.draws = seed, step, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = drawn(self, func, args, kwargs or {}) if is_random(func) else None
+        is_ours = is_random(func) and not any(getattr(one, "draws_itself", False) for one in types)
+        result = drawn(self, func, args, kwargs or {}) if is_ours else None
         return func(*args, **(kwargs or {})) if result is None else result
 
     def draw(self, kind: str, shape: Sequence[int], dtype: torch.dtype, *parameters: float) -> torch.Tensor:
+        return draw(kind, shape, dtype, parameters, self.next_place())
+
+    def next_place(self) -> tuple[int, int, int]:
         self.draws += 1
-        return draw(kind, shape, dtype, parameters, (self.seed, self.step, self.draws - 1))
+        return self.seed, self.step, self.draws - 1
 
     def fill(self, tensor: torch.Tensor, kind: str, *parameters: float) -> torch.Tensor:
         return tensor.copy_(self.draw(kind, tensor.shape, tensor.dtype, *parameters))
+
+
+_ACTIVE: ContextVar[_Draws | None] = ContextVar("draws", default=None)
+
+
+def next_place() -> tuple[int, int, int]:
+    """Seed, step and number of the next draw: those of `manual_seed`, or else a seed of torch's own generator."""
+    mode = _ACTIVE.get()
+    return (int(torch.empty((), dtype=torch.int64).random_()), 0, 0) if mode is None else mode.next_place()
 
 
 @contextmanager
@@ -271,5 +285,9 @@ def manual_seed(seed: int, step: int = 0) -> Generator[None]:
             train(model, optimizer, x, y)
     """
     mode = _Draws(seed, step)
-    with numbered(mode), mode:
-        yield
+    token = _ACTIVE.set(mode)
+    try:
+        with numbered(mode), mode:
+            yield
+    finally:
+        _ACTIVE.reset(token)

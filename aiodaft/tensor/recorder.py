@@ -205,9 +205,12 @@ class Recorder:
 
     def gathered(self, cell: Cell) -> Cell:
         """The same tensor as replicas and contiguous parts."""
-        placements = cell.layout.spec.placements
+        return self.redistributed(cell, self.plain(cell.layout.spec.placements))
+
+    def plain(self, placements: Placements) -> Placements:
+        """The placements that are nearest, as replicas and contiguous parts."""
         plain = tuple(Replicate() if isinstance(one, Partial) else one for one in placements)
-        return self.redistributed(cell, self.replicas if any(map(strided, plain)) else plain)
+        return self.replicas if any(map(strided, plain)) else plain
 
     async def fetch(self, cell: Cell) -> Tensor:
         """The whole tensor.

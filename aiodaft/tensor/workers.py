@@ -18,7 +18,7 @@ from aiodaft.group import Group
 from aiodaft.placement import Spawned, Spawner
 from aiodaft.ref import Ref, Refs
 from aiodaft.tensor.calls import values_of
-from aiodaft.tensor.handles import DistTensor, handle
+from aiodaft.tensor.handles import DistTensor, handle, random
 from aiodaft.tensor.modules import ModuleT, distribute
 from aiodaft.tensor.operations import Input
 from aiodaft.tensor.plan import Plan
@@ -145,6 +145,14 @@ class Workers:
     def empty(self, shape: Sequence[int], dtype: torch.dtype | None = None, **placements: Placement) -> DistTensor:
         """A tensor of any values, made at the workers. Raises as `put`."""
         return self._made(shape, dtype, placements, "aten.empty.memory_format")
+
+    def randn(self, shape: Sequence[int], dtype: torch.dtype | None = None, **placements: Placement) -> DistTensor:
+        """A tensor of normal random numbers, drawn at the workers; the same ones for all placements. Raises as `put`.
+
+        They follow `torch.manual_seed`; in `tensor.manual_seed(seed, step)` they are those that one process draws.
+        """
+        placed = self._placed(len(tuple(shape)), placements)
+        return random(self.recorder, "normal", shape, dtype or torch.get_default_dtype(), placed, 0.0, 1.0)
 
     async def of(self, refs: Iterable[Ref[Tensor]], **placements: Placement) -> DistTensor:
         """The results of a method as the parts of a tensor, one of each rank, where they are.

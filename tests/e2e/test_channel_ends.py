@@ -8,8 +8,8 @@ import os
 import signal
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from inside import peer_of
 from probes import Courier
 
@@ -299,7 +299,7 @@ async def test_a_channel_goes_on_when_its_maker_is_killed_and_is_freed_when_it_i
 
 async def test_items_of_a_channel_that_all_processes_have_dropped_are_freed(rt: aiodaft.Runtime) -> None:
     sender, receiver = await rt.spawn(Courier), await rt.spawn(Courier)
-    items = [torch.ones(200_000) for _ in range(3)]
+    items = [np.ones(200_000) for _ in range(3)]
     unread: Channel[Any] = Channel(8)
     half_read: Channel[Any] = Channel(8)
     closed: Channel[Any] = Channel(8)

@@ -10,7 +10,7 @@ import torch
 from actors import Box
 from device_actors import DeviceKeeper, Reader
 from here import current_peer
-from host_devices import HostAccelerators, HostDriver, use_host_devices
+from host_devices import HostAccelerators, HostDriver
 
 import aiodaft
 from aiodaft_transport import DeviceError, Unreachable
@@ -207,15 +207,13 @@ async def test_methods_of_a_plain_class_read_in_place_and_its_static_methods_get
         assert await reader.call(Reader.total, ref) == 2.0 * SIZE
 
 
-async def test_a_reader_in_place_outlives_the_process_that_made_the_value() -> None:
-    async with aiodaft.Runtime(unhandled="log") as rt:
-        use_host_devices(0)
-        a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
-        await b.hold_on(a.make(SIZE, 7.0))
-        a.die.tell()
-        with pytest.raises(aiodaft.ActorDied):
-            await a.blocks()
-        assert await b.let_go() == 7.0
+async def test_a_reader_in_place_outlives_the_process_that_made_the_value(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.on(restart="temporary").spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
+    await b.hold_on(a.make(SIZE, 7.0))
+    a.die.tell()
+    with pytest.raises(aiodaft.ActorDied):
+        await a.blocks()
+    assert await b.let_go() == 7.0
 
 
 async def test_a_full_device_is_emptied_first_and_then_named(rt: aiodaft.Runtime, here: HostDriver) -> None:
@@ -314,16 +312,15 @@ async def test_into_goes_between_host_and_device_and_between_devices(rt: aiodaft
             assert target.min() == target.max() == 6.0
 
 
-async def test_a_producer_that_dies_fails_what_is_not_here_yet_and_nothing_else() -> None:
-    async with aiodaft.Runtime() as rt:
-        use_host_devices(0)
-        a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
-        here = await a.make(SIZE, 1.0)
-        waiting = b.where(a.make_slowly(SIZE, 5.0))
-        await a.traffic()
-        a.die.tell()
-        with pytest.raises(aiodaft.ActorDied, match="SIGABRT"):
-            await waiting
-        assert float(here.sum()) == SIZE
-        assert await b.where(here) == (0, SIZE)
-        del here
+@pytest.mark.usefixtures("here")
+async def test_a_producer_that_dies_fails_what_is_not_here_yet_and_nothing_else(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.on(restart="temporary").spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
+    value = await a.make(SIZE, 1.0)
+    waiting = b.where(a.make_slowly(SIZE, 5.0))
+    await a.traffic()
+    a.die.tell()
+    with pytest.raises(aiodaft.ActorDied, match="SIGABRT"):
+        await waiting
+    assert float(value.sum()) == SIZE
+    assert await b.where(value) == (0, SIZE)
+    del value

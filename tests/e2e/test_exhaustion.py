@@ -7,8 +7,8 @@ import resource
 from collections.abc import Generator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
-import torch
 from hoarding import Hoarder
 from inside import peer_of
 from leaks import open_files
@@ -35,7 +35,7 @@ def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
 
 @pytest.mark.parametrize("count", [MEDIUM, LARGE])
 async def test_an_argument_fails_where_its_sender_has_no_descriptors(rt: aiodaft.Runtime, count: int) -> None:
-    actor, value = await rt.spawn(Hoarder), torch.ones(count)
+    actor, value = await rt.spawn(Hoarder), np.ones(count, np.float32)
     with no_more_files():
         with pytest.raises(aiodaft.ResourceExhausted, match=rf"cannot be sent: {NO_DESCRIPTORS}") as caught:
             await actor.total(value)
@@ -50,9 +50,9 @@ async def test_an_actor_that_never_had_descriptors_for_ucx_goes_on() -> None:
         actor = await rt.spawn(Hoarder)
         await actor.hoard()
         with pytest.raises(aiodaft.ResourceExhausted, match=NO_DESCRIPTORS):
-            await actor.total(torch.ones(LARGE))
+            await actor.total(np.ones(LARGE, np.float32))
         assert await actor.release() == "released"
-        assert await actor.total(torch.ones(LARGE)) == LARGE
+        assert await actor.total(np.ones(LARGE, np.float32)) == LARGE
 
 
 async def test_a_queue_that_its_first_receiver_cannot_take_is_lost_for_all_and_no_receiver_waits(
@@ -72,7 +72,7 @@ async def test_a_queue_that_its_first_receiver_cannot_take_is_lost_for_all_and_n
 
 @pytest.mark.parametrize("count", [MEDIUM, LARGE])
 async def test_an_argument_fails_where_its_receiver_has_no_descriptors(rt: aiodaft.Runtime, count: int) -> None:
-    actor, value = await rt.spawn(Hoarder), torch.ones(count)
+    actor, value = await rt.spawn(Hoarder), np.ones(count, np.float32)
     await actor.hoard()
     with pytest.raises(aiodaft.ResourceExhausted, match=rf"cannot be received: {NO_DESCRIPTORS}") as caught:
         await actor.total(value)
@@ -113,14 +113,14 @@ async def test_a_graph_does_without_rings_where_an_actor_has_no_descriptors(rt: 
     actor = await rt.spawn(Hoarder)
     await actor.hoard()
     async with aiodaft.compile(actor.total) as graph:
-        assert await graph(torch.ones(10)) == 10
+        assert await graph(np.ones(10, np.float32)) == 10
         with pytest.raises(aiodaft.ResourceExhausted, match=rf"cannot be received: {NO_DESCRIPTORS}"):
-            await graph(torch.ones(LARGE))
+            await graph(np.ones(LARGE, np.float32))
     connection = peer_of(rt).connections.to(target_of(actor).remote)
     assert connection.upgrade.way is Way.SOCKET
     assert await actor.release() == "released"
     async with aiodaft.compile(actor.total) as graph:
-        assert await graph(torch.ones(LARGE)) == LARGE
+        assert await graph(np.ones(LARGE, np.float32)) == LARGE
     assert connection.upgrade.way is not Way.SOCKET
 
 
@@ -129,7 +129,7 @@ async def test_every_run_of_a_graph_fails_when_its_actors_cannot_be_connected(
 ) -> None:
     first, second = await rt.spawn(Hoarder), await rt.spawn(Hoarder)
     async with aiodaft.compile(second.total) as graph:
-        assert await graph(torch.ones(10)) == 10
+        assert await graph(np.ones(10, np.float32)) == 10
     await second.hoard()
     async with aiodaft.compile(lambda count: second.total(first.ones(count))) as graph:
         for _ in range(3):
@@ -146,7 +146,7 @@ async def test_a_spawn_without_descriptors_fails_and_leaves_none_open(rt: aiodaf
     await rt.stop(actor)
     # The thread that reads the output of actors closes its pipes when it hears of their end.
     while its_own & set(open_files().values()):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     before = len(open_files())
     for left in range(6):
         with no_more_files(left), pytest.raises(aiodaft.SpawnFailed, match=NO_DESCRIPTORS) as caught:
@@ -154,8 +154,8 @@ async def test_a_spawn_without_descriptors_fails_and_leaves_none_open(rt: aiodaf
         assert caught.value.executed is False
     # The thread that reads the output of actors hears that there will be none.
     while len(open_files()) > before:
-        await asyncio.sleep(0)
-    assert await (await rt.spawn(Hoarder)).total(torch.ones(10)) == 10
+        await asyncio.sleep(0.01)
+    assert await (await rt.spawn(Hoarder)).total(np.ones(10, np.float32)) == 10
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def files_of_at_most(nbytes: int) -> Generator[None]:
 
 async def test_a_value_beyond_the_limit_on_files_fails_and_says_so(rt: aiodaft.Runtime) -> None:
     # No memory of that size was used before.
-    actor, value = await rt.spawn(Hoarder), torch.ones(7 * LARGE)
+    actor, value = await rt.spawn(Hoarder), np.ones(7 * LARGE, np.float32)
     with (
         files_of_at_most(1 << 16),
         pytest.raises(aiodaft.ResourceExhausted, match=r"of more than 65536 bytes: .*`ulimit -f`") as caught,

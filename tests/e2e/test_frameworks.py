@@ -26,6 +26,7 @@ def environment_of(pid: int) -> set[str]:
     return {line.partition("=")[0] for line in lines}
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(90)
 async def test_an_actor_ends_with_its_program_and_a_program_with_its_actor(nothing_left_behind: None) -> None:
     # Modules that the actors import are imported once.

@@ -6,12 +6,12 @@ import os
 import signal
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from actors import Echo, Sleeper
 from failing import Failing
 from html_page import Page
-from torch_actors import Keeper
+from relay_actors import Source
 
 import aiodaft
 
@@ -60,24 +60,24 @@ async def test_a_group_shows_its_members_with_their_places_on_the_axes(rt: aioda
 
 
 async def test_a_ref_shows_what_it_is_and_where_and_fetches_nothing(rt: aiodaft.Runtime) -> None:
-    worker = await rt.spawn(Keeper)
+    worker = await rt.spawn(Source)
     info = await rt.info(worker)
-    pending = worker.make(1 << 20, 1.0)
+    pending = worker.make(1 << 20)
     assert shown(pending).facts["state"] in {"pending", "done"}
     await pending.ready()
     before = rt.traffic().payload_received
     large = {
-        "call": f"Keeper.make of {info.name}",
+        "call": f"Source.make of {info.name}",
         "state": "done",
-        "value": "float32[1048576]",
-        "size": "4 MiB",
+        "value": "uint8[1048576]",
+        "size": "1 MiB",
         "where": f"{info.name} in {info.process}",
     }
     assert shown(pending).facts == large
     assert rt.traffic().payload_received == before
     await pending
     assert shown(pending).facts == large | {"where": f"{large['where']}, this process"}
-    put = rt.put(torch.zeros(4, 8))
+    put = rt.put(np.zeros((4, 8), np.float32))
     await put.ready()
     assert shown(put).facts == {
         "call": "put", "state": "done", "value": "float32[4, 8]", "size": "128 B", "where": "this process",

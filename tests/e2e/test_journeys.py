@@ -14,6 +14,7 @@ import journeys
 import pytest
 import pytest_asyncio
 import torch
+from actors import Echo
 from inside import awaited, controller_of, resources_of
 from journeys import Consumer, Model, Producer, Reward, Sampler, Trainer
 from leaks import is_alive
@@ -295,29 +296,29 @@ async def test_journey_9_refs_come_in_completion_order(rt: aiodaft.Runtime) -> N
 
 @own_loop
 async def test_journey_10_notebook_cells_share_a_runtime_across_tasks() -> None:
-    first = await run_in_a_task(aiodaft.start(gpus=8))
-    old = await run_in_a_task(awaited(first.spawn(Model, 1.0)))
+    first = await run_in_a_task(aiodaft.start(gpus=8, preload=()))
+    old = await run_in_a_task(awaited(first.spawn(Echo)))
     old_pid = (await first.info(old)).pid
-    assert await run_in_a_task(aiodaft.start(gpus=8)) is first
+    assert await run_in_a_task(aiodaft.start(gpus=8, preload=())) is first
     assert is_alive(old_pid)
     await run_in_a_task(aiodaft.stop())
-    second = await run_in_a_task(aiodaft.start(gpus=8))
+    second = await run_in_a_task(aiodaft.start(gpus=8, preload=()))
     assert not is_alive(old_pid)
     with pytest.raises(aiodaft.exceptions.RuntimeClosed):
-        await run_in_a_task(awaited(first.spawn(Model, 1.0)))
+        await run_in_a_task(awaited(first.spawn(Echo)))
 
     async def spawn() -> Any:
-        return await second.spawn(Model, 2.0)
+        return await second.spawn(Echo)
 
-    async def call(model: Model) -> Tensor:
-        return await model.execute(torch.tensor([4.0]))
+    async def call(echo: Echo) -> str:
+        return await echo.echo("next cell")
 
-    model = await run_in_a_task(spawn())
-    assert torch.equal(await run_in_a_task(call(model)), torch.tensor([8.0]))
-    assert "Model-1" in repr(model)
-    pid = (await second.info(model)).pid
+    echo = await run_in_a_task(spawn())
+    assert await run_in_a_task(call(echo)) == "next cell"
+    assert "Echo-1" in repr(echo)
+    pid = (await second.info(echo)).pid
     await run_in_a_task(aiodaft.stop())
     assert not is_alive(pid)
     await aiodaft.stop()
     with pytest.raises(aiodaft.exceptions.RuntimeClosed):
-        await call(model)
+        await call(echo)

@@ -152,7 +152,7 @@ async def test_values_through_a_process(rt: aiodaft.Runtime) -> None:
 
 async def test_large_python_objects_go_through(rt: aiodaft.Runtime) -> None:
     echo = await rt.spawn(Echo)
-    for value in (list(range(200_000)), {str(i): [i] for i in range(80_000)}, [Point(i, i) for i in range(60_000)]):
+    for value in (list(range(100_000)), {str(i): [i] for i in range(40_000)}, [Point(i, i) for i in range(30_000)]):
         assert await echo.echo(value) == value
         assert await echo.echo_on_thread(value) == value
         assert await rt.put(value) is value

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 
-import torch
+import numpy as np
 from transport_probes import no_more_files, no_more_threads
 
 from aiodaft import Actor, Channel, method
@@ -33,12 +34,12 @@ class Hoarder(Actor):
         return "released"
 
     @method
-    def total(self, value: torch.Tensor) -> float:
+    def total(self, value: Any) -> float:
         return float(value.sum())
 
     @method
-    def ones(self, count: int) -> torch.Tensor:
-        return torch.ones(count)
+    def ones(self, count: int) -> Any:
+        return np.ones(count, np.float32)
 
     @method
     async def zeros(self, count: int) -> bytes:

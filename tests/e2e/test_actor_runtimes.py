@@ -272,7 +272,7 @@ async def test_what_an_actor_stops_ends_although_that_one_dies_first(rt: aiodaft
         await parent.stop(beside)
     # Its process goes on without it.
     while await rt.names():
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     assert await roommate.increment() == 1
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 from actors import Echo, Log, Relay, Sleeper, Streamer
 from inside import awaited, controller_of, fork_server_of, launcher_of, resources_of
-from leaks import is_alive
+from leaks import ended, is_alive
 from probes import Probe
 
 import aiodaft
@@ -70,8 +70,7 @@ async def test_a_worker_that_talks_nonsense_is_cut_off_and_the_others_go_on(rt: 
     with pytest.raises(aiodaft.DaftError) as after:
         await mad.pid()
     assert after.value.executed is False
-    while is_alive(pid):
-        await asyncio.sleep(0)
+    await ended(pid)
     # The callers have been told, so that the block goes on, also once the dead have been counted.
     assert await (await rt.spawn(Sleeper)).sleep(0.3) == "sleep"
     assert await echo.echo("goes on") == "goes on"

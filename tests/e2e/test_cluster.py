@@ -204,7 +204,7 @@ async def test_a_supervised_actor_is_made_again_on_its_node(rt: aiodaft.Runtime)
             assert await actor.pid() != before
             break
         except aiodaft.ActorDied:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
     assert (await rt.info(actor)).restarts == 1
 
 

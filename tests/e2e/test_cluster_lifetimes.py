@@ -50,7 +50,7 @@ def program(cluster: Cluster, how: str) -> Generator[list[int]]:
 async def no_names(rt: aiodaft.Runtime) -> None:
     """Wait until no actor has a name."""
     while await rt.names():
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("node", ["n1", "n2"])
@@ -117,8 +117,7 @@ async def test_an_actor_with_the_lifetime_of_the_cluster_serves_others_when_its_
         found = await rt.lookup("lasting", Child)
         assert await found.increment() == 6
         os.kill(owner, signal.SIGKILL)
-        while is_alive(owner):
-            await asyncio.sleep(0)
+        await ended(owner)
     # Longer than a node waits for a program that is gone: a program that comes and goes is noticed after that.
     with program(cluster, "supervised") as (other, supervised):
         os.kill(other, signal.SIGKILL)
@@ -221,10 +220,11 @@ async def test_a_drain_moves_what_actors_supervise_and_waits_for_what_outlives_i
             assert [await one.increment() for one in (mover, kept)] == [6, 1]
             async with asyncio.TaskGroup() as tasks:
                 draining = tasks.create_task(asyncio.to_thread(cluster.run, "drain", "n2"))
-                while "is being drained" not in (await asyncio.to_thread(cluster.run, "ps")).stdout:
-                    await asyncio.sleep(0)
+                while [node.state for node in await rt.nodes()] != ["ready", "draining"]:
+                    await asyncio.sleep(0.01)
+                assert "is being drained" in (await asyncio.to_thread(cluster.run, "ps")).stdout
                 while (await parent.look_at(mover)).node != "n1":
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0.01)
                 # As a new incarnation.
                 assert await mover.increment() == 6
                 assert await kept.increment() == 2

@@ -164,4 +164,5 @@ async def test_supervised_actors_of_a_lost_node_come_back_where_there_is_room(tm
                 while True:
                     with suppress(aiodaft.exceptions.PeerLost):
                         await there.increment(1)
+                    await asyncio.sleep(0.01)
             assert "n1: Traveller-1 there" in str(caught.value.__cause__)

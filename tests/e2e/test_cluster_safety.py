@@ -139,7 +139,7 @@ async def test_values_go_between_nodes_that_encrypt_them(tmp_path: Path) -> None
             threads = {thread.name for thread in threading.enumerate()}
             assert "aiodaft encrypts" in threads
     while any(thread.name == "aiodaft encrypts" for thread in threading.enumerate()):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
 
 
 async def test_f87_a_runtime_that_refuses_pickle_works_in_a_cluster(cluster: Cluster) -> None:

@@ -46,7 +46,7 @@ class Notes:
 
     async def has(self, *lines: str) -> None:
         while self.file.read_text().splitlines() != list(lines):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
 
     async def open_gate(self) -> None:
         await asyncio.to_thread(self.gate.write_text, "")
@@ -158,7 +158,7 @@ async def moving(cluster: Cluster, rt: aiodaft.Runtime, notes: Notes) -> Moving:
 async def left(rt: aiodaft.Runtime, actor: Clerk) -> None:
     """Wait until an actor takes no calls where it was."""
     while (await rt.info(actor)).alive:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     # Its process answers this when it has begun to stop the actor.
     await rt.stack()
 
@@ -254,7 +254,7 @@ async def test_actors_whose_calls_under_way_call_each_other_move(
     await notes.has("visits", "visits")
     drain = await moving.drain("--grace", "60")
     while all([(await rt.info(actor)).alive for actor in (first, second)]):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     await asyncio.gather(*(asyncio.to_thread(Path(gate).write_text, "") for gate in gates))
     assert [await call for call in calls] in ([0, 1], [1, 0], [1, 1])
     assert (await drain.ended())[0] == 0

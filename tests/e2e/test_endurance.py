@@ -45,7 +45,7 @@ async def test_spawning_and_stopping_over_and_over_grows_nothing(rt: aiodaft.Run
     gc.collect()
     # A thread reads the output of the workers to its end and then closes the pipes.
     while set(Snapshot.take().new_since(before)) == {"files"}:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     assert Snapshot.take().new_since(before) == {}
     assert len(os.listdir(f"/proc/{fork_server_of(rt)}/fd")) == server
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from actors import Echo, Sleeper
 from conformance import ForkedChild
 from forking import FORK, Forker, in_a_child, wait_for_a_signal
 from inside import fork_server_of
-from leaks import is_alive
+from leaks import is_alive, wait_ended
 
 import aiodaft
 from aiodaft._runtime.platform.env import Env, Timeouts
@@ -26,10 +26,13 @@ SUPPORT = Path(__file__).parents[1] / "support"
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
+# Debug mode tells of slow steps of a loop, which says more of the machine.
+QUIET = "import logging; logging.getLogger('asyncio').addFilter(lambda record: 'Executing' not in record.msg)\n"
+
+
 def run(program: str) -> subprocess.CompletedProcess[str]:
     """A program of its own, with everything that Python warns of."""
-    # Loaded in the loop, the runtime would be a slow step of it.
-    code = "import aiodaft.runtime\n" + textwrap.dedent(program).format(support=str(SUPPORT))
+    code = QUIET + textwrap.dedent(program).format(support=str(SUPPORT))
     # From 3.12 on, Python warns of every fork of a process that has threads.
     fork_warning = "ignore:This process:DeprecationWarning"
     command = [sys.executable, "-X", "dev", "-W", fork_warning, "-c", code]
@@ -84,15 +87,15 @@ async def test_h118_a_forked_child_is_refused_whatever_it_tries_and_the_parent_g
 async def test_a_child_keeps_seeing_values_that_its_parent_has_dropped(rt: aiodaft.Runtime) -> None:
     echo = await rt.spawn(Echo)
 
-    async def value(number: float) -> torch.Tensor:
-        return await echo.echo(torch.full((100_000,), number))
+    async def value(number: float) -> Any:
+        return await echo.echo(np.full(100_000, number, np.float32))
 
-    def made_here(number: float) -> torch.Tensor:
+    def made_here(number: float) -> Any:
         return aiodaft.memory.empty(100_000).fill_(number)
 
     held = [await value(1), made_here(1)]
     # By numpy: torch's own threads are not there in a child.
-    child = ForkedChild(lambda: all(bool((tensor.numpy() == 1).all()) for tensor in held))
+    child = ForkedChild(lambda: all(bool((np.asarray(tensor) == 1).all()) for tensor in held))
     held.clear()
     for number in range(2, 6):
         # Memory that was freed last is used first.
@@ -136,13 +139,10 @@ def test_a_child_that_exits_ends_nothing_and_may_have_a_runtime_of_its_own() -> 
             return await (await rt.spawn(Echo)).echo(value)
 
         async def use_and_stop(value):
-            # In debug mode, the loop complains of a step that a busy machine has interrupted.
-            asyncio.get_running_loop().slow_callback_duration = 60
             print(await use(value), flush=True)
             await aiodaft.stop()
 
         loop = asyncio.new_event_loop()
-        loop.slow_callback_duration = 60
         print(loop.run_until_complete(use("parent")), flush=True)
         if os.fork():
             assert os.wait()[1] == 0
@@ -240,5 +240,4 @@ def test_h117_a_runtime_that_is_left_open_is_warned_of_once() -> None:
     pid, length = map(int, done.stdout.split())
     assert length == 1_000_000
     assert done.stderr.count("Warning") == done.stderr.count("ResourceWarning: a runtime was left open") == 1
-    while is_alive(pid):
-        os.sched_yield()
+    wait_ended(pid)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from actors import Echo, Relay
 from inside import agent_of, fork_server_of, peer_of, timeouts_of
-from leaks import is_alive
+from leaks import ended, is_alive
 from stuck import Stuck, Unhurried
 from supervised import AT_ONCE
 
@@ -52,7 +52,7 @@ async def test_d60_a_stopped_actor_is_suspected_and_cleared_when_it_goes_on(
     now = await rt.info(stuck)
     assert (now.suspect, now.silent_for) == (False, 0)
     while f"{seen.name} (pid {seen.pid}) answers again" not in caplog.text:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     assert "lost" not in caplog.text
 
 
@@ -111,7 +111,7 @@ async def test_d61_c_code_that_keeps_the_interpreter_is_reported_and_not_given_u
     ref = stuck.hold_interpreter(str(gate))
     # After 0.1, 0.2 and 0.4 s; a process that is stopped would be dead by then.
     while caplog.text.count("has not answered for") < 3:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     assert "in C code that keeps the interpreter to itself; under way: Stuck.hold_interpreter" in caplog.text
     assert "Patience(give_up=seconds) kills such a process" in caplog.text
     assert (await rt.info(stuck)).suspect
@@ -165,7 +165,7 @@ async def test_a_task_that_blocks_the_loop_is_found_by_its_line(
     gate = tmp_path / "gate"
     await stuck.block_loop_later(str(gate))
     while "a task or callback of Stuck-" not in caplog.text:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     assert "in wait_for_file" in caplog.text
     gate.touch()
     assert await stuck.echo("free again") == "free again"
@@ -209,8 +209,7 @@ async def test_a_process_that_is_given_up_ends_though_the_fork_server_is_stopped
         os.kill(fork_server_of(rt), signal.SIGSTOP)
         with pytest.raises(aiodaft.exceptions.PeerLost):
             await stuck.stop_itself()
-        while is_alive(pid):
-            pass
+        await ended(pid)
         os.kill(fork_server_of(rt), signal.SIGCONT)
         assert await (await rt.spawn(Echo)).echo("goes on") == "goes on"
 

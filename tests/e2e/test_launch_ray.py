@@ -13,7 +13,7 @@ from pathlib import Path
 
 import lone_launcher
 import pytest
-from leaks import is_alive
+from leaks import is_alive, wait_ended
 
 PAGE = Path(__file__).parents[2] / "docs" / "ray.md"
 pytestmark = [
@@ -90,5 +90,4 @@ def test_nodes_end_with_a_program_that_is_killed(environment: Mapping[str, str])
         assert program.stdout is not None
         pids = [program.stdout.readline() for _ in range(4)][-1].split()
         program.send_signal(signal.SIGKILL)
-        while any(is_alive(int(pid)) for pid in pids):
-            os.sched_yield()
+        wait_ended(*map(int, pids))

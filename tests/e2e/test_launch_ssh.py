@@ -61,7 +61,7 @@ def lone_launcher_of(key_file: Path, sshd: Sshd) -> Generator[list[int]]:
 async def all_ended(sshd: Sshd) -> None:
     """Wait until no session of the server is left, and nothing that one has started."""
     while descendants(sshd.process.pid):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
 
 
 def key_of(key_file: Path) -> bytes:
@@ -94,6 +94,7 @@ async def test_nodes_end_when_the_controller_is_killed(key_file: Path, sshd: Ssh
         await all_ended(sshd)
 
 
+@pytest.mark.programs
 def test_the_program_of_the_page_runs(key_file: Path, sshd: Sshd, tmp_path: Path) -> None:
     (program,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "program.py").write_text(program)
@@ -171,7 +172,7 @@ async def test_a_command_whose_start_is_cancelled_again_and_again_has_ended_when
     command = ["sh", "-c", f"echo $$ >{tmp_path}/pid; cat >/dev/null; sleep 0.3; exit 0"]
     starting = tasks.start(StartedNode.start("n1", command, load_identity(key_file), tasks), name="start")
     while not starting.done():
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         starting.cancel()
     assert starting.cancelled()
     assert not is_alive(int((tmp_path / "pid").read_text()))

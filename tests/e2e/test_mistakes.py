@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from actors import Echo, Plain, Relay, SlowStart, Streamer, Trainer
 from inside import awaited, peer_of, resources_of
-from leaks import is_alive
+from leaks import ended, is_alive
 from probes import Abstract, Careless, DiesInConstructor, StuckInConstructor
 
 import aiodaft
@@ -326,7 +326,7 @@ async def test_a_constructor_that_ends_the_process_fails_the_spawn_with_the_evid
 
 async def _made(path: Path) -> int:
     while not (pid := _read(path)):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     return int(pid)
 
 
@@ -363,8 +363,7 @@ async def test_c45_a_constructor_that_hangs_is_given_up_at_the_deadline(mrt: aio
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(spawn())
         pid = await _made(tmp_path / "pid")
-    while is_alive(pid):
-        await asyncio.sleep(0)
+    await ended(pid)
     assert await resources_of(mrt) == before
 
 

@@ -182,7 +182,7 @@ async def test_a_name_is_free_again_when_its_actor_could_not_be_made(rt: aiodaft
     async with asyncio.TaskGroup() as tasks:
         making = tasks.create_task(rt.get_or_create("one", Waiting, str(pid_file), str(gate)))
         while not (words := words_in(pid_file)):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
         # It waits for the one that makes it.
         waiting = tasks.create_task(rt.get_or_create("one", Child, 3))
         given_up = tasks.create_task(rt.get_or_create("one", Child, 4))

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 from actors import Echo
 from inside import awaited, fork_server_of
-from leaks import descendants, is_alive
+from leaks import descendants, ended, wait_gone
 from odd_actors import Parent
 
 import aiodaft
@@ -49,14 +48,6 @@ def only_child(pid: int) -> int:
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
 
 
-def wait_gone(pids: set[int] | list[int], *, within: float = 10.0) -> None:
-    """Ends when all of them have, which takes hundredths of a second on a machine with nothing else to do."""
-    end = time.monotonic() + within
-    while left := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < end, f"{left} are there after {within} s"
-        os.sched_yield()
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -70,7 +61,7 @@ def test_a_killed_controller_leaves_no_actor_and_nothing_that_one_has_started(ho
         assert len(pids) == 6
         process.kill()
         # The bound of row CR5, where it is measured.
-        wait_gone(pids, within=2.0 if how == "waits" else 10.0)
+        assert wait_gone(pids, within=2.0 if how == "waits" else 10.0) == set()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -78,7 +69,7 @@ def test_a_killed_controller_leaves_no_actor_and_nothing_that_one_has_started(ho
 def test_c43_a_controller_that_goes_without_closing_leaves_nothing(how: str, tmp_path: Path) -> None:
     with controller(how, tmp_path) as (process, pids):
         assert len(pids) == 6
-        wait_gone(pids)
+        assert wait_gone(pids) == set()
         if how == "leaves the runtime open":
             # Its actors may end before it does.
             process.wait(10)
@@ -101,7 +92,7 @@ def test_c53_a_terminated_controller_closes_its_scopes(others_too: bool, tmp_pat
         assert process.wait() == 128 + signal.SIGTERM
         assert process.stdout is not None
         assert process.stdout.read() == "sleep began, sleep cleaned up\n"
-        wait_gone(pids)
+        assert wait_gone(pids) == set()
 
 
 def test_g108_a_controller_that_is_killed_while_a_graph_runs_leaves_nothing(tmp_path: Path) -> None:
@@ -111,7 +102,7 @@ def test_g108_a_controller_that_is_killed_while_a_graph_runs_leaves_nothing(tmp_
             assert process.stdout.readline() == "passed\n"
         everybody = descendants(process.pid) | set(pids)
         process.kill()
-        wait_gone(everybody)
+        assert wait_gone(everybody) == set()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -128,7 +119,7 @@ def test_c52_killed_while_payloads_move_nothing_stays(seed: int, tmp_path: Path)
         rng.shuffle(victims)
         for pid in victims:
             processes.kill(pid, signal.SIGKILL)
-        wait_gone(everybody)
+        assert wait_gone(everybody) == set()
     # At /dev/shm every test looks.
     assert list(tmp_path.iterdir()) == []
 
@@ -151,7 +142,7 @@ async def test_c41_and_c42_in_a_pid_namespace_nothing_survives_its_actor_or_the_
             await parent.pid()
         # `setpriv` has become `unshare`; below it are the fork server, and the other actor with four of its own.
         while len(descendants() - mine) > 3 + 4:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
         left = descendants() - mine
         # The fork server itself, not `unshare`, which waits for it.
         ref = other.hold_interpreter()
@@ -160,8 +151,7 @@ async def test_c41_and_c42_in_a_pid_namespace_nothing_survives_its_actor_or_the_
             await ref
         with pytest.raises(aiodaft.SpawnFailed, match="the fork server is gone"):
             await rt.spawn(Echo)
-        while any(map(is_alive, left)):
-            await asyncio.sleep(0)
+        await ended(*left)
 
 
 def test_an_isolation_that_the_machine_lacks_is_refused() -> None:
@@ -201,6 +191,5 @@ async def test_c44_a_worker_killed_while_it_starts_is_reported_at_any_moment(rt:
         async with asyncio.timeout(10):
             with pytest.raises((aiodaft.SpawnFailed, aiodaft.ActorDied)):
                 await (await spawning).echo(1)
-        while any(map(is_alive, new)):
-            await asyncio.sleep(0)
+        await ended(*new)
     assert await (await rt.spawn(Echo)).echo("goes on") == "goes on"

@@ -56,7 +56,7 @@ async def test_a_bar_of_the_program_stays_below_what_actors_show(
         await terminal.shows(out="part 2\n", err="step 9\n")
         # The bar is drawn again after the lines.
         while not terminal.err.rpartition("\r")[2].startswith("program:   0%"):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
             terminal.look()
         # An incomplete line waits, so that it never stands in the line of the bar.
         assert (terminal.err.count("step"), terminal.out.count("part 1")) == (1, 1)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from actors import Echo, Entered, Sleeper
 from inside import agent_of, awaited, controller_of, fork_server_of, resources_of, timeouts_of
-from leaks import descendants, is_alive
+from leaks import descendants, ended, is_alive
 from odd_actors import Parent
 from stuck import Stuck
 from supervised import AT_ONCE
@@ -69,9 +69,7 @@ class Writer(aiodaft.Actor):
 
 
 async def gone(*pids: int) -> None:
-    async with asyncio.timeout(5):
-        while any(map(is_alive, pids)):
-            await asyncio.sleep(0)
+    await ended(*pids)
 
 
 async def test_a_stop_in_order_runs_atexit_and_writes_out_files(rt: aiodaft.Runtime, tmp_path: Path) -> None:
@@ -121,7 +119,7 @@ async def test_spawns_that_are_cancelled_at_any_moment_leave_nothing(rt: aiodaft
             await rt.stop(spawning.result())
     async with asyncio.timeout(10):
         while len(descendants()) > before:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
     assert (await resources_of(rt))[1] == free
 
 
@@ -170,7 +168,7 @@ async def test_spawns_that_are_cancelled_leave_no_process_also_if_the_fork_serve
     await rt.stop(await rt.spawn(Echo))
     async with asyncio.timeout(10):
         while len(descendants()) > before:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
 
 
 async def test_a_runtime_can_be_closed_when_its_fork_server_died_before_it_said_anything() -> None:
@@ -260,7 +258,7 @@ async def test_a_stopped_fork_server_is_reported_and_then_fails_what_waits_for_i
     assert await other.echo("goes on") == "goes on"
     os.kill(fork_server, signal.SIGCONT)
     while f"the fork server (pid {fork_server}) answers again" not in caplog.text:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     assert await (await rt.spawn(Echo)).echo("works again") == "works again"
     assert len(await agent_of(rt).processes()) == 2
 
@@ -305,7 +303,7 @@ async def test_what_actors_had_started_ends_with_the_runtime_though_the_fork_ser
             go.touch()
             spawning = asyncio.get_running_loop().create_task(awaited(rt.spawn(Echo)))
             while not reached.exists():
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.01)
             spawning.cancel()
             await asyncio.wait([spawning])
     await gone(*pids)
@@ -356,7 +354,7 @@ async def test_a_block_that_fails_ends_within_the_two_grace_times_though_an_acto
             stuck = await rt.spawn(Stuck)
             pid, ref = (await rt.info(stuck)).pid, stuck.stop_itself()
             while "(SIGSTOP)" not in condition_of(pid):
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.01)
             limit.reschedule(asyncio.get_running_loop().time() + 4)
             raise ZeroDivisionError
     assert not limit.expired()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import job_script
 import pytest
-from leaks import is_alive
+from leaks import wait_ended
 from slurm import running_slurm, why_not
 
 PAGE = Path(__file__).parents[2] / "docs" / "jobs.md"
@@ -40,12 +40,6 @@ def pids_of(process: subprocess.Popen[str]) -> list[int]:
     line = process.stdout.readline().split()
     assert line[:1] == ["pids"], line
     return list(map(int, line[1:]))
-
-
-def ended(*pids: int) -> None:
-    """Wait until these processes are gone."""
-    while any(map(is_alive, pids)):
-        os.sched_yield()
 
 
 # Alone.
@@ -81,9 +75,10 @@ def test_sigterm_ends_the_script_first(tmp_path: Path) -> None:
         assert pids[1] == process.pid
         process.terminate()
         assert (process.wait(30), (tmp_path / "ended").read_text()) == (143, "in order")
-        ended(*pids)
+        wait_ended(*pids)
 
 
+@pytest.mark.programs
 def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     (program,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "script.py").write_text(program)
@@ -128,7 +123,7 @@ def test_the_tasks_of_torchrun_are_the_nodes_and_end_with_the_script(tmp_path: P
     with tasks_of(tmp_path) as tasks:
         pids = pids_of(tasks[0])
         assert [task.wait(30) for task in tasks] == [7, 0]
-        ended(*pids)
+        wait_ended(*pids)
     assert list((tmp_path / ".config" / "aiodaft" / "jobs").iterdir()) == []
 
 
@@ -139,7 +134,7 @@ def test_the_other_tasks_stay_for_what_the_script_does_when_it_is_told_to_end(tm
         tasks[0].terminate()
         assert [task.wait(30) for task in tasks] == [143, 0]
         assert (tmp_path / "ended").read_text() == "in order"
-        ended(*pids)
+        wait_ended(*pids)
 
 
 @pytest.mark.hosts
@@ -148,7 +143,7 @@ def test_the_other_tasks_end_when_the_first_one_is_killed(tmp_path: Path) -> Non
         pids = pids_of(tasks[0])
         tasks[0].kill()
         assert tasks[1].wait(60) == 1
-        ended(*pids)
+        wait_ended(*pids)
 
 
 def test_a_job_that_lacks_a_task_ends_and_says_so(tmp_path: Path) -> None:
@@ -167,6 +162,7 @@ def test_a_job_that_lacks_a_task_ends_and_says_so(tmp_path: Path) -> None:
         assert (done.returncode, why in done.stderr) == (1, True), done.stderr
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(150)
 def test_a_job_of_torchrun_itself(tmp_path: Path) -> None:
     torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
@@ -186,7 +182,7 @@ def test_a_job_of_torchrun_itself(tmp_path: Path) -> None:
             )
             for rank in (0, 1)
         ]  # fmt: skip
-        ended(*pids_of(agents[0]))
+        wait_ended(*pids_of(agents[0]))
         assert [agent.wait(60) for agent in agents] == [0, 0]
 
 
@@ -210,7 +206,7 @@ def test_the_tasks_of_srun_are_the_nodes_and_end_with_the_script(slurm: Mapping[
         pids = pids_of(job)
         job.communicate(timeout=60)
         assert job.returncode == 7
-        ended(*pids)
+        wait_ended(*pids)
     assert list(Path(slurm["HOME"], ".config", "aiodaft", "jobs").iterdir()) == []
 
 
@@ -219,7 +215,7 @@ def test_a_job_that_slurm_cancels_ends_in_order(slurm: Mapping[str, str], tmp_pa
         pids = pids_of(job)
         subprocess.run(["scancel", "--name", "cancelled"], env=slurm, check=True, timeout=20)
         assert (job.wait(60), (tmp_path / "ended").read_text()) == (143, "in order")
-        ended(*pids)
+        wait_ended(*pids)
     assert list(Path(slurm["HOME"], ".config", "aiodaft", "jobs").iterdir()) == []
 
 
@@ -230,7 +226,7 @@ def test_a_job_that_another_one_preempts_ends_in_order(slurm: Mapping[str, str],
         assert subprocess.run(urgent, env=slurm, timeout=80).returncode == 0
         # The nodes were free for the other one when it had ended.
         assert (job.wait(60), (tmp_path / "ended").read_text()) == (143, "in order")
-        ended(*pids)
+        wait_ended(*pids)
     assert list(Path(slurm["HOME"], ".config", "aiodaft", "jobs").iterdir()) == []
 
 
@@ -241,7 +237,7 @@ def test_a_job_that_reaches_its_time_limit_ends_in_order(slurm: Mapping[str, str
     with started(srun("limited", "wait", str(tmp_path / "ended"), options=["--time=0:01"]), slurm) as job:
         pids = pids_of(job)
         assert (job.wait(120), (tmp_path / "ended").read_text()) == (143, "in order")
-        ended(*pids)
+        wait_ended(*pids)
 
 
 @pytest.mark.hosts
@@ -251,7 +247,7 @@ def test_a_script_that_does_not_end_is_killed_after_the_grace_with_all_nodes(slu
         subprocess.run(["scancel", "--name", "stuck"], env=slurm, check=True, timeout=20)
         rest, _ = job.communicate(timeout=60)
         assert (rest, job.returncode) == ("", 137)
-        ended(*pids)
+        wait_ended(*pids)
     assert list(Path(slurm["HOME"], ".config", "aiodaft", "jobs").iterdir()) == []
 
 

@@ -67,7 +67,7 @@ def unpacked(temporary: Path) -> list[Path]:
 async def gone(temporary: Path) -> None:
     """Wait until no code lies there."""
     while unpacked(temporary):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
 
 
 @contextmanager
@@ -176,7 +176,7 @@ async def test_an_actor_that_outlives_its_program_keeps_it(cluster: Cluster, tem
             other = await rt.on(node="n2").spawn(module.Shipped)
             _, at = await other.version()
         while Path(at).parent.exists():
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
         async with runtime(cluster) as rt:
             kept = await rt.lookup("kept", module.Shipped)
             _, at = await kept.version()
@@ -204,7 +204,7 @@ async def test_nothing_is_left_of_a_node_that_is_killed_or_told_to_end(
         assert len(unpacked(temporary)) == 2
         cluster.nodes[1].process.kill()
         while len(unpacked(temporary)) > 1:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
         assert cluster.nodes[0].end() == 0
         assert unpacked(temporary) == []
         process.kill()

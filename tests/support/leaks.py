@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -45,12 +47,28 @@ def is_alive(pid: int) -> bool:
     return state not in "ZX"
 
 
-def wait_gone(pids: set[int]) -> set[int]:
-    """The processes that do not end, however slow this machine is."""
-    deadline = time.monotonic() + 10
-    while (left := {pid for pid in pids if is_alive(pid)}) and time.monotonic() < deadline:
-        os.sched_yield()
-    return left
+def wait_gone(pids: Iterable[int], within: float = 10.0) -> set[int]:
+    """The processes that do not end within so many seconds: by default, however slow this machine is."""
+    deadline = time.monotonic() + within
+    for pid in pids:
+        with _end_of(pid) as end:
+            if end is not None:
+                select.select([end], [], [], max(0.0, deadline - time.monotonic()))
+    return set(filter(is_alive, pids))
+
+
+@contextmanager
+def _end_of(pid: int) -> Generator[int | None]:
+    """A descriptor that is readable when a process has ended; none if it is gone."""
+    try:
+        end = os.pidfd_open(pid)
+    except ProcessLookupError:
+        yield None
+        return
+    try:
+        yield end
+    finally:
+        os.close(end)
 
 
 def open_files(pid: int | str = "self") -> dict[int, str]:
@@ -169,5 +187,21 @@ def forget_peak(pid: int | str = "self") -> None:
 
 async def ended(*pids: int) -> None:
     """Wait until these processes are gone."""
-    while any(map(is_alive, pids)):
-        await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    for pid in pids:
+        with _end_of(pid) as end:
+            if end is not None:
+                over = asyncio.Event()
+                loop.add_reader(end, over.set)
+                try:
+                    await over.wait()
+                finally:
+                    loop.remove_reader(end)
+
+
+def wait_ended(*pids: int) -> None:
+    """The same, in programs without a loop."""
+    for pid in pids:
+        with _end_of(pid) as end:
+            if end is not None:
+                select.select([end], [], [])

@@ -21,7 +21,7 @@ def words_in(file: Path) -> list[str]:
 async def pid_in(file: Path) -> int:
     """The number that an actor writes into a file, in time."""
     while not (words := words_in(file)):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     return int(words[0])
 
 

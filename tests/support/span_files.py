@@ -70,7 +70,7 @@ class SpanFolder:
     async def span(self, name: str, kind: str, is_it: Callable[[FoundSpan], bool] = lambda span: True) -> FoundSpan:
         """The only span like this, as soon as it has ended."""
         while not (found := [span for span in self.spans() if (span.name, span.kind) == (name, kind) and is_it(span)]):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
         (one,) = found
         return one
 

@@ -20,7 +20,7 @@ async def serving(app: Any, lifespan: Literal["on", "auto"] = "on") -> AsyncGene
         async with asyncio.TaskGroup() as group:
             task = group.create_task(server.serve(sockets=[listener]))
             while not (server.started or task.done()):
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.01)
             try:
                 yield f"http://127.0.0.1:{port}"
             finally:

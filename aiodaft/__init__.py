@@ -47,6 +47,7 @@ _MODULES = (
     "state",
     "supervision",
     "telemetry",
+    "tensor",
     "testing",
     "typing",
     "web",

@@ -46,6 +46,9 @@ from aiodaft import (
     telemetry as telemetry,
 )
 from aiodaft import (
+    tensor as tensor,
+)
+from aiodaft import (
     testing as testing,
 )
 from aiodaft import (

@@ -26,7 +26,7 @@ try:
 
     _PROPAGATOR = DTensor._op_dispatcher.sharding_propagator
 except (ImportError, AttributeError):  # pragma: no cover - depends on the version of torch
-    _PROPAGATOR = None  # type: ignore[assignment]
+    _PROPAGATOR = None  # type: ignore[assignment]  # none of torch
 
 
 class Answer(NamedTuple):

@@ -14,7 +14,7 @@ from tiny_gpt import GPT, batches, loss_of, train  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from aiodaft.tensor.capture import CaptureError, capture  # noqa: E402
+from aiodaft.tensor.capturing import CaptureError, capture  # noqa: E402
 from aiodaft.tensor.operations import Gradient, Mark, Operation  # noqa: E402
 from aiodaft.tensor.randoms import manual_seed  # noqa: E402
 

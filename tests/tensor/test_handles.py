@@ -26,10 +26,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: E402
 import aiodaft  # noqa: E402
 from aiodaft import ActorDied  # noqa: E402
 from aiodaft.tensor.handles import DistTensor  # noqa: E402
+from aiodaft.tensor.loading import Workers, workers  # noqa: E402
 from aiodaft.tensor.randoms import manual_seed  # noqa: E402
 from aiodaft.tensor.recorder import immediate  # noqa: E402
 from aiodaft.tensor.strategy import Strategy, first  # noqa: E402
-from aiodaft.tensor.workers import Workers, workers  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

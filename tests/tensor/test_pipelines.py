@@ -12,12 +12,12 @@ from tiny_gpt import GPT, batches, loss_of, train  # noqa: E402
 from torch.distributed.tensor import Shard  # noqa: E402
 
 import aiodaft  # noqa: E402
-from aiodaft.tensor.capture import capture  # noqa: E402
+from aiodaft.tensor.capturing import capture  # noqa: E402
+from aiodaft.tensor.loading import workers  # noqa: E402
 from aiodaft.tensor.operations import Trace  # noqa: E402
 from aiodaft.tensor.plan import Plan  # noqa: E402
 from aiodaft.tensor.planning import plan  # noqa: E402
 from aiodaft.tensor.strategy import Strategy  # noqa: E402
-from aiodaft.tensor.workers import workers  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,7 +12,7 @@ from lockstep import run_whole
 from tiny_gpt import GPT, batches, train
 from torch.distributed.tensor import Shard
 
-from aiodaft.tensor.capture import capture
+from aiodaft.tensor.capturing import capture
 from aiodaft.tensor.planner import Planner
 from aiodaft.tensor.program import Program
 from aiodaft.tensor.rules import Rules

@@ -13,11 +13,11 @@ from tiny_gpt import GPT, batches, train  # noqa: E402
 from torch.distributed.tensor import Shard  # noqa: E402
 
 import aiodaft  # noqa: E402
-from aiodaft.tensor.capture import capture  # noqa: E402
+from aiodaft.tensor.capturing import capture  # noqa: E402
+from aiodaft.tensor.loading import workers  # noqa: E402
 from aiodaft.tensor.planner import Planner  # noqa: E402
 from aiodaft.tensor.rules import Rules  # noqa: E402
 from aiodaft.tensor.strategy import Strategy  # noqa: E402
-from aiodaft.tensor.workers import workers  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -20,8 +20,8 @@ from tensor_workers import Extended  # noqa: E402
 import aiodaft  # noqa: E402
 from aiodaft import ActorDied  # noqa: E402
 from aiodaft.tensor.instructions import ByRank, Instruction, Slot  # noqa: E402
+from aiodaft.tensor.loading import Workers, workers  # noqa: E402
 from aiodaft.tensor.operations import Input, Output  # noqa: E402
-from aiodaft.tensor.workers import Workers, workers  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

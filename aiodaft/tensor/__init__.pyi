@@ -1,0 +1,35 @@
+"""The public names, for type checkers."""
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from aiodaft.tensor.capturing import CaptureError, capture
+from aiodaft.tensor.handles import DistTensor
+from aiodaft.tensor.loading import Run, Step, Workers, workers
+from aiodaft.tensor.plan import Collective, Plan
+from aiodaft.tensor.planning import ImplicitCollectives
+from aiodaft.tensor.program import Program
+from aiodaft.tensor.randoms import manual_seed
+from aiodaft.tensor.recorder import immediate
+from aiodaft.tensor.strategy import Strategy
+from aiodaft.tensor.worker import Worker
+
+__all__ = [
+    "CaptureError",
+    "Collective",
+    "DistTensor",
+    "ImplicitCollectives",
+    "Partial",
+    "Plan",
+    "Program",
+    "Replicate",
+    "Run",
+    "Shard",
+    "Step",
+    "Strategy",
+    "Worker",
+    "Workers",
+    "capture",
+    "immediate",
+    "manual_seed",
+    "workers",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def model_of(layers: int = 2) -> GPT:
     return GPT(layers)
 
 
+@cache
 def micro(count: int) -> Trace:
     model, (x, y) = model_of(), next(batches(1))
     rows = len(x) // count

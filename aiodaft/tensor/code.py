@@ -314,7 +314,11 @@ def _embedding(row: Row, weight: Tensor, index: Tensor, rows: int) -> Tensor:
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([one.reshape(-1) for one in tensors])
+    # Without a copy of those whose elements are in another order, such as gradients of weights.
+    flat = tensors[0].new_empty(sum(one.numel() for one in tensors))
+    for part, one in zip(_split(flat, [one.shape for one in tensors]), tensors, strict=True):
+        part.copy_(one)
+    return flat
 
 
 def _split(flat: Tensor, shapes: Sequence[Sequence[int]]) -> Iterator[Tensor]:

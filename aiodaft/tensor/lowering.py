@@ -325,17 +325,22 @@ class Lowering:
     def _collective(self, number: int, axis: int, placement: Any, kind: CollectiveKind, *args: Any) -> int:
         out = self._after(number, axis, placement)
         name = self.names[axis]
+        whole = self.specs[number].at(self._placed_on(number, axis, Replicate()))
+        sizes = (self.rules.local_bytes(one) for one in (self.specs[number], self.specs[out], whole))
         received = tuple(
-            _received(kind, before, after, self.axes[name])
-            for before, after in zip(*(self.rules.local_bytes(self.specs[one]) for one in (number, out)), strict=True)
+            received_bytes(kind, self.axes[name], before, after, most)
+            for before, after, most in zip(*sizes, strict=True)
         )
         self.collectives.append(Collective(kind, name, received, self.cause, self.written, out))
         self.emit(Instruction(kind, name, (Slot(number), *args), {}, (out,)))
         return out
 
     def _after(self, number: int, axis: int, placement: Any) -> int:
-        spec = self.specs[number]
-        return self.new(spec.at((*spec.placements[:axis], placement, *spec.placements[axis + 1 :])))
+        return self.new(self.specs[number].at(self._placed_on(number, axis, placement)))
+
+    def _placed_on(self, number: int, axis: int, placement: Any) -> Placements:
+        placements = self.specs[number].placements
+        return (*placements[:axis], placement, *placements[axis + 1 :])
 
     def _with_numbers(self, one: Any) -> Any:
         return _Number(one) if isinstance(one, Slot) and one.number not in self.specs else one
@@ -352,7 +357,8 @@ def name_of(op: OpOverload[..., Any]) -> str:
     return f"{op.namespace}.{op._schema.name.split('::')[1]}.{op._overloadname}"
 
 
-def _received(kind: CollectiveKind, before: int, after: int, members: int) -> int:
+def received_bytes(kind: CollectiveKind, members: int, before: int, after: int, whole: int) -> int:
+    """The bytes that a rank must receive, of its sizes before and after, and of the tensor that all members make."""
     match kind:
         case "all_reduce":
             return 2 * before * (members - 1) // members
@@ -361,7 +367,7 @@ def _received(kind: CollectiveKind, before: int, after: int, members: int) -> in
         case "all_gather":
             return after - before
         case "all_to_all":
-            return after * (members - 1) // members
+            return after - before * after // max(whole, 1)
 
 
 def _meta_of_draw(kind: str, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> Meta:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,14 +12,14 @@ from torch.utils._pytree import tree_map
 
 from aiodaft.tensor.costs import flops_of, peak_of
 from aiodaft.tensor.instructions import Slot, slots_of
-from aiodaft.tensor.lowering import Lowering
+from aiodaft.tensor.lowering import Lowering, received_bytes
 from aiodaft.tensor.operations import Cause, Gradient, Input, Mark, Operation, Output, Trace
 from aiodaft.tensor.passes.buckets import with_buckets
 from aiodaft.tensor.passes.dead import without_dead
 from aiodaft.tensor.passes.step import Step
 from aiodaft.tensor.plan import Collective, Plan
 from aiodaft.tensor.rules import Rules
-from aiodaft.tensor.specs import Placements, Spec, placed
+from aiodaft.tensor.specs import Meta, Placements, Spec, placed
 from aiodaft.tensor.strategy import Strategy, check_patterns, first
 
 __all__ = ["Planner", "check_names", "joined_collectives"]
@@ -62,9 +62,9 @@ class Planner:
         outputs = [replace(one, slot=self.output(one)) for one in self.trace.outputs]
         return self._plan(inputs, outputs)
 
-    def unplaced(self) -> int:
+    def replicated(self, meta: Meta) -> int:
         """A number for a tensor of a pass."""
-        return self.lowering.new(Spec(self.lowering.replicas, next(iter(self.trace.metas.values()))))
+        return self.lowering.new(Spec(self.lowering.replicas, meta))
 
     def step(self, one: Operation | Mark | Gradient) -> None:
         """Lower an operation."""
@@ -81,11 +81,11 @@ class Planner:
         lowering = self.lowering
         wanted = [one.slot for one in outputs]
         steps = without_dead([*map(Step, lowering.instructions, lowering.causes)], wanted)
-        steps, joined = with_buckets(steps, lowering.specs, self.rules.local_shapes, self.unplaced)
+        steps, joined = with_buckets(steps, lowering.specs, self.rules.local_shapes, self.replicated)
         instructions = [one.instruction for one in steps]
         alive = {out for one in instructions for out in one.outs}
         collectives = joined_collectives(
-            [one for one in lowering.collectives if one.slot in alive | joined.keys()], joined
+            (one for one in lowering.collectives if one.slot in alive | joined.keys()), joined, lowering
         )
         return Plan(
             axes=self.rules.axes,
@@ -286,14 +286,20 @@ def check_names(trace: Trace, strategy: Strategy) -> None:
     check_patterns("recompute", strategy.recompute, modules)
 
 
-def joined_collectives(collectives: list[Collective], joined: Mapping[int, int]) -> list[Collective]:
-    """One collective for those that were joined."""
-    result: dict[int, Collective] = {}
+def joined_collectives(
+    collectives: Iterable[Collective], joined: Mapping[int, int], lowering: Lowering
+) -> list[Collective]:
+    """One collective for the all_reduces that were joined."""
+    together: dict[int, list[Collective]] = {}
     for one in collectives:
-        slot = joined.get(one.slot, one.slot)
-        before = result.get(slot)
-        received = one.received
-        if before is not None:
-            received = tuple(a + b for a, b in zip(before.received, received, strict=True))
-        result[slot] = replace(one, received=received, slot=slot)
-    return list(result.values())
+        together.setdefault(joined.get(one.slot, one.slot), []).append(one)
+    return [
+        several[-1] if len(several) == 1 else _joined(several, slot, lowering) for slot, several in together.items()
+    ]
+
+
+def _joined(several: list[Collective], slot: int, lowering: Lowering) -> Collective:
+    sizes = zip(*(lowering.rules.local_bytes(lowering.specs[one.slot]) for one in several), strict=True)
+    members = lowering.axes[several[-1].axis]
+    received = (received_bytes("all_reduce", members, sum(one), sum(one), sum(one)) for one in sizes)
+    return replace(several[-1], received=tuple(received), slot=slot)

@@ -301,7 +301,9 @@ class _Assembly:
             for one in map(Step, *planner.steps[kind])
             if received is None or one.instruction.kind != "send" or _goes(one.instruction) in received
         ]
-        steps, joined = with_buckets(without_dead(steps, wanted), self.specs, self.rules.local_shapes, planner.unplaced)
+        steps, joined = with_buckets(
+            without_dead(steps, wanted), self.specs, self.rules.local_shapes, planner.replicated
+        )
         self.joined |= joined
         self.specs |= planner.lowering.specs
         instructions = tuple(one.instruction for one in steps)
@@ -321,7 +323,7 @@ class _Assembly:
                     o for o in planner.arrivals if self.places[planner.sources[o.slot]] != self.places[planner.stage]
                 ]
                 found = [one for one in (*planner.lowering.collectives, *come) if one.slot in alive]
-                self._add(planner, joined_collectives(found, self.joined), times)
+                self._add(planner, joined_collectives(found, self.joined, planner.lowering), times)
                 if segment.kind == "F":
                     begins = {number for number, *_ in planner.begins}
                     self._add(planner, [one for one in come if one.slot in begins], 1)

@@ -10,7 +10,7 @@ import torch
 
 from aiodaft.tensor.instructions import Instruction, Slot, operation, slots_of
 from aiodaft.tensor.passes.step import Step
-from aiodaft.tensor.specs import Spec
+from aiodaft.tensor.specs import Meta, Spec
 
 __all__ = ["with_buckets"]
 
@@ -30,7 +30,7 @@ def with_buckets(
     steps: Sequence[Step],
     specs: Mapping[int, Spec],
     shapes: Callable[[Spec], tuple[tuple[int, ...], ...]],
-    new: Callable[[], int],
+    new: Callable[[Meta], int],
     limit: int = LIMIT,
 ) -> tuple[list[Step], dict[int, int]]:
     """Joins the all_reduces of one axis, operation and dtype whose results nobody needs before the last of them.
@@ -45,10 +45,12 @@ def with_buckets(
     for at, step in enumerate(steps):
         if (bucket := last.get(at)) is not None:
             members = [steps[i].instruction for i in bucket.members]
-            flat, total = new(), new()
             parts = [member.args[0] for member in members]
             outs = [member.outs[0] for member in members]
             by_rank = [shapes(specs[part.number]) for part in parts]
+            elements = sum(math.prod(shape[0]) for shape in by_rank)
+            meta = Meta((elements,), (1,), specs[parts[0].number].meta.dtype)
+            flat, total = new(meta), new(meta)
             joined_up = (
                 Instruction("join", None, (parts,), {}, (flat,)),
                 Instruction(

@@ -66,7 +66,7 @@ def run(code: str) -> Any:
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=25,
+        timeout=50,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -153,11 +153,11 @@ def test_commands_and_options_are_completed() -> None:
 def test_the_installed_command_answers_a_shell() -> None:
     environment = {**os.environ, "_AIODAFT_COMPLETE": "bash_complete", "COMP_WORDS": "aiodaft jo", "COMP_CWORD": "1"}
     code = "import sys; sys.argv = ['aiodaft']; from aiodaft.cli.__main__ import main; main()"
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=20)
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=50)
     assert ended.stdout == "plain,join\n"
 
 
 def test_a_node_loads_nothing_that_draws() -> None:
     code = "import sys, aiodaft.cli.__main__, aiodaft.cli.node; print('click' in sys.modules, 'rich' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert ended.stdout == "True False\n"

@@ -369,7 +369,7 @@ def test_a_program_that_is_attached_to_a_node_of_this_machine_is_found(tmp_path:
 @needs_root
 def test_another_user_may_not_ask(program: subprocess.Popen[str]) -> None:
     strange = [sys.executable, "-c", AS_NOBODY, "stack", "--pid", str(program.pid)]
-    ended = subprocess.run(strange, capture_output=True, text=True, timeout=25)
+    ended = subprocess.run(strange, capture_output=True, text=True, timeout=50)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert f"process {program.pid} belongs to another user: only root may ask it" in ended.stderr
 

@@ -101,7 +101,7 @@ async def test_a_stream_and_a_channel_that_the_runtime_leaves_behind_end() -> No
         receiving = asyncio.get_running_loop().create_task(channel.recv())
         ref = log.after_gate("never")
         await log.all()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         with pytest.raises(aiodaft.DaftError):
             async for _ in stream:
                 pass
@@ -237,7 +237,7 @@ async def test_spawns_under_way_fail_with_the_fork_server(own_rt: aiodaft.Runtim
     while len(launcher_of(own_rt).workers) < 4:
         await asyncio.sleep(0)
     os.kill(fork_server_of(own_rt), signal.SIGKILL)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         outcomes = await asyncio.gather(*spawning, return_exceptions=True)
     assert all(isinstance(outcome, aiodaft.SpawnFailed) for outcome in outcomes), outcomes
     assert await resources_of(own_rt) == before

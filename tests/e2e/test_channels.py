@@ -310,7 +310,7 @@ async def test_the_death_of_the_receiver_reaches_the_sender(rt: aiodaft.Runtime)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
         await received
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
             await sender.send(channel, list(range(100)))
         with pytest.raises(aiodaft.DaftError):
@@ -331,7 +331,7 @@ async def test_the_death_of_a_second_receiver_leaves_the_channel_to_the_others(r
     with pytest.raises(aiodaft.ActorDied):
         await waiting
     received = keeper.receive(channel, 3)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await sender.send(channel, [1, 2, 3])
         assert await received == ["moves it", 1, 2, 3]
 

@@ -114,7 +114,7 @@ async def test_f85_and_f86_strangers_at_the_port_of_a_node_stop_nothing(cluster:
                         continue
             # Actors answer, and others get in.
             assert await worker.same(1) == 1
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(30):
                 other = await rt.on(node="n2").spawn(Worker)
                 assert await other.ask(worker, Point(1, 2)) == Point(1, 2)
         finally:

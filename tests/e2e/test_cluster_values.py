@@ -120,7 +120,7 @@ async def test_the_network_of_each_node_carries_a_value_once_and_its_processes_s
     assert await stored(rt, near) == [0, 0]
     del ref
     gc.collect()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while any(await stored(rt, [*everywhere, late])):
             await asyncio.sleep(0)
 
@@ -167,7 +167,7 @@ def test_a_node_whose_interface_cannot_be_used_does_not_start(
     monkeypatch.setenv(INTERFACE_VARIABLE, interface)
     joined = subprocess.run(
         [sys.executable, "-m", "aiodaft.cli", "join", cluster.address, "--name", "n9"],
-        env=cluster.environment, capture_output=True, text=True, timeout=30,
+        env=cluster.environment, capture_output=True, text=True, timeout=50,
     )  # fmt: skip
     assert (joined.returncode, joined.stdout) == (1, "")
     assert why in joined.stderr

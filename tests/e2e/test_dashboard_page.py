@@ -31,7 +31,7 @@ def program(nothing_left_behind: None) -> Iterator[tuple[subprocess.Popen[str], 
         try:
             yield process, address
         finally:
-            process.communicate(timeout=30)
+            process.communicate(timeout=50)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_the_page_shows_what_the_program_does(page: Page, program: tuple[subproc
     assert page.texts("#status") == ["paused"]
     page.click("#pause")
     page.wait("document.querySelector('#status').textContent === 'live'")
-    program[0].communicate(timeout=30)
+    program[0].communicate(timeout=50)
     page.wait("document.querySelector('#status').textContent === 'ended'")
     assert "The runtime is closed" in page.texts("#notice")[0]
 

@@ -151,7 +151,7 @@ aiodaft.run(main())
 
 def test_a_server_that_handles_sigterm_itself_is_not_cancelled_by_it() -> None:
     command = [sys.executable, "-c", HANDLES_SIGTERM]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert (done.stdout, done.stderr) == ("handled\nnot cancelled\n", "")
     assert done.returncode == 128 + signal.SIGTERM
 
@@ -449,7 +449,7 @@ def test_the_same_program_runs_on_every_loop_and_nothing_is_warned_of(run: str, 
         [sys.executable, "-X", "dev", "-W", "error", "-c", code],
         capture_output=True,
         text=True,
-        timeout=25,
+        timeout=50,
         check=False,
     )
     assert done.stderr == ""
@@ -476,7 +476,7 @@ asyncio.run(main())
 gc.collect()
 """
     command = [sys.executable, "-X", "dev", "-W", "error", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert (done.stdout, done.stderr) == ("no collector answers\n", "")
 
 

@@ -36,7 +36,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     # From 3.12 on, Python warns of every fork of a process that has threads.
     fork_warning = "ignore:This process:DeprecationWarning"
     command = [sys.executable, "-X", "dev", "-W", fork_warning, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
 
 
 async def test_h118_a_forked_child_is_refused_whatever_it_tries_and_the_parent_goes_on(rt: aiodaft.Runtime) -> None:

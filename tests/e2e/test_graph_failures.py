@@ -68,7 +68,7 @@ async def test_a_run_that_cannot_begin_keeps_none_of_its_inputs(module_rt: aioda
         used = b.same("used")
         with pytest.raises(aiodaft.exceptions.SerializationError):
             await graph([used], asyncio.get_running_loop())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await used.released()
 
 

@@ -37,7 +37,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 def python(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=25, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=environment)
 
 
 def runs(pid: int) -> bool:

@@ -314,7 +314,7 @@ async def test_killing_does_not_wait_and_frees_everything(rt: aiodaft.Runtime) -
 
 
 async def test_an_actor_in_a_frozen_process_is_ended_after_the_grace_time() -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(30):
         async with aiodaft.Runtime(preload=(), stop_grace=0.1, cancel_grace=0.1) as rt:
             stopped, left = await rt.spawn(Probe), await rt.spawn(Probe)
             pids = [await stopped.pid(), await left.pid()]

@@ -41,6 +41,6 @@ SCRIPT = """
 @pytest.mark.parametrize("graph", [False, True])
 def test_refs_are_awaited_in_loops_inside_of_loops(graph: bool) -> None:
     code = textwrap.dedent(SCRIPT).format(support=str(SUPPORT), graph=graph)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=25, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [f"{number} {-number} nested" for number in range(20)]

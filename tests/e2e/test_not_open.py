@@ -77,7 +77,7 @@ async def test_everything_says_that_the_runtime_is_closed() -> None:
         channel.aclose,
     ]
     for wait in waits:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             with pytest.raises(aiodaft.exceptions.RuntimeClosed):
                 await wait()
     await rt.aclose()

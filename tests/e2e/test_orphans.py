@@ -188,7 +188,7 @@ async def test_c44_a_worker_killed_while_it_starts_is_reported_at_any_moment(rt:
         for _ in range(rng.randrange(60)):
             await asyncio.sleep(0)
         processes.kill(min(new), signal.SIGKILL)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             with pytest.raises((aiodaft.SpawnFailed, aiodaft.ActorDied)):
                 await (await spawning).echo(1)
         await ended(*new)

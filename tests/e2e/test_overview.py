@@ -147,7 +147,7 @@ async def test_a_process_that_does_not_answer_is_marked_and_not_waited_for(log_o
     info = await rt.info(source)
     os.kill(info.pid, signal.SIGSTOP)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             overview = await rt.overview(patience=0.2)
     finally:
         os.kill(info.pid, signal.SIGCONT)

@@ -25,7 +25,7 @@ def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
 
 async def freed(rt: aiodaft.Runtime, actor: object) -> None:
     """Wait until an actor's process keeps nothing for others."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (await rt.info(actor)).stored_bytes:
             await asyncio.sleep(0)
 
@@ -92,7 +92,7 @@ async def test_a_value_put_here_lives_as_long_as_its_ref(rt: aiodaft.Runtime) ->
     assert arena.live_blocks() == 1
     del ref
     gc.collect()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while arena.live_blocks():
             await asyncio.sleep(0)
 
@@ -138,7 +138,7 @@ async def test_released_waits_for_calls_and_borrowers(rt: aiodaft.Runtime) -> No
     await relay.read_held()
     assert not waiting.done()
     await relay.drop_held()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await waiting
     with pytest.raises(ReferenceError):
         ref.free()
@@ -177,5 +177,5 @@ async def test_a_call_with_a_failed_argument_lets_go_of_the_others_without_the_g
     await rt.kill(producer)
     with pytest.raises(aiodaft.ActorDied):
         await used
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await big.released()

@@ -117,7 +117,7 @@ async def test_spawns_that_are_cancelled_at_any_moment_leave_nothing(rt: aiodaft
         await asyncio.wait([spawning])
         if not spawning.cancelled():
             await rt.stop(spawning.result())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while len(descendants()) > before:
             await asyncio.sleep(0.01)
     assert (await resources_of(rt))[1] == free
@@ -148,7 +148,7 @@ async def spawn_more_than_there_is_room_for(rt: aiodaft.Runtime, count: int) -> 
 async def test_more_spawns_than_the_fork_server_has_room_for(rt: aiodaft.Runtime) -> None:
     spawning = await spawn_more_than_there_is_room_for(rt, 320)
     os.kill(fork_server_of(rt), signal.SIGKILL)
-    done, pending = await asyncio.wait(spawning, timeout=10)
+    done, pending = await asyncio.wait(spawning, timeout=30)
     assert not pending
     assert {type(task.exception()) for task in done} == {aiodaft.SpawnFailed}
 
@@ -166,7 +166,7 @@ async def test_spawns_that_are_cancelled_leave_no_process_also_if_the_fork_serve
     os.kill(fork_server_of(rt), signal.SIGCONT)
     # It has followed its earlier orders.
     await rt.stop(await rt.spawn(Echo))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while len(descendants()) > before:
             await asyncio.sleep(0.01)
 
@@ -216,7 +216,7 @@ async def test_a_runtime_that_ends_during_a_large_copy_ends_well() -> None:
 
 async def test_a_fork_server_that_is_stopped_does_not_hold_up_the_end() -> None:
     env = Env(timeouts=Timeouts(fork_server_end=0.2, kill=0.2))
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(30):
         async with aiodaft.Runtime(preload=(), cancel_grace=0.1, stop_grace=0.1, env=env) as rt:
             pid = (await rt.info(await rt.spawn(Echo))).pid
             os.kill(fork_server_of(rt), signal.SIGSTOP)

@@ -36,7 +36,7 @@ async def test_asyncio_takes_refs_as_they_are(rt: aiodaft.Runtime) -> None:
     done, pending = await asyncio.wait(refs)
     assert done == refs
     assert not pending
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await echo.echo(9) == 9
     async with asyncio.TaskGroup() as group:
         task = group.create_task(echo.echo(10).value())

@@ -59,7 +59,7 @@ def test_without_an_engine_the_script_has_a_cluster_of_this_machine(tmp_path: Pa
     environment = {**os.environ, "HOME": str(tmp_path)}
     done = subprocess.run(
         [*RUN, "--name", "here", str(script), "--cpus", "x"],
-        env=environment, stdout=subprocess.PIPE, text=True, timeout=30,
+        env=environment, stdout=subprocess.PIPE, text=True, timeout=50,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (3, "['--cpus', 'x'] ['here']\nTrue\n")
     # Nothing was written.
@@ -99,7 +99,7 @@ def test_down_ends_the_script(tmp_path: Path) -> None:
 def test_a_script_that_is_killed_has_the_status_that_a_shell_gives(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os\nos.kill(os.getpid(), 9)\n")
-    assert subprocess.run([*RUN, str(script)], timeout=30).returncode == 137
+    assert subprocess.run([*RUN, str(script)], timeout=50).returncode == 137
 
 
 # The variables of torchrun.
@@ -157,7 +157,7 @@ def test_a_job_that_lacks_a_task_ends_and_says_so(tmp_path: Path) -> None:
     ):
         done = subprocess.run(
             [*RUN, "--wait", "0.5", "--name", "n1", SCRIPT],
-            env={**os.environ, **variables, "RANK": rank}, capture_output=True, text=True, timeout=30,
+            env={**os.environ, **variables, "RANK": rank}, capture_output=True, text=True, timeout=50,
         )  # fmt: skip
         assert (done.returncode, why in done.stderr) == (1, True), done.stderr
 

@@ -163,7 +163,7 @@ def test_the_command_asks_a_running_controller_and_nothing_is_left_after_a_kill(
 
     def ask(pid: int) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "aiodaft.cli", "stack", "--pid", str(pid)]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=20, check=False)
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=50, check=False)
 
     with subprocess.Popen([sys.executable, "-c", _CONTROLLER], stdout=subprocess.PIPE, env=environment) as controller:
         try:

@@ -61,7 +61,7 @@ async def test_a_program_of_another_release_or_python_is_refused_when_it_attache
 
 def test_a_node_of_another_release_does_not_join(cluster: Cluster) -> None:
     command = [sys.executable, "-c", OTHER_RELEASE, "join", cluster.address, "--name", "n2"]
-    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=50)
     assert done.returncode == 1
     assert f"runs aiodaft {aiodaft.__version__}, and this process 0.99.0: " in done.stderr
 

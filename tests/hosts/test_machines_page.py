@@ -39,7 +39,7 @@ class Person:
     def print_of(self, commands: str) -> str:
         """Its output until it ends."""
         process = self.type(commands)
-        printed, _ = process.communicate(timeout=30)
+        printed, _ = process.communicate(timeout=50)
         assert process.returncode == 0, printed
         return printed
 
@@ -78,6 +78,6 @@ def test_the_page_works_as_it_stands(people: tuple[Person, Person]) -> None:
     shown = first.print_of(f"{export}\naiodaft ps")
     assert [line.split()[:2] for line in shown.splitlines()] == [["n1", listens], ["n2", address]]
     assert first.print_of(f"{export}\n{drain[0]}") == f"{drain[-1]}\n"
-    assert nodes[1].wait(timeout=20) == 0
+    assert nodes[1].wait(timeout=50) == 0
     first.print_of(f"{export.replace(address, listens)}\naiodaft down")
-    assert nodes[0].wait(timeout=20) == 0
+    assert nodes[0].wait(timeout=50) == 0

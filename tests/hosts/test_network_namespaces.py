@@ -255,7 +255,7 @@ with network("one", "two") as net:
     support = str(Path(__file__).parents[1] / "support")
     as_user = ["unshare", "--map-user=1000", "--map-group=1000"] if os.geteuid() == 0 else []
     argv = [*as_user, sys.executable, "-c", script, support]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=50)
     if "Skipped" in done.stderr or "unshare failed" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.stdout.split() == ["one"], done.stderr

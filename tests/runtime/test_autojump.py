@@ -100,5 +100,5 @@ def test_pytest_asyncio_runs_tests_on_it(pytester: pytest.Pytester) -> None:
         """
     )
     pytester.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:xdist", timeout=25)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:xdist", timeout=50)
     result.assert_outcomes(passed=1)

@@ -193,7 +193,7 @@ def command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
         [sys.executable, "-m", "aiodaft.cli", *arguments],
         capture_output=True,
         text=True,
-        timeout=25,
+        timeout=50,
         check=False,
         env=environment,
     )

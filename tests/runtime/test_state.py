@@ -42,7 +42,7 @@ def test_an_etcd_has_members_and_a_prefix() -> None:
         print(store_at("etcd://a:1,b,[::1]:3/teams/red/"))
         print(store_at("etcd://a"))
     """
-    found = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, timeout=25, check=True)
+    found = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, timeout=50, check=True)
     assert found.stdout.splitlines() == ["etcd at a:1,b:2379,::1:3, teams/red/", "etcd at a:2379, aiodaft/"]
 
 

@@ -102,7 +102,7 @@ def store_that_opens(open_transport: Callable[[str], Any], *, chosen: bool = Tru
 
 
 def test_threads_that_need_a_transport_at_the_same_time_get_the_same_one() -> None:
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=50)
 
     def open_transport(name: str) -> Recorder:
         # Neither of the two threads finds a transport that the other has stored.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -13,16 +12,16 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map, tree_map_only
 
 from aiodaft.tensor.instructions import Slot, slots_of
-from aiodaft.tensor.operations import Arguments, Gradient, Input, Mark, Operation, Output, Results
+from aiodaft.tensor.operations import Arguments, Gradient, Mark, Operation, Output, Results, Role
 from aiodaft.tensor.program import Program
 from aiodaft.tensor.randoms import numbered
-from aiodaft.tensor.scalars import EXTREMES, Items
+from aiodaft.tensor.scalars import Items
 from aiodaft.tensor.specs import Meta
 from aiodaft.tensor.tracer import CaptureError, Tracer
+from aiodaft.tensor.updates import Update
 from aiodaft.tensor.views import source_of
 
 __all__ = ["CaptureError", "capture"]
@@ -90,15 +89,15 @@ class _Capture:
         self.aliases: dict[str, str] = {}
         self.pending: dict[str, Gradient] = {}
         self.superseded: dict[int, int] = {}
-        self.kept: list[tuple[Input, torch.Tensor]] = []
-        """Inputs that the step may change, with the tensors that stand for them."""
 
     def run(self) -> Program:
         with ExitStack() as stack:
             for name, model in self.models:
                 stack.enter_context(self._with_model(model, name if len(self.models) > 1 else ""))
+            owned = {one: (name, self.fakes[one]) for one, name in self.names.items()}
             for name, optimizer in self.optimizers:
-                stack.enter_context(self._with_optimizer(name, optimizer))
+                update = Update(name, optimizer, self.tracer, owned)
+                stack.enter_context(update.entered(self._begin_update))
             self._name_arguments()
             names = iter([name for name, _ in self.leaves])
             args = [tree_map(partial(self._argument, names), arg) for arg in self.args]
@@ -129,13 +128,20 @@ class _Capture:
         if isinstance(model, torch.jit.ScriptModule):
             raise CaptureError("a scripted module cannot be captured: pass the nn.Module that it was made of")
         modules = dict(model.named_modules())
-        saved = [(one, dict(one.__dict__), *map(dict, (one._parameters, one._buffers))) for one in modules.values()]
+        first = {module: path for path, module in modules.items()}
+        saved: list[tuple[Any, ...]] = [
+            (one, dict(vars(one)), dict(one._parameters), dict(one._buffers)) for one in modules.values()
+        ]
         hooks = []
         try:
             for path, module in modules.items():
                 where = ".".join(filter(None, (prefix, path)))
                 self._replace_tensors(module, where)
                 hooks += self._hooks(module, where)
+            for path, module in model.named_modules(remove_duplicate=False):
+                for key in (*module._parameters, *module._buffers) if path != first[module] else ():
+                    name, other = (".".join(filter(None, (prefix, at, key))) for at in (first[module], path))
+                    self.aliases[other] = self.aliases.get(name, name)
             yield
         finally:
             for hook in hooks:
@@ -149,7 +155,8 @@ class _Capture:
                 module.__dict__.update(attributes)
 
     def _replace_tensors(self, module: torch.nn.Module, path: str) -> None:
-        for owned, role in ((module._parameters, "parameter"), (module._buffers, "buffer")):
+        both: list[tuple[dict[str, Any], Role]] = [(module._parameters, "parameter"), (module._buffers, "buffer")]
+        for owned, role in both:
             for key, tensor in owned.items():
                 if tensor is None:
                     continue
@@ -159,16 +166,11 @@ class _Capture:
                 else:
                     transient = role == "buffer" and key in module._non_persistent_buffers_set
                     value = tensor.detach().clone() if transient and tensor.device.type != "meta" else None
-                    self.fakes[id(tensor)] = self._input(tensor, name, role, value=value)
+                    self.fakes[id(tensor)] = self.tracer.input(tensor, name, role, value=value)
                     self.names[id(tensor)], self.reals[name] = name, tensor
-                owned[key] = self.fakes[id(tensor)]  # type: ignore[assignment]  # a fake parameter
+                owned[key] = self.fakes[id(tensor)]
         if isinstance(module, torch.nn.RNNBase):
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
-
-    def _input(self, tensor: torch.Tensor, name: str, role: Any, **kwargs: Any) -> torch.Tensor:
-        fake = self.tracer.input(tensor, name, role, **kwargs)
-        self.kept.append((self.tracer.memory(fake).given, fake))  # type: ignore[arg-type]  # it is an input
-        return fake
 
     def _hooks(self, module: torch.nn.Module, path: str) -> list[Any]:
         def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -200,152 +202,26 @@ class _Capture:
 
         return tree_map(mark, values)
 
-    # optimizers
+    # gradients
 
-    @contextmanager
-    def _with_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> Generator[None]:
-        attributes = dict(optimizer.__dict__)
-        code = inspect.unwrap(type(optimizer).step).__globals__
-        added = {name: one for name, one in EXTREMES.items() if name not in code}
-        try:
-            code.update(added)
-            first = self._first_state(optimizer)
-            optimizer.param_groups = [
-                {**self._numbers(f"{name}.{at}", group), **_PLAIN, "params": self._parameters(group["params"])}
-                for at, group in enumerate(attributes["param_groups"])
-            ]
-            optimizer.state = self._state(name, attributes["param_groups"], first)
-            optimizer._optimizer_step_pre_hooks = OrderedDict(optimizer._optimizer_step_pre_hooks)
-            optimizer._optimizer_step_post_hooks = OrderedDict(optimizer._optimizer_step_post_hooks)
-            optimizer.register_step_pre_hook(self._begin)
-            optimizer.register_step_post_hook(self._end)
-            numbers = [dict(group) for group in optimizer.param_groups]
-            yield
-            now = [dict(group) for group in optimizer.param_groups]
-            if any(new.get(key) is not one for new, old in zip(now, numbers, strict=True) for key, one in old.items()):
-                raise CaptureError(
-                    f"the step changes numbers of {name}: step schedulers outside of it, after each step"
-                )
-        finally:
-            for one in added:
-                del code[one]
-            optimizer.__dict__.clear()
-            optimizer.__dict__.update(attributes)
-
-    def _parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        if strange := [tuple(one.shape) for one in parameters if id(one) not in self.fakes]:
-            raise CaptureError(f"the optimizer has parameters of no model that is an argument: shapes {strange}")
-        return [self.fakes[id(one)] for one in parameters]
-
-    def _numbers(self, name: str, group: dict[str, Any]) -> dict[str, Any]:
-        """A group with inputs of the program for its floats."""
-
-        def number(key: str, value: Any, index: int | None = None) -> Any:
-            tensor = isinstance(value, torch.Tensor) and value.numel() == 1
-            if not (tensor or isinstance(value, float) or (key in _FLOATS and type(value) is int)):
-                return value
-            path = f"{name}.{key}" if index is None else f"{name}.{key}.{index}"
-            self.tracer.scalars.add(path, group, key, index)
-            return self.tracer.number(path, float(value))
-
-        return {
-            key: tuple(number(key, one, at) for at, one in enumerate(value))
-            if isinstance(value, tuple)
-            else number(key, value)
-            for key, value in group.items()
-        }
-
-    def _first_state(self, optimizer: torch.optim.Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
-        """The state of each parameter before its first step: as it is, or as the optimizer would make it."""
-        state, groups = optimizer.state, optimizer.param_groups
-        missing = [one for group in groups for one in group["params"] if one.requires_grad and not state.get(one)]
-        stand_ins = {one: self.tracer.like(one) for one in missing}
-        optimizer.state = defaultdict(dict)
-        optimizer.param_groups = [
-            {**group, **_PLAIN, "params": [stand_ins[one] for one in group["params"] if one in stand_ins]}
-            for group in groups
-        ]
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise CaptureError(
-                f"{type(optimizer).__name__} calls the model in its step: use an optimizer that does not"
-            )
-        hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        with self.fake, _Fills():  # type: ignore[no-untyped-call]  # of torch
-            for one in stand_ins.values():
-                one.grad = torch.empty_like(one)
-            type(optimizer).step(optimizer)
-        made = optimizer.state
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
-        return {**state, **{one: dict(made[stand_in]) for one, stand_in in stand_ins.items()}}
-
-    def _state(self, name: str, groups: list[dict[str, Any]], first: Any) -> defaultdict[torch.Tensor, Any]:
-        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        for at, group in enumerate(groups):
-            steps: dict[tuple[str, float], int] = {}
-            for parameter in group["params"]:
-                for key, value in first.get(parameter, {}).items():
-                    state[self.fakes[id(parameter)]][key] = (
-                        self._state_of(f"{name}.{at}", group, steps, parameter, key, value)
-                        if isinstance(value, torch.Tensor)
-                        else value
-                    )
-        return state
-
-    def _state_of(
-        self,
-        group_name: str,
-        group: dict[str, Any],
-        steps: dict[tuple[str, float], int],
-        parameter: torch.Tensor,
-        key: str,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        """The input for a state; the numbers of steps of the parameters of a group are one input while they agree."""
-        name = self.names[id(parameter)]
-        fill = getattr(value, "fill", None)
-        if fill is None and isinstance(value, torch._subclasses.FakeTensor):
-            if key != "momentum_buffer" or group.get("dampening"):
-                raise CaptureError(f"the first {key} of {name} depends on gradients: take one step before the capture")
-            fill = 0.0
-        if fill is None and value.device.type == "meta":
-            fill = group.get("initial_accumulator_value", 0.0)
-        first = {"fill": fill} if fill is not None else {"value": value.detach().clone()}
-        if value.dim():
-            return self._input(value, f"{key}/{name}", "state", parameter=name, **first)
-        now = float(value) if fill is None else fill
-        slot = steps.get((key, now))
-        suffix = f".{len(steps)}" if steps else ""
-        fake = self._input(value, f"{key}/{group_name}{suffix}", "state", slot=slot, **first)
-        steps[key, now] = self.tracer.read(fake)
-        self.tracer.share(fake)
-        return fake
-
-    def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _begin_update(self) -> None:
         self.tracer.end_backward()
         self._drop_gradients()
         self.pending.clear()
-        self.tracer.updating = True
-
-    def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.tracer.updating = False
-
-    # gradients
 
     def _give_gradients(self) -> None:
         """A gradient for each parameter, which tells whether the code accumulates into it."""
-        for given, parameter in list(self.kept):
+        for given, parameter in list(self.tracer.kept):
             if given.role == "parameter" and parameter.requires_grad:
                 name, real = f"grad/{given.name}", self.reals[given.name].grad
                 first: dict[str, Any] = {"fill": 0.0} if real is None else {"value": real.detach().clone()}
-                fake = self.tracer.input(parameter.detach(), name, "state", parameter=given.name, **first)
+                fake = self.tracer.input(parameter.detach(), name, "state", parameter=given.name, keep=False, **first)
                 self.gradients[given.name] = self.tracer.memory(fake).given, fake
                 parameter.grad = fake
 
     def _drop_gradients(self) -> None:
         """The first use of gradients: those that are zero, and those of which no other step is seen, are none."""
-        for given, parameter in self.kept:
+        for given, parameter in self.tracer.kept:
             fake = parameter.grad
             if given.role != "parameter" or fake is None or given.name in self.accumulated:
                 continue
@@ -359,7 +235,7 @@ class _Capture:
         """The gradients that are there when the step ends."""
         zeros = self.tracer.zeros
         there: dict[str, torch.Tensor] = {}
-        for given, parameter in self.kept:
+        for given, parameter in self.tracer.kept:
             fake = parameter.grad
             if given.role == "parameter" and fake is not None and self.tracer.read(fake) not in zeros:
                 there[given.name] = fake
@@ -368,11 +244,11 @@ class _Capture:
             raise CaptureError(f"{early[0]} has a gradient from before the step: call zero_grad() before the capture")
         for name in self.accumulated:
             given, fake = self.gradients[name]
-            self.kept.append((given, there.get(name, fake)))
+            self.tracer.kept.append((given, there.get(name, fake)))
 
     def _mark_gradients(self) -> None:
         """Mark the gradients after a backward pass; a further pass before the update takes the marks back."""
-        for given, parameter in self.kept:
+        for given, parameter in self.tracer.kept:
             if given.role != "parameter" or parameter.grad is None:
                 continue
             mark = self.pending.get(given.name)
@@ -392,7 +268,7 @@ class _Capture:
             raise CaptureError(f"{name} is a scheduler: step it outside, after each step; programs read numbers anew")
         if id(leaf) in self.fakes:
             raise CaptureError(f"{name} is {self.names[id(leaf)]} of a model that is an argument: take it from there")
-        return self._input(leaf, name, "argument") if isinstance(leaf, torch.Tensor) else leaf
+        return self.tracer.input(leaf, name, "argument") if isinstance(leaf, torch.Tensor) else leaf
 
     def _name_arguments(self) -> None:
         kinds = [{isinstance(leaf, _OWNERS) for leaf in tree_flatten(arg)[0]} for arg in self.args]
@@ -414,10 +290,10 @@ class _Capture:
         tracer = self.tracer
         results = [tracer.read(one) for one in leaves if isinstance(one, torch.Tensor)]
         roots = _roots(tracer.operations)
-        owned = {given.slot for given, _ in self.kept if given.role != "argument"}
+        owned = {given.slot for given, _ in self.tracer.kept if given.role != "argument"}
         outputs: list[Output] = []
         seen: dict[str, int] = {}
-        for given, fake in self.kept:
+        for given, fake in self.tracer.kept:
             slot = tracer.read(fake)
             if slot == given.slot:
                 continue
@@ -461,10 +337,6 @@ class _Capture:
 _OWNERS = (torch.nn.Module, torch.optim.Optimizer)
 _PLAIN_VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _ALWAYS = ("parameter", "buffer", "argument")
-_FLOATS = {"lr", "momentum", "dampening", "weight_decay", "eps", "alpha", "lr_decay"}
-"""Numbers of groups that may be given as integers."""
-_PLAIN = {"foreach": False, "fused": False, "capturable": False}
-"""The form of an optimizer that updates one tensor after the other, without fused kernels."""
 
 
 @contextmanager
@@ -476,36 +348,6 @@ def _quiet(logger: logging.Logger) -> Generator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-class _Fills(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
-    """Remembers the constant that a tensor is filled with when it is made."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten._local_scalar_dense.default:
-            return 0.5  # any number: 1 would make 1 - 1, and divide by it
-        result: Any = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            fill: float | None = None
-            match func._opname:
-                case "zeros" | "zeros_like" | "new_zeros":
-                    fill = 0.0
-                case "ones" | "ones_like" | "new_ones":
-                    fill = 1.0
-                case "full" | "full_like" | "new_full":
-                    fill = float(args[-1])
-                case "lift_fresh" if args[0].dim() == 0:
-                    fill = _number_of(args[0])
-                case "detach" | "clone":
-                    fill = getattr(args[0], "fill", None)
-            if fill is not None:
-                vars(result)["fill"] = fill
-        return result
-
-
-def _number_of(tensor: torch.Tensor) -> float:
-    with _disable_current_modes():
-        return float(tensor)
 
 
 def _names_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:

@@ -143,9 +143,11 @@ class Drawing(Protocol):
 
     def draw(self, kind: str, shape: Sequence[int], dtype: torch.dtype, *parameters: float) -> torch.Tensor:
         """The next draw."""
+        ...
 
     def fill(self, tensor: torch.Tensor, kind: str, *parameters: float) -> torch.Tensor:
         """The tensor, filled with the next draw."""
+        ...
 
 
 def is_random(func: Any) -> bool:

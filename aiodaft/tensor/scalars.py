@@ -17,12 +17,15 @@ class OnNumbers(Protocol):
 
     def arithmetic(self, target: torch._ops.OpOverload[..., Any], *args: Number | float) -> Number:
         """The result of an operation on numbers."""
+        ...
 
     def used(self) -> Exception:
         """The error where Python wants the value of a number, or of a tensor."""
+        ...
 
     def decided(self, number: Number, comparison: Callable[[Any, Any], bool], other: float) -> bool:
         """The outcome of a comparison now; the program holds for as long as it is the same."""
+        ...
 
 
 class _Node:
@@ -65,7 +68,10 @@ class Number(torch.SymFloat):
     def __float__(self) -> float:
         raise self.recorder.used()
 
-    __int__ = __trunc__ = __round__ = __float__
+    def __trunc__(self) -> Any:
+        raise self.recorder.used()
+
+    __int__ = __trunc__
 
     def __bool__(self) -> bool:
         return self != 0

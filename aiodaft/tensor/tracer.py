@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from aiodaft.tensor.instructions import Slot, slots_of
 from aiodaft.tensor.operations import Cause, Gradient, Input, Mark, Operation, Phase, Role
@@ -27,6 +27,7 @@ from aiodaft.tensor.views import Op, Step, Traits, functional_of, traits_of, wri
 __all__ = ["CaptureError", "Tracer"]
 
 aten = torch.ops.aten
+_get_sequence_nr: Any = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  # it is there
 
 _ON_VALUES = (
     "the code needs the value of a tensor, or a shape that depends on one, and a capture has only shapes: write "
@@ -77,6 +78,8 @@ class Tracer(TorchDispatchMode):
         self._in_backward = False
         self.operations: list[Operation | Mark | Gradient] = []
         self.inputs: list[Input] = []
+        self.kept: list[tuple[Input, torch.Tensor]] = []
+        """Inputs that the code may write to, with the tensors that stand for them."""
         self.metas: dict[int, Meta] = {}
         self.modules: list[str] = []
         self.updating = False
@@ -98,13 +101,18 @@ class Tracer(TorchDispatchMode):
 
     # inputs
 
-    def input(self, tensor: torch.Tensor, name: str, role: Role, slot: int | None = None, **kwargs: Any) -> FakeTensor:
+    def input(
+        self, tensor: torch.Tensor, name: str, role: Role, slot: int | None = None, keep: bool = True, **kwargs: Any
+    ) -> FakeTensor:
         """A fake tensor for an input of the program; one with the `slot` of another input is the same input."""
         fake = self.like(tensor)
         if slot is None:
             slot = self._new(Meta.of(fake))
             self.inputs.append(Input(slot, name, role, **kwargs))
-        self._adopt(fake, _Memory(slot, next(one for one in reversed(self.inputs) if one.slot == slot)))
+        given = next(one for one in reversed(self.inputs) if one.slot == slot)
+        self._adopt(fake, _Memory(slot, given))
+        if keep:
+            self.kept.append((given, fake))
         return fake
 
     def number(self, name: str, value: float | None) -> Number:
@@ -401,7 +409,7 @@ class Tracer(TorchDispatchMode):
             raise self.error("a parameter of no model that is an argument is used: pass the model")
         if known := self._constants.get(id(tensor)):
             return known[1]
-        with torch.utils._python_dispatch._disable_current_modes():
+        with _disable_current_modes():
             value = tensor.detach().clone()
         fake = self.input(tensor, f"constant.{len(self._constants)}", "constant", value=value)
         self._constants[id(tensor)] = (tensor, fake)
@@ -448,7 +456,7 @@ class Tracer(TorchDispatchMode):
             module, line = self._causes.get(node._sequence_nr(), ("", ""))
             return Cause(operation, module, line, "backward")
         module, line = self.modules[-1] if self.modules else "", self._line()
-        self._causes.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, line))
+        self._causes.setdefault(_get_sequence_nr() - 1, (module, line))
         return Cause(operation, module, line, self._phase(node is not None))
 
     def _phase(self, inside_backward: bool) -> Phase:

@@ -126,9 +126,8 @@ class DistTensor(Tensor):
         Raises:
             ValueError: There is no such axis.
         """
-        moved: DistTensor = _Redistribute.apply(  # type: ignore[no-untyped-call]  # torch's
-            self, _placed(self, self.recorder, placements)
-        )
+        target = _placed(self, self.recorder, placements)
+        moved: DistTensor = _Redistribute.apply(self, target)  # type: ignore[no-untyped-call]  # torch's
         return moved
 
     def to(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 from torch.utils._pytree import tree_map
 
 from aiodaft.tensor.handles import DistTensor
@@ -42,8 +43,7 @@ def distribute(put: Callable[..., DistTensor], module: ModuleT, strategy: Strate
         path, _, own = name.rpartition(".")
         setattr(modules[path], own, made[id(one)])
     for name, one in modules.items():
-        if (wanted := first(strategy.outputs, name)) is not None:
-            one.register_forward_hook(partial(_output, placements=wanted))
+        one.register_forward_hook(partial(_output, wanted=first(strategy.outputs, name)))
     return module
 
 
@@ -51,13 +51,20 @@ def _placed(value: Any, placements: Mapping[str, Placement]) -> Any:
     return value.redistribute(**placements) if isinstance(value, DistTensor) else value
 
 
-def _output(module: object, args: object, output: Any, placements: Mapping[str, Placement]) -> Any:
-    """What a module gives, and its gradient."""
+def _output(module: object, args: object, output: Any, wanted: Mapping[str, Placement] | None) -> Any:
+    """As in plans: where a module ends, sums over ranks are complete, and a gradient is placed as its value."""
 
     def place(one: Any) -> Any:
-        placed = _placed(one, placements)
-        if isinstance(placed, DistTensor) and placed.requires_grad:
-            placed.register_hook(partial(_placed, placements=placements))  # type: ignore[no-untyped-call]  # torch's
-        return placed
+        if not isinstance(one, DistTensor):
+            return one
+        now = one.placements
+        target = {axis: Replicate() if at.is_partial() else at for axis, at in now.items()}
+        if wanted is not None:
+            target = dict.fromkeys(now, Replicate()) | dict(wanted)
+        if target != now:
+            one = one.redistribute(**target)
+        if one.grad_fn is not None:
+            one.register_hook(partial(_placed, placements=target))
+        return one
 
     return tree_map(place, output)

@@ -49,3 +49,9 @@ class Extended(Worker):
     @method
     def double(self, number: int) -> int:
         return 2 * number
+
+    @method
+    def collectives(self) -> dict[str, int]:
+        """The number of collectives that all controllers have begun, by axis."""
+        rows = [row for session in self._sessions.values() for row in session._rows.items()]  # noqa: SLF001 - counts of a worker
+        return {axis: sum(row.begun for name, row in rows if name == axis) for axis in dict(rows)}

@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402, N812 - its usual name
 from tensor_workers import Extended  # noqa: E402
+from tiny_gpt import GPT, batches, loss_of  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: E402
 
@@ -206,6 +207,31 @@ async def test_gradients_arrive_in_the_placement_of_their_parameters(w: Any) -> 
     spread(w.put(numbers(8, 6), dp=Shard(0))).square().sum().backward()
     for one in spread.parameters():
         assert one.grad.placements == one.placements
+
+
+async def test_a_block_in_parts_needs_two_all_reduces_in_each_direction(w: Any) -> None:
+    parts = {
+        "blocks.*.attn.[qkv].*": {"tp": Shard(0)},
+        "blocks.*.attn.out.weight": {"tp": Shard(1)},
+        "blocks.*.up.*": {"tp": Shard(0)},
+        "blocks.*.down.weight": {"tp": Shard(1)},
+    }
+    torch.manual_seed(0)
+    alone = GPT(layers=2)
+    spread = w.distribute(copy.deepcopy(alone), Strategy(params=parts))
+    x, y = next(batches(1))
+    await value(spread.head.weight)
+    before, *_ = await w.group.all(Extended.collectives)
+    loss = loss_of(spread, w.put(x, dp=Shard(0)), w.put(y, dp=Shard(0)))
+    loss.backward()
+    await value(spread.head.weight.grad)
+    after, *_ = await w.group.all(Extended.collectives)
+    assert after["tp"] - before["tp"] == 2 * (2 + 2)
+    want = loss_of(alone, x, y)
+    close(await value(loss), want.detach())
+    want.backward()
+    for one, other in zip(spread.parameters(), alone.parameters(), strict=True):
+        close(await value(one.grad), other.grad)
 
 
 async def test_what_distribute_cannot_place_is_named(w: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch._ops import OpOverload
 
-__all__ = ["ByRank", "CollectiveKind", "Instruction", "Kind", "Slot", "operation", "slots_of"]
+__all__ = ["ByRank", "CollectiveKind", "Instruction", "Kind", "Slot", "leaves", "mapped", "operation", "slots_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,28 @@ def slots_of(value: object) -> list[int]:
         case Mapping():
             return [number for one in value.values() for number in slots_of(one)]
     return []
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """A value with all that is in its lists, tuples and dictionaries changed; faster than a pytree of torch."""
+    kind = type(value)
+    if kind is tuple:
+        return tuple([mapped(change, one) for one in value])
+    if kind is list:
+        return [mapped(change, one) for one in value]
+    if kind is dict:
+        return {name: mapped(change, one) for name, one in value.items()}
+    return change(value)
+
+
+def leaves(value: Any) -> list[Any]:
+    """All that is in lists, tuples and dictionaries, in its order."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return [leaf for one in value for leaf in leaves(one)]
+    if kind is dict:
+        return [leaf for one in value.values() for leaf in leaves(one)]
+    return [value]
 
 
 @cache

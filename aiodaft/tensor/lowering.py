@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from aiodaft.tensor.aliases import Aliases, View, is_view, written_arguments
-from aiodaft.tensor.instructions import ByRank, CollectiveKind, Instruction, Slot, slots_of
+from aiodaft.tensor.instructions import ByRank, CollectiveKind, Instruction, Slot, leaves, mapped, slots_of
 from aiodaft.tensor.operations import Cause
 from aiodaft.tensor.own_rules import by_own_rule
 from aiodaft.tensor.plan import Collective
@@ -43,7 +42,7 @@ def gives_number(op: OpOverload[..., Any]) -> bool:
 
 
 def _without_numbers(args: Any) -> Any:
-    return tree_map(lambda one: one.slot if isinstance(one, _Number) else one, args)
+    return mapped(lambda one: one.slot if isinstance(one, _Number) else one, args)
 
 
 class Lowering:
@@ -99,7 +98,7 @@ class Lowering:
             view = self.aliases.views[number]
             is_whole = self.spec(view.base).placements == self.replicas
             again = (self.apply_whole if is_whole else self.apply)(view.op, view.args, view.kwargs)
-            self.aliases.made_again(number, tree_leaves(again)[view.place].number)
+            self.aliases.made_again(number, leaves(again)[view.place].number)
         return self.aliases.now.get(number, number)
 
     def spec(self, number: int) -> Spec:
@@ -136,7 +135,7 @@ class Lowering:
 
         An operation that writes to a tensor returns the slot that it was given. A slot without a spec is a number.
         """
-        args, kwargs = tree_map(self._with_numbers, (tuple(args), dict(kwargs)))
+        args, kwargs = mapped(self._with_numbers, (tuple(args), dict(kwargs)))
         if gives_number(op):
             return self._apply_number(op, args, kwargs)
         if not slots_of((args, kwargs)):
@@ -149,7 +148,7 @@ class Lowering:
         if (result := by_own_rule(self, op, args, kwargs)) is not NotImplemented:
             self._note_views(op, args, kwargs, result, attached=False)
             return result
-        placing = self.rules.place(op, *tree_map(self._spec, (args, kwargs)))
+        placing = self.rules.place(op, *mapped(self._spec, (args, kwargs)))
         return self._apply_placed(op, placing or self._whole(op, args, kwargs), args, kwargs)
 
     def _draw(self, whole: Instruction, spec: Spec) -> int:
@@ -163,7 +162,7 @@ class Lowering:
 
     def _apply_number(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Slot:
         """An operation that gives a number, of numbers or of a tensor that each rank has."""
-        args = tree_map(
+        args = mapped(
             lambda one: Slot(self.redistribute(one.number, self.replicas)) if isinstance(one, Slot) else one, args
         )
         out = self.new(None)
@@ -178,19 +177,9 @@ class Lowering:
         numbers = slots_of((args, kwargs))
         if any(self.spec(number).placements != self.replicas for number in numbers):
             self.whole.append(self.cause)
-        specs = tree_map(self._spec, (args, kwargs))
-        try:
-            metas = _metas(op, *tree_map(lambda one: one.meta if isinstance(one, Spec) else one, specs))
-        except (DynamicOutputShapeException, DataDependentOutputException) as error:
-            raise NotImplementedError(self._depends_on_data(op, numbers)) from error
+        specs = mapped(self._spec, (args, kwargs))
+        metas = _metas(op, *mapped(lambda one: one.meta if isinstance(one, Spec) else one, specs))
         return Placing(op, tuple(self.replicas for _ in numbers), specs[0], self._as_replicas(metas))
-
-    def _depends_on_data(self, op: OpOverload[..., Any], numbers: Iterable[int]) -> str:
-        given = "; ".join(", ".join(map(text, self.spec(number).placements)) for number in numbers)
-        return (
-            f"{self.cause.line}: the shape of the result of {name_of(op)} depends on the data of its tensors, placed "
-            f"{given}. `await` the tensor and go on with its value, or do it on local tensors in `tensor.local`."
-        )
 
     def _apply_placed(
         self, op: OpOverload[..., Any], placing: Placing, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -207,7 +196,7 @@ class Lowering:
             writable = self._writable(number, held)
             moved = [writable if one == held else one for one in moved]
         here = iter(moved)
-        local, named = tree_map(
+        local, named = mapped(
             lambda one: Slot(next(here)) if isinstance(one, Spec | Slot) else one, (placing.args, dict(kwargs))
         )
         attached = moved[0] == self.now(numbers[0])
@@ -220,7 +209,7 @@ class Lowering:
 
     def _note_views(self, op: OpOverload[..., Any], args: Any, kwargs: Any, result: Any, *, attached: bool) -> None:
         if is_view(op):
-            for place, one in enumerate(tree_leaves(result)):
+            for place, one in enumerate(leaves(result)):
                 self.aliases.add(one.number, View(slots_of(args)[0], op, args, kwargs, place, attached))
 
     # Writes
@@ -276,10 +265,10 @@ class Lowering:
         if written and len(op._schema.returns) <= 1:
             self.emit(Instruction("op", name_of(op), args, kwargs, (None,) * len(op._schema.returns)))
             return None
-        result = tree_map(lambda one: Slot(self.new(one)) if isinstance(one, Spec) else None, outputs)
+        result = mapped(lambda one: Slot(self.new(one)) if isinstance(one, Spec) else None, outputs)
         numbers = [one.number if one is not None else None for one in _results(result)]
         self.emit(Instruction("op", name_of(op), args, kwargs, tuple(numbers)))
-        return tree_map(lambda one: self._without_norms(one) if isinstance(one, Slot) else one, result)
+        return mapped(lambda one: self._without_norms(one) if isinstance(one, Slot) else one, result)
 
     def _without_norms(self, slot: Slot) -> Slot:
         spec = self.specs[slot.number]
@@ -349,7 +338,7 @@ class Lowering:
         return self.spec(one.number) if isinstance(one, Slot) else one
 
     def _as_replicas(self, metas: Any) -> Any:
-        return tree_map(lambda one: Spec(self.replicas, one) if isinstance(one, Meta) else one, metas)
+        return mapped(lambda one: Spec(self.replicas, one) if isinstance(one, Meta) else one, metas)
 
 
 def name_of(op: OpOverload[..., Any]) -> str:

@@ -168,8 +168,12 @@ def _mean_loss_backward(call: _Call) -> Any:
 
 
 def _over_parts(call: _Call, name: str) -> list[int]:
+    """The axes that cut the dimension of a softmax, of which each rank has some."""
     spec = call.spec(name)
-    return _axes_of(spec, call["dim"]) if spec.meta.shape and _is_plain(spec) else []
+    shapes = call.lowers.rules.local_shapes(spec)
+    if not spec.meta.shape or not _is_plain(spec) or any(shape[call["dim"]] == 0 for shape in shapes):
+        return []
+    return _axes_of(spec, call["dim"])
 
 
 @_own("_log_softmax", "_softmax")

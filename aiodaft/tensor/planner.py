@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.utils._pytree import tree_map
 
 from aiodaft.tensor.costs import flops_of, peak_of
-from aiodaft.tensor.instructions import Slot, slots_of
+from aiodaft.tensor.instructions import Slot, mapped, slots_of
 from aiodaft.tensor.lowering import Lowering, received_bytes
 from aiodaft.tensor.operations import Cause, Gradient, Input, Mark, Operation, Output, Trace
 from aiodaft.tensor.passes.buckets import with_buckets
@@ -161,7 +160,7 @@ class Planner:
         def look(value: Any) -> Any:
             return Slot(self.number_of(value.number, one.cause)) if isinstance(value, Slot) else value
 
-        args, kwargs = tree_map(look, (one.args, dict(one.kwargs)))
+        args, kwargs = mapped(look, (one.args, dict(one.kwargs)))
         return args, kwargs
 
     def number_of(self, number: int, cause: Cause) -> int:

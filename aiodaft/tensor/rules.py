@@ -16,8 +16,8 @@ from typing import Any, Final, Literal, NamedTuple, cast
 import torch
 from torch._ops import OpOverload
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.utils._pytree import tree_leaves, tree_map
 
+from aiodaft.tensor.instructions import leaves, mapped
 from aiodaft.tensor.shards import bounds, coords
 from aiodaft.tensor.specs import Placement, Placements, Spec
 from aiodaft.tensor.table import Table
@@ -77,7 +77,7 @@ class Rules:
             return None
         placing = self._placing(self._table, op, args, kwargs)
         if placing is None and any(p.is_partial() for one in _specs(args) for p in one.placements):
-            return self._placing(self._table, op, tree_map(_reduced, args), kwargs)
+            return self._placing(self._table, op, mapped(_reduced, args), kwargs)
         return placing
 
     def allows(self, op: str, kind: str) -> bool:
@@ -167,7 +167,7 @@ class Rules:
         """Whether torch's table is known to be wrong about it.
 
         Of uneven parts it takes the mean of means; it keeps masks in a buffer of its process group; a maximum of sums
-        is not the sum of maxima; and rounded terms do not make the rounded sum.
+        is not the sum of maxima; rounded terms do not make the rounded sum; and views of unevenly nested parts differ.
         """
         outs = _specs(placing.outputs)
         for placements in (*placing.inputs, *(one.placements for one in outs)):
@@ -181,12 +181,17 @@ class Rules:
             and outs[0].meta.dtype.itemsize < given[0].meta.dtype.itemsize
         ):
             return True
+        if placing.target in _VIEWS and not self._is_same_size(given[0].at(placing.inputs[0]), outs[0]):
+            return True
         means = {axis for one in outs for axis, p in enumerate(one.placements) if _flag(p) == "a"}
         return any(
             self._is_uneven(spec, placements, axis)
             for spec, placements in zip(given, placing.inputs, strict=True)
             for axis in means
         )
+
+    def _is_same_size(self, one: Spec, other: Spec) -> bool:
+        return self.local_bytes(one) == self.local_bytes(other)
 
     def _is_uneven(self, spec: Spec, placements: Placements, axis: int) -> bool:
         dim = _dim(placements[axis])
@@ -203,6 +208,7 @@ def _moves(axis: int, source: Placement, target: Placement) -> Iterator[Move]:
 
 
 _LEVELS: Final = "rsue"
+_VIEWS: Final = frozenset({aten.view.default, aten._unsafe_view.default})
 _TERMS: Final = {"sum": "p", "avg": "a", "max": "m", "min": "m", "product": "q"}
 
 
@@ -247,4 +253,4 @@ def _reduced(one: Any) -> Any:
 
 
 def _specs(values: Any) -> list[Spec]:
-    return [one for one in tree_leaves(values) if isinstance(one, Spec)]
+    return [one for one in leaves(values) if isinstance(one, Spec)]

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from aiodaft.tensor.instructions import ByRank
+from aiodaft.tensor.instructions import ByRank, mapped
 from aiodaft.tensor.specs import Meta, Placements, Spec
 
 __all__ = ["Answer", "Table"]
@@ -62,7 +62,7 @@ class Table:
     def ask(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Answer | None:
         """How torch would place an operation on such tensors; None if it refuses."""
         info = _schema_info(op, args)
-        schema = OpSchema(op, tree_map(self._their, args), dict(kwargs), schema_info=info)
+        schema = OpSchema(op, mapped(self._their, args), dict(kwargs), schema_info=info)
         try:
             sharding = _PROPAGATOR.propagate_op_sharding(schema)
         except Exception:  # noqa: BLE001 - the table refuses an operation by errors of many kinds.

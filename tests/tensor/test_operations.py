@@ -231,15 +231,7 @@ def test_an_operation_in_place_on_terms_of_a_sum_reduces_them_first() -> None:
     run(only(lambda x: x.sum(0).add_(1.0).sqrt_(), lambda g: torch.rand(7, 6, generator=g)), Shard(0))
 
 
-# Refusals.
-
-
-def test_a_result_whose_shape_depends_on_data_says_what_to_do() -> None:
-    lowering = Lowering(Rules(THREE))
-    x = lowering.new(Spec((Shard(0),), Meta((7, 6), (6, 1), torch.float32)))
-
-    with pytest.raises(NotImplementedError, match=r"aten\.nonzero\.default .* S\(0\)\. `await` the tensor"):
-        lowering.apply(torch.ops.aten.nonzero.default, (Slot(x),), {})
+# Placements.
 
 
 def test_without_a_table_operations_are_done_whole() -> None:

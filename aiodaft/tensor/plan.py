@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from aiodaft.pipeline import Schedule
 from aiodaft.pipeline.schedule import rank_of_stages
+from aiodaft.tensor import reports
 from aiodaft.tensor.instructions import CollectiveKind, Instruction
 from aiodaft.tensor.operations import Arguments, Cause, Input, Output, Results
 from aiodaft.tensor.passes.stages import SegmentKind
@@ -138,3 +139,22 @@ class Plan:
             for rank, count in enumerate(one.received):
                 total[one.axis][rank] += count * one.times
         return {axis: tuple(counts) for axis, counts in total.items()}
+
+    def describe(self) -> str:
+        """The cost of a step, and each collective with the operation, module and line that needs it, as a text."""
+        ranks = f"{self.size} ranks ({', '.join(f'{axis}={size}' for axis, size in self.axes.items())})"
+        peak, flops = reports.ranks_text(self.peak), max(self.flops, default=0)
+        count = sum(one.times for one in self.collectives)
+        head = f"{ranks}: {count} collectives, {flops:.3g} FLOPs and {peak} at most per rank"
+        lines = [(one.cause, f"{one.kind} on {one.axis}", one.times, one.written) for one in self.collectives]
+        return reports.described(head, self.bytes, lines)
+
+    def draw(self) -> str:
+        """An SVG: each module with the placements of its parameters, and its collectives in each part of the step."""
+        title = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
+        parameters = [(one, self.specs[one.slot]) for one in self.inputs if one.role == "parameter"]
+        collectives = [(one.cause, f"{one.kind} {one.axis}", one.times) for one in self.collectives]
+        return reports.drawn(title, parameters, collectives, self.inner)
+
+    def _repr_html_(self) -> str:
+        return self.draw()

@@ -19,7 +19,7 @@ from aiodaft.tensor.passes.step import Step
 from aiodaft.tensor.plan import Collective, Plan
 from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.specs import Meta, Placements, Spec, placed
-from aiodaft.tensor.strategy import Strategy, check_patterns, first
+from aiodaft.tensor.strategy import Strategy, check_patterns, first, matches
 
 __all__ = ["Planner", "check_names", "joined_collectives"]
 
@@ -48,8 +48,11 @@ class Planner:
         self.parts: dict[int, int] = {}
         """The part of a parameter that this rank updates."""
         self.derived: dict[int, Operation] = {}
-        """Operations on parameters in use alone, which backward does again rather than keep them."""
+        """The operations that make tensors of parameters in use alone; backward does them again, in each module."""
+        self.inside: dict[int, Operation | Mark] = {}
+        """Those inside of modules that are recomputed; backward does them again, once."""
         self.again: dict[tuple[int, str], int] = {}
+        """The tensors that backward has made again."""
         self.gradients = {one.source: one for one in trace.operations if isinstance(one, Gradient)}
 
     def made(self) -> Plan:
@@ -71,6 +74,9 @@ class Planner:
         match one:
             case Mark():
                 self.numbers[one.out] = self._mark(one)
+                around = self._recomputed(one.module) if one.cause.phase == "forward" else None
+                if around and (one.side, one.module) != ("out", around):
+                    self.inside[one.out] = one
             case Gradient():
                 self.numbers[one.out] = self._gradient(one)
             case Operation():
@@ -118,9 +124,13 @@ class Planner:
                 return self._fitting(one, "params", first(strategy.params, one.name))
             case "argument":
                 return self._fitting(one, "inputs", first(strategy.inputs, one.name))
-            case "state" if one.parameter and self.trace.metas[one.slot].shape:
+            case "state" if one.parameter and self._is_like_parameter(one):
                 return self._fitting(one, "optimizer", self._of_state(one.parameter))
         return self.lowering.replicas
+
+    def _is_like_parameter(self, one: Input) -> bool:
+        metas = self.trace.metas
+        return metas[one.slot].shape == metas[self.slots[one.parameter]].shape
 
     def _of_state(self, parameter: str) -> Mapping[str, Any] | None:
         given = first(self.strategy.optimizer, parameter)
@@ -137,7 +147,7 @@ class Planner:
                         f"{field}: {one.name} has the shape {tuple(shape)}, which has no dimension {placement.dim}"
                     )
                 placement = Shard(dim)
-            elif not isinstance(placement, Replicate):
+            elif not isinstance(placement, Replicate) and field != "outputs":
                 raise ValueError(f"{field}: {one.name} cannot be {placement}: give Shard(dim) or Replicate()")
             result.append(placement)
         return tuple(result)
@@ -155,6 +165,14 @@ class Planner:
         read = slots_of((one.args, one.kwargs))
         if read and one.cause.phase == "forward" and all(n in self.parameters or n in self.derived for n in read):
             self.derived |= {out: one for out in one.outs if out is not None}
+        if one.cause.phase == "forward" and self._recomputed(one.cause.module):
+            self.inside |= {out: one for out in one.outs if out is not None}
+
+    def _recomputed(self, module: str) -> str | None:
+        """The outermost module around this one that is recomputed, or itself."""
+        parts = module.split(".") if module else []
+        paths = (".".join(parts[: end + 1]) for end in range(len(parts)))
+        return next((path for path in paths if matches(self.strategy.recompute, path)), None)
 
     def _looked_up(self, one: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def look(value: Any) -> Any:
@@ -167,8 +185,11 @@ class Planner:
         """The number of a tensor of the program in the plan, for an operation there."""
         if number in self.parameters:
             return self._parameter(number, cause)
-        if number in self.derived and cause.phase == "backward" and self._is_gathered(number):
-            return self._derived_again(number, cause)
+        if cause.phase == "backward":
+            if number in self.inside:
+                return self._again(number, self.inside[number], cause, "")
+            if number in self.derived and self._is_gathered(number):
+                return self._again(number, self.derived[number], cause, cause.module)
         return self.numbers[number]
 
     def _parameter(self, number: int, cause: Cause) -> int:
@@ -195,18 +216,20 @@ class Planner:
             for one in reads
         )
 
-    def _derived_again(self, number: int, cause: Cause) -> int:
-        """What forward made of parameters in use, made again for backward, so that nothing keeps them."""
-        key = (number, cause.module)
-        if key not in self.again:
-            one = self.derived[number]
-            again = replace(one, cause=replace(one.cause, phase=cause.phase, module=cause.module))
-            results = self.lowering.apply(one.target, *self._looked_up(again))
-            made = results if isinstance(results, list | tuple) else (results,)
-            for out, slot in zip(one.outs, made, strict=False):
-                if out is not None and slot is not None:
-                    self.again[out, cause.module] = slot.number
-        return self.again[key]
+    def _again(self, number: int, one: Operation | Mark, cause: Cause, where: str) -> int:
+        """A tensor of forward, made again for backward, so that nothing keeps it."""
+        if (number, where) not in self.again:
+            one = replace(one, cause=replace(one.cause, phase="backward", module=where or one.cause.module))
+            if isinstance(one, Mark):
+                self.again[number, where] = self._mark(one)
+            else:
+                results = self.lowering.apply(one.target, *self._looked_up(one))
+                made = results if isinstance(results, list | tuple) else (results,)
+                for out, slot in zip(one.outs, made, strict=False):
+                    if out is not None and slot is not None:
+                        self.again[out, where] = slot.number
+            self.lowering.cause = cause
+        return self.again[number, where]
 
     def _mark(self, one: Mark) -> int:
         number = self.number_of(one.source, one.cause)

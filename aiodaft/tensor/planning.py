@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from aiodaft.tensor.operations import Cause, Trace
+from aiodaft.tensor.operations import Trace
 from aiodaft.tensor.plan import Plan
 from aiodaft.tensor.planner import Planner
+from aiodaft.tensor.reports import place_of
 from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.staging import PIPELINE_AXIS, plan_stages
 from aiodaft.tensor.strategy import Strategy
@@ -44,14 +45,9 @@ def plan(trace: Trace, micro: Callable[[int], Trace], strategy: Strategy, axes: 
     else:
         made = Planner(trace, strategy, Rules(axes)).made()
     if strategy.implicit != "allow" and (implicit := [one for one in made.collectives if not one.written]):
-        listed = "\n".join(f"  {one.kind} on {one.axis}: {_place(one.cause)}" for one in implicit)
+        listed = "\n".join(f"  {one.kind} on {one.axis}: {place_of(one.cause)}" for one in implicit)
         message = f"{len(implicit)} collectives that the strategy does not ask for:\n{listed}"
         if strategy.implicit == "error":
             raise ImplicitCollectives(message)
         logger.warning(message)
     return made
-
-
-def _place(cause: Cause) -> str:
-    where = ", ".join(one for one in (cause.module, cause.line, cause.phase) if one)
-    return f"{cause.operation} ({where})"

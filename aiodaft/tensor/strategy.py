@@ -118,6 +118,11 @@ def first(patterns: Patterns, name: str) -> Mapping[str, Placement] | None:
     return None
 
 
+def matches(patterns: Iterable[str], name: str) -> bool:
+    """Whether one of the patterns fits a name."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def check_patterns(kind: str, patterns: Iterable[str], names: Iterable[str]) -> None:
     """Refuses a pattern that fits no name.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from torch.distributed.tensor import Shard
 
 from aiodaft.tensor.capturing import capture
 from aiodaft.tensor.planner import Planner
+from aiodaft.tensor.planning import ImplicitCollectives
 from aiodaft.tensor.program import Program
 from aiodaft.tensor.rules import Rules
-from aiodaft.tensor.strategy import Strategy
+from aiodaft.tensor.strategy import Patterns, Strategy
 
 TP = {
     "blocks.*.attn.[qkv].*": {"tp": Shard(0)},
@@ -91,3 +93,75 @@ def test_tensor_parallel_layers_need_two_all_reduces_forward_and_two_backward(pr
     plan = Planner(program, Strategy(params=TP), Rules({"tp": 2})).made()
     counts = Counter((one.kind, one.cause.phase) for one in plan.collectives)
     assert counts == {("all_reduce", "forward"): 4, ("all_reduce", "backward"): 4}
+
+
+@pytest.mark.parametrize("name", ["zero3", "tp"])
+def test_what_is_recomputed_is_not_kept_and_gives_the_same_bits(program: Program, model: GPT, name: str) -> None:
+    strategy, axes = STRATEGIES[name]
+    values = {**program.values(model.state_dict()), **program.scalars, **program.arguments.bind(*next(batches(1)))}
+    plans = [
+        Planner(program, replace(strategy, recompute=recompute), Rules(axes)).made()
+        for recompute in ((), ("blocks.*",))
+    ]
+    kept, again = (run_whole(plan, dict(values)) for plan in plans)
+    assert [name for name, value in kept.items() if not torch.equal(again[name], value)] == []
+    assert plans[1].peak[0] < plans[0].peak[0]
+    assert plans[1].flops[0] > plans[0].flops[0]
+
+
+def test_sharded_parameters_are_gathered_a_layer_at_a_time(program: Program, model: GPT) -> None:
+    strategy, axes = STRATEGIES["zero3"]
+    made = Planner(program, strategy, Rules(axes)).made()
+    gathers = [one for one in made.collectives if one.kind == "all_gather" and one.cause.phase != "update"]
+    assert {one.cause.phase for one in gathers} == {"forward", "backward"}
+    data = Planner(program, STRATEGIES["dp"][0], Rules(axes)).made()
+    # At most 1.5 times the bytes of data parallelism: gathered twice, scattered once.
+    assert data.bytes["dp"][0] < made.bytes["dp"][0] <= 1.5 * data.bytes["dp"][0]
+
+
+def test_a_plan_describes_and_draws_itself(program: Program) -> None:
+    strategy, axes = STRATEGIES["dp x tp"]
+    made = program.plan(strategy, axes)
+    said = made.describe()
+    assert said.startswith("4 ranks (dp=2, tp=2): 12 collectives, ")
+    assert "1 x all_reduce on tp: out of blocks.0.down (blocks.0.down, tiny_gpt.py:" in said
+    picture = made.draw()
+    assert "weight tp=S(0)" in picture
+    assert "1 x all_reduce tp" in picture
+
+
+def test_a_collective_that_the_strategy_does_not_ask_for_is_an_error_on_demand(program: Program) -> None:
+    strategy, axes = STRATEGIES["tp"]
+    with pytest.raises(ImplicitCollectives) as caught:
+        program.plan(replace(strategy, implicit="error"), axes)
+    message = str(caught.value)
+    assert message.startswith("8 collectives that the strategy does not ask for:")
+    assert "all_reduce on tp: out of blocks.0.attn.out (blocks.0.attn.out, tiny_gpt.py:" in message
+    asked: Patterns = {"blocks.?": {}, "blocks.?.attn": {}, "*.out": {}, "*.down": {}, "*.ln?": {}}
+    program.plan(replace(strategy, implicit="error", outputs=asked), axes)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (Strategy(params={"block.0.*": {"tp": Shard(0)}}), "params: no name fits 'block.0"),
+        (Strategy(params={"ln.weight": {"tp": Shard(1)}}), "ln.weight has the shape .* no dimension 1"),
+        (Strategy(params={"ln.weight": {"ep": Shard(0)}}), "there is no axis ep: the axes are tp"),
+        (Strategy(inputs={"z": {"tp": Shard(0)}}), "inputs: no name fits 'z'; the nearest are x, y"),
+    ],
+)
+def test_a_strategy_that_does_not_fit_names_the_nearest(program: Program, strategy: Strategy, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        program.plan(strategy, {"tp": 2})
+
+
+def test_a_strategy_is_json_there_and_back() -> None:
+    for strategy, _ in STRATEGIES.values():
+        assert Strategy.from_json(strategy.to_json()) == strategy
+    for wrong, message in [
+        ("[]", "is an object"),
+        ('{"parms": {}}', "has no parms"),
+        ('{"params": {"*": {"tp": "S"}}}', "is no placement"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Strategy.from_json(wrong)

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, Self, TypeVar, cast, overload
 
 from aiodaft._protocol.connections.messages import WANT_REPLY
-from aiodaft._protocol.graphs.layout import NO_NOTE, ValueNote, lay_out
-from aiodaft._protocol.graphs.listing import listing_of, summary
+from aiodaft._protocol.graphs.layout import NO_NOTE, ValueNote, lay_out, listing_of, summary, svg_of
 from aiodaft._protocol.graphs.plan import Dataflow, Step
-from aiodaft._protocol.graphs.svg import svg_of
 from aiodaft._runtime.calls.beside import AlwaysBeside
 from aiodaft._runtime.calls.call import Caller, CallSink, Request, Target
 from aiodaft._runtime.graphs.captured_call import Arguments

@@ -13,8 +13,7 @@ from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.supervision import REACHABLE
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget
-from aiodaft._runtime.diagnostics.process_stack import is_answered
-from aiodaft._runtime.diagnostics.process_view import ActorView
+from aiodaft._runtime.diagnostics.process_view import ActorView, is_answered
 from aiodaft._runtime.node.worker import WorkerProcess
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.tasks import logger

@@ -24,8 +24,8 @@ from aiodaft._protocol.numbers import count, is_count, is_number
 from aiodaft._runtime.connections.route import Traffic
 from aiodaft._runtime.controller import Controller, ControllerOptions
 from aiodaft._runtime.diagnostics.telemetry import packed_setup
+from aiodaft._runtime.node.launcher import prefix_of
 from aiodaft._runtime.node.local_node import Machine
-from aiodaft._runtime.node.pid_namespace import prefix_of
 from aiodaft._runtime.node.shipped_code import ShippedCode
 from aiodaft._runtime.node.worker import NodeOptions
 from aiodaft._runtime.owning import Owner

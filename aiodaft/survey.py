@@ -16,8 +16,7 @@ from aiodaft._protocol.diagnostics.failures import Failure, by_cause
 from aiodaft._protocol.ids import PeerId, is_node, is_worker
 from aiodaft._protocol.node.liveness import LastHeartbeat
 from aiodaft._runtime.connections.route import Traffic
-from aiodaft._runtime.diagnostics.process_stack import answer_to
-from aiodaft._runtime.diagnostics.process_view import ChildView, ProcessView, Viewer, class_in
+from aiodaft._runtime.diagnostics.process_view import ChildView, ProcessView, Viewer, answer_to, class_in
 from aiodaft._runtime.node.worker import WorkerProcess
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.serialization.errors import decode_error

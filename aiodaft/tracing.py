@@ -16,7 +16,7 @@ from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.diagnostics.trace import Ping, ProcessTrace, offset_of
 from aiodaft._protocol.diagnostics.trace_file import trace_file
 from aiodaft._protocol.ids import PeerId, node_of
-from aiodaft._runtime.diagnostics.process_stack import answer_to
+from aiodaft._runtime.diagnostics.process_view import answer_to
 from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.node.worker import WorkerProcess
 from aiodaft._runtime.owning import Owner

@@ -22,10 +22,9 @@ from aiodaft._runtime.actors.hosted_actor import Birth, HostedActor, current_cal
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.diagnostics.attach import Visits
-from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
-from aiodaft._runtime.diagnostics.process_stack import stack_here
-from aiodaft._runtime.diagnostics.process_view import ActorView, ProcessView, Viewer, look_at_actor
+from aiodaft._runtime.diagnostics.process_view import ActorView, ProcessView, Viewer, look_at_actor, stack_here
 from aiodaft._runtime.diagnostics.tracing import Tracing
+from aiodaft._runtime.diagnostics.wait_graph import Deadlocks
 from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.groups.keyed import Keyed

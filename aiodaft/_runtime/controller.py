@@ -22,10 +22,9 @@ from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.attach import Answers, Visits
 from aiodaft._runtime.diagnostics.loop_watch import LoopWatch, offer_dump, withdraw_dump
 from aiodaft._runtime.diagnostics.telemetry import begin_telemetry, set_up_telemetry
-from aiodaft._runtime.logs.console import Console
+from aiodaft._runtime.logs.console import Console, ConsoleThread
 from aiodaft._runtime.logs.log_files import Recent
 from aiodaft._runtime.logs.options import LevelWatch, Logs
-from aiodaft._runtime.logs.relay import ConsoleThread
 from aiodaft._runtime.node.local_node import LocalNode, Machine
 from aiodaft._runtime.node.worker import NodeOptions
 from aiodaft._runtime.node.workers import is_of_a_user

@@ -29,8 +29,7 @@ from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.coordination.coordinator import Coordinator
-from aiodaft._runtime.diagnostics.process_stack import is_answered, stack_here
-from aiodaft._runtime.diagnostics.process_view import Viewer
+from aiodaft._runtime.diagnostics.process_view import Viewer, is_answered, stack_here
 from aiodaft._runtime.node.contact import CoordinatorContact
 from aiodaft._runtime.node.membership import watch_members
 from aiodaft._runtime.node.nodes import Nodes

@@ -43,10 +43,9 @@ from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.data_streams import UNASKED
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.contacts import Addresses, NodeContact, OwnerContact
-from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
 from aiodaft._runtime.diagnostics.process_view import Viewer
 from aiodaft._runtime.diagnostics.tracing import Tracing
-from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
+from aiodaft._runtime.diagnostics.wait_graph import Deadlocks, WaitGraph
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.groups.blocks import Blocks

@@ -18,7 +18,7 @@ from aiodaft.cli.output import Failed
 _MODULES: Final = {
     "new": ".new",
     "run": ".run",
-    "ps": ".running.ps",
+    "ps": ".running.looks",
     "top": ".running.looks",
     "memory": ".running.looks",
     "logs": ".running.logs",

@@ -15,7 +15,7 @@ import click
 from aiodaft._protocol.coordination.records import Member, check_name
 from aiodaft._protocol.ids import node_of
 from aiodaft._runtime.connections.far import who_listens
-from aiodaft._runtime.diagnostics.process_stack import is_answered
+from aiodaft._runtime.diagnostics.process_view import is_answered
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost
 from aiodaft.naming import found
 from aiodaft.program import run

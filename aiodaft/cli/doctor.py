@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib.metadata
 import operator
 import os
 import platform
 import resource
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
-from typing import Any, Final
+from itertools import permutations
+from typing import Any, Final, NamedTuple, TypeVar
 
 import click
 
+from aiodaft._protocol.connections.address import parse_address
+from aiodaft._protocol.connections.versions import Software
+from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.node.resources import gpu_names
+from aiodaft._runtime.connections.identity import Identity, find_key_file, load_identity
 from aiodaft._runtime.platform.capabilities import missing
 from aiodaft._runtime.platform.gpu_claims import machine_gpus
 from aiodaft._runtime.platform.interfaces import interfaces
 from aiodaft.actor import Actor
+from aiodaft.exceptions import DaftError, VersionMismatch
 from aiodaft.methods import method
 from aiodaft.program import run
 from aiodaft.runtime import Runtime
@@ -27,12 +34,159 @@ from aiodaft_transport import NAMES, TransportError, default_name
 from aiodaft_transport.cuda.libcuda import CudaDriver
 from aiodaft_transport.system import usable_cpus
 
-from .between_hosts import examine_hosts
 from .options import address_argument, key_file_option
 from .output import FAILED, Output, json_option
+from .probe import Facts, Probe, call, facts, fetch, way
+
+T = TypeVar("T")
+
+# Seconds for one measurement: more than connecting may take.
+_PATIENCE: Final = 20.0
+_HEAD: Final = ("from", "to", "over", "call", "tcp", "ucx")
+_HERE: Final = "(here)"
+_REFUSED: Final = os.strerror(errno.ECONNREFUSED)
+# Texts of errors, and the advice for each; the first one that fits.
+_ADVICE: Final = (
+    ("another key", "", "copy the key file of the cluster, or name it by `--key-file` or $AIODAFT_KEY_FILE"),
+    ("speak this protocol", "", "another program listens there"),
+    (
+        _REFUSED, "tcp://127.",
+        "127.0.0.1 leads to the machine itself only: `--listen` has to name an address that others reach",
+    ),
+    (_REFUSED, "", "nothing listens there: is the node running, with `--listen` at this address?"),
+    (os.strerror(errno.EHOSTUNREACH), "", "no host of the network has this address, or a router refuses"),
+    (os.strerror(errno.ENETUNREACH), "", "no interface of the machine leads to this address"),
+    ("no answer", "", "a firewall may drop packets to it, the host may be off, or the process is stopped"),
+)  # fmt: skip
+
+
+class _End(NamedTuple):
+    facts: Facts
+    way: Callable[[str], Awaitable[str]]
+    call: Callable[[Probe], Awaitable[float]]
+    fetch: Callable[[Probe, str], Awaitable[float]]
+
+
+async def examine_hosts(address: str, key_file: str | None, names: Collection[str], output: Output) -> bool:
+    """Report on the ways between this machine and the nodes, and between these; returns whether all work.
+
+    Args:
+        key_file: The key of the cluster; None: at the place where all commands look for it.
+        names: The nodes to look at; empty: all.
+    """
+    try:
+        identity = load_identity(key_file)
+        key = {"path": str(find_key_file(key_file)), "cluster": identity.key.cluster.hex()[:12]}
+        output.document["key"] = key
+        output.line(f"{'key':16} {key['path']}, of cluster {key['cluster']}")
+        host, _ = parse_address(address)
+        if not host.strip("0.:"):
+            raise ValueError(f"{host} means all interfaces of a machine: say the address that others reach")
+        async with Runtime(address, key_file=key_file, unhandled="log") as rt:
+            return await _Examination(rt, identity, output).run(names)
+    except (DaftError, TransportError, OSError, ValueError) as error:
+        output.document["problems"] = [_explained(error)]
+        output.line(f"{'cluster':16} does not work: {_explained(error)}")
+        return False
+
+
+class _Examination:
+    def __init__(self, rt: Runtime, identity: Identity, output: Output) -> None:
+        self._rt = rt
+        self._output = output
+        self._encrypted = identity.encrypts_payloads
+        self._problems: list[str] = []
+        self._members: dict[str, Member] = {}
+        self._probes: dict[str, Probe] = {}
+        self._ends: dict[str, _End] = {}
+
+    async def run(self, names: Collection[str]) -> bool:
+        members = {member.name: member for member in self._rt._controller.nodes.members()}
+        if unknown := [name for name in names if name not in members]:
+            raise ValueError(f"there is no node {', '.join(unknown)}, only {', '.join(members)}")
+        self._output.document |= {"hosts": {_HERE: facts()._asdict()}, "ways": [], "problems": self._problems}
+        self._ends[_HERE] = _End(facts(), _way, call, fetch)
+        self._output.line(f"{_HERE:16} {facts()}")
+        await asyncio.gather(*(self._probe(member) for name, member in members.items() if not names or name in names))
+        width = max(map(len, self._ends))
+        self._show(width, *_HEAD)
+        for source, target in permutations(self._ends, 2):
+            if target != _HERE:
+                await self._measure(source, target, width)
+        for number, problem in enumerate(self._problems, 1):
+            self._output.line(f"{number}. {problem}")
+        return not self._problems
+
+    async def _probe(self, member: Member) -> None:
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                probe = await self._rt.on(node=member.name).spawn(Probe)
+                theirs = await probe.facts()
+        except Exception as error:  # noqa: BLE001 - every error is a finding
+            self._note(f"node {member.name} at {member.address}", error)
+            return
+        self._members[member.name], self._probes[member.name] = member, probe
+        self._ends[member.name] = _End(theirs, probe.way, probe.call, probe.fetch)
+        self._output.document["hosts"][member.name] = {**theirs._asdict(), "address": member.address}
+        self._output.line(f"{member.name:16} {theirs}, at {member.address}")
+        ours = facts()
+        try:
+            there = Software(theirs.aiodaft, theirs.python)
+            Software(ours.aiodaft, ours.python).check_works_with(there, member.address)
+        except VersionMismatch as error:
+            self._problems.append(str(error))
+
+    async def _measure(self, source: str, target: str, width: int) -> None:
+        """The way from one to the other, as a line of the table."""
+        begin, probe, where = self._ends[source], self._probes[target], f"{source} to {target}"
+        way: dict[str, Any] = {"from": source, "to": target}
+        self._output.document["ways"].append(way)
+
+        async def measured(key: str, what: str, measuring: Awaitable[T], show: Callable[[T], str]) -> str:
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    way[key] = found = await measuring
+                return show(found)
+            except Exception as error:  # noqa: BLE001 - every error is a finding
+                self._note(what, error)
+                return f"fails ({len(self._problems)})"
+
+        address = self._members[target].address
+        over = await measured("interface", f"{where}: interface", begin.way(address), str)
+        called = await measured("call_seconds", where, begin.call(probe), lambda seconds: f"{seconds * 1e3:.2f} ms")
+        row = [over or "?", called]
+        for transport, used in (("tcp", True), ("ucx", self._uses_ucx(source, target))):
+            if not used or called.startswith("fails"):
+                row.append("-")
+                continue
+            key, fetching = f"{transport}_bytes_per_second", begin.fetch(probe, transport)
+            row.append(await measured(key, f"{where}, {transport}", fetching, lambda speed: f"{speed / 1e6:,.0f} MB/s"))
+        self._show(width, source, target, *row)
+
+    def _show(self, width: int, source: str, target: str, *cells: str) -> None:
+        over, called, tcp, ucx = cells
+        self._output.line(f"{source:{width}}  {target:{width}}  {over:10}  {called:>10}  {tcp:>11}  {ucx:>11}")
+
+    def _uses_ucx(self, source: str, target: str) -> bool:
+        return not self._encrypted and any(self._ends[name].facts.ucx for name in (source, target))
+
+    def _note(self, what: str, error: Exception) -> None:
+        self._problems.append(f"{what}: {_explained(error)}")
+
+
+async def _way(address: str) -> str:  # noqa: RUF029 - as that of an actor
+    return way(address)
+
+
+def _explained(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"there was no answer in {_PATIENCE:g} s"
+    text = str(error) or type(error).__name__
+    advice = next((advice for words, more, advice in _ADVICE if words in text and more in text), "")
+    return f"{text}; {advice}" if advice else text
+
 
 _SIZE: Final = 1 << 20
-_PATIENCE: Final = 20.0
 
 
 @click.command()

@@ -9,8 +9,7 @@ from typing import Final, NamedTuple
 from aiodaft._protocol.diagnostics.printing import cut
 from aiodaft._runtime.logs.entries import Line
 from aiodaft._runtime.logs.log_files import Recent, Said
-from aiodaft.dashboard.frames import frame_of
-from aiodaft.dashboard.graph import Plain
+from aiodaft.dashboard.frames import Plain, frame_of
 from aiodaft.exceptions import RuntimeClosed
 from aiodaft.overview import Overview
 from aiodaft.runtime import Runtime

@@ -5,8 +5,19 @@ computes its cost, and `drive` runs it.
 """
 
 from .catalog import gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zbv
-from .drive import PipelineRank, drive
-from .schedule import UNIT_COSTS, Kind, Schedule, ScheduleError, Task, Timeline, Transfer, simulate, transfers
+from .schedule import (
+    UNIT_COSTS,
+    Kind,
+    PipelineRank,
+    Schedule,
+    ScheduleError,
+    Task,
+    Timeline,
+    Transfer,
+    drive,
+    simulate,
+    transfers,
+)
 
 __all__ = [
     "UNIT_COSTS",

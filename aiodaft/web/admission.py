@@ -5,10 +5,46 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-from typing import ClassVar, Final, Protocol
+from bisect import bisect_left
+from collections import Counter
+from typing import ClassVar, Final, Literal, Protocol, TypeAlias
 
 from aiodaft._protocol.numbers import is_count
 from aiodaft.exceptions import Overloaded
+
+# The end of a request: its app answered; was refused for want of room; was answered 504 or 503 for its call; its client
+# left; its app raised.
+Outcome: TypeAlias = Literal["answered", "refused", "late", "lost", "left", "failed"]
+OUTCOMES: Final[tuple[Outcome, ...]] = ("answered", "refused", "late", "lost", "left", "failed")
+# Seconds; the last one is open.
+BOUNDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, float("inf"))
+
+
+class Counts:
+    """Of the requests of one ingress.
+
+    Attributes:
+        durations: The number that took up to each of the bounds, without those refused or left by their clients.
+        seconds: The time that these took together, their waits included.
+    """
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.ended: Counter[Outcome] = Counter()
+        self.waiting = 0
+        self.durations = [0] * len(BOUNDS)
+        self.seconds = 0.0
+
+    def end(self, outcome: Outcome, seconds: float) -> None:
+        self.ended[outcome] += 1
+        if outcome not in {"refused", "left"}:
+            self.durations[bisect_left(BOUNDS, seconds)] += 1
+            self.seconds += seconds
+
+    @property
+    def under_way(self) -> int:
+        return self.begun - self.ended.total() - self.waiting
+
 
 # So many new containers are looked at together. Python looks at 700 (until 3.12; 2,000 later): with 64 requests under
 # way, nearly all of them are still in use then, count as old, and soon have it look at everything there is.

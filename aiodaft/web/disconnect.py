@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import cache
 from types import TracebackType
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.exceptions import DaftError
-from aiodaft.web.asgi import DISCONNECT, Receive
+
+App = Callable[[Any, Any, Any], Awaitable[None]]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+DISCONNECT: Final = "http.disconnect"
+
+
+async def answer(send: Send, status: int, text: str, *headers: tuple[bytes, bytes]) -> None:
+    await answer_with(send, status, text.encode(), b"text/plain; charset=utf-8", *headers)
+
+
+async def answer_with(send: Send, status: int, body: bytes, kind: bytes, *headers: tuple[bytes, bytes]) -> None:
+    described = [
+        (b"content-type", kind),
+        (b"content-length", str(len(body)).encode()),
+        *headers,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": described})
+    await send({"type": "http.response.body", "body": body})
+
 
 # The requests under way on one loop: the clients of those that last are watched.
 #

@@ -7,8 +7,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 from aiodaft._runtime.platform.tasks import TaskOwner
-from aiodaft.web.asgi import DISCONNECT, Receive, Send
-from aiodaft.web.disconnect import lasting_requests
+from aiodaft.web.disconnect import DISCONNECT, Receive, Send, lasting_requests
 
 
 class Exchange:

@@ -13,9 +13,8 @@ from aiodaft._runtime.platform.error_log import printable
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError, DeadlineExceeded, OutcomeUnknown, Overloaded
 from aiodaft.runtime import Runtime
-from aiodaft.web.admission import Admission, Heap, admission_of
-from aiodaft.web.asgi import App, Receive, Send, answer
-from aiodaft.web.counts import Counts, Outcome
+from aiodaft.web.admission import Admission, Counts, Heap, Outcome, admission_of
+from aiodaft.web.disconnect import App, Receive, Send, answer
 from aiodaft.web.exchange import Exchange
 from aiodaft.web.probes import Answer, Probes, RunningProbes
 

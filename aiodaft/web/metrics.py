@@ -8,7 +8,7 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from aiodaft.web.counts import BOUNDS, OUTCOMES, Counts
+from aiodaft.web.admission import BOUNDS, OUTCOMES, Counts
 
 
 class IngressMetrics(Collector):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.info import ANSWERING
 from aiodaft.runtime import Runtime
-from aiodaft.web.asgi import Send, answer, answer_with
-from aiodaft.web.counts import Counts
+from aiodaft.web.admission import Counts
+from aiodaft.web.disconnect import Send, answer, answer_with
 
 if TYPE_CHECKING:
     from aiodaft.prometheus import Metrics

@@ -19,7 +19,7 @@ from leaks import descendants, ended, wait_gone
 from odd_actors import Parent
 
 import aiodaft
-from aiodaft._runtime.node.pid_namespace import prefix_of
+from aiodaft._runtime.node.launcher import prefix_of
 from aiodaft._runtime.platform import linux as processes
 
 CONTROLLERS = Path(__file__).parents[1] / "support" / "controllers.py"

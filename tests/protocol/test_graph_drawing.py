@@ -10,10 +10,17 @@ import pytest
 from dataflows import actor, flows, step
 from hypothesis import given, settings
 
-from aiodaft._protocol.graphs.layout import FIRST_ROWS, LAST_ROWS, MOST_ROWS, ValueNote, lay_out
-from aiodaft._protocol.graphs.listing import duration, listing_of
+from aiodaft._protocol.graphs.layout import (
+    FIRST_ROWS,
+    LAST_ROWS,
+    MOST_ROWS,
+    ValueNote,
+    duration,
+    lay_out,
+    listing_of,
+    svg_of,
+)
 from aiodaft._protocol.graphs.plan import Dataflow
-from aiodaft._protocol.graphs.svg import svg_of
 from aiodaft._protocol.numbers import amount
 
 A, B, C = actor(0), actor(1), actor(2)

@@ -12,8 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiodaft._protocol.groups.axes import Axes
-from aiodaft._protocol.groups.layout import Box, Grid, Rule, even_cuts, lay_out
-from aiodaft._protocol.groups.reshard import Piece, Plan, bundle, by_source, filtered, nbytes_in, plan
+from aiodaft._protocol.groups.reshard import (
+    Box,
+    Grid,
+    Piece,
+    Plan,
+    Rule,
+    bundle,
+    by_source,
+    even_cuts,
+    filtered,
+    lay_out,
+    nbytes_in,
+    plan,
+)
 
 Element = tuple[int, ...]
 

@@ -20,9 +20,8 @@ from transport_probes import no_more_files
 from aiodaft._protocol.connections.address import Address, parse_address
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections import dialing
-from aiodaft._runtime.connections.dialing import dial
+from aiodaft._runtime.connections.dialing import MAX_STRANGERS, Listener, dial
 from aiodaft._runtime.connections.far import Authenticated
-from aiodaft._runtime.connections.listener import MAX_STRANGERS, Listener
 from aiodaft._runtime.connections.secure_socket import secure
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.exceptions import NotAuthenticated, PeerLost
@@ -499,7 +498,7 @@ async def test_a_node_that_drops_every_connection_is_given_up() -> None:
 
 
 async def test_a_node_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialing, "DEADLINE", 0.01)
+    monkeypatch.setattr(dialing, "ANSWER_DEADLINE", 0.01)
     before = len(open_files())
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = Address(*listening.getsockname())

@@ -10,9 +10,8 @@ import pytest
 from log_ear import listening
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.logs.console import Console
+from aiodaft._runtime.logs.console import Console, ConsoleThread, Relay
 from aiodaft._runtime.logs.entries import Entry, Life, Line, Source, Written
-from aiodaft._runtime.logs.relay import ConsoleThread, Relay
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft._runtime.process import Process

@@ -16,7 +16,7 @@ import aiodaft
 from aiodaft.testing import AutojumpLoop
 from aiodaft.testing.in_process import in_process
 from aiodaft.web import Ingress
-from aiodaft.web.counts import OUTCOMES, Counts, Outcome
+from aiodaft.web.admission import OUTCOMES, Counts, Outcome
 from aiodaft.web.disconnect import lasting_requests
 from aiodaft.web.metrics import IngressMetrics
 

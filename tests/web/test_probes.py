@@ -7,7 +7,7 @@ from asgi_server import FakeServer
 from supervised import AT_ONCE, Mortal
 
 import aiodaft
-from aiodaft.web.counts import Counts
+from aiodaft.web.admission import Counts
 from aiodaft.web.probes import Probes, RunningProbes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module", loop_factories=["uvloop"])

@@ -11,12 +11,15 @@ the first `FIRST_ROWS` and the last `LAST_ROWS` are shown, and a band between th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from html import escape
 from typing import Final, TypeVar
 
 from aiodaft._protocol.graphs.plan import Dataflow
 from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.numbers import amount, count
 
 DataT = TypeVar("DataT")
 
@@ -203,3 +206,224 @@ def _abbreviate(layout: Layout) -> None:
         if box.row >= cut:
             box.row += FIRST_ROWS + 1 - cut
     layout.rows = FIRST_ROWS + 1 + LAST_ROWS
+
+
+def listing_of(flow: Dataflow[DataT], notes: Notes) -> str:
+    return "\n".join(_lines(flow, notes))
+
+
+def _lines(flow: Dataflow[DataT], notes: Notes) -> Iterator[str]:
+    calls = Counter(step.lane for step in flow.steps)
+    yield summary(len(flow.steps), len(calls))
+    for (process, name), number in calls.items():
+        yield f"  {name} in {process}: {count(number, 'call')}"
+    for value in range(flow.inputs):
+        yield _line(f"  %{value} = input", "", notes.get(value, NO_NOTE))
+    for value, step in enumerate(flow.steps, flow.inputs):
+        method = step.label.rpartition(".")[2]
+        needs = ", ".join(f"%{need}" for need in step.needs)
+        yield _line(f"  %{value} = {step.name}.{method}({needs})", step.line, notes.get(value, NO_NOTE))
+    yield f"  return {', '.join(f'%{value}' for value in flow.outputs)}"
+
+
+def _line(text: str, line: str, note: ValueNote) -> str:
+    facts = [value_text(note), "" if note.seconds is None else duration(note.seconds), line.rpartition("/")[2]]
+    known = ", ".join(filter(None, facts))
+    return f"{text:40}  # {known}" if known else text
+
+
+def duration(seconds: float) -> str:
+    for unit, factor in (("us", 1e6), ("ms", 1e3)):
+        if seconds * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def value_text(note: ValueNote) -> str:
+    """The known facts about a value, such as "float32[8, 64] 2 KiB"."""
+    return " ".join(filter(None, [note.kind, "" if note.size is None else amount(note.size)]))
+
+
+def summary(steps: int, actors: int) -> str:
+    return f"{count(steps, 'call')} to {count(actors, 'actor')}"
+
+
+# A layout of a dataflow as the text of an SVG file. Pure; needs no fonts and no other program.
+#
+# Rows and lanes are a grid. An arrow runs in the space between two rows, where there are no boxes; one that passes rows
+# goes down in the space between two lanes. So no arrow crosses a box.
+
+# Pixels. A character is that wide in the font below.
+_CHARACTER: Final = 7.3
+_BOX: Final = 50
+_GAP: Final = 34
+_GUTTER: Final = 44
+_HEAD: Final = 94
+_MARGIN: Final = 20
+_SHORTEST, _LONGEST = 16, 34
+_FONT: Final = 'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" font-size="12"'
+# Of the lanes, after that of the controller.
+_COLOURS: Final = ("#3b82f6", "#10b981", "#f59e0b", "#a855f7", "#ef4444", "#06b6d4", "#84cc16", "#ec4899")
+_GREY, _DARK, _LIGHT = "#64748b", "#0f172a", "#f1f5f9"
+
+
+def svg_of(layout: Layout) -> str:
+    return _Drawing(layout).text()
+
+
+class _Drawing:
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        longest = max(max(len(_title(box)) + len(_time(box)) + 1, len(value_text(box.note))) for box in layout.boxes)
+        longest = max(longest, *(len(lane.name) for lane in layout.lanes))
+        self._characters = min(max(longest, _SHORTEST), _LONGEST)
+        self._wide = round(self._characters * _CHARACTER) + 24
+        self._slowest = max((box.note.seconds or 0 for box in layout.boxes), default=0)
+        # The arrows that come to a box, and how many are drawn.
+        self._coming: dict[int, int] = {}
+        for arrow in layout.arrows:
+            if arrow.target is not None:
+                self._coming[id(arrow.target)] = self._coming.get(id(arrow.target), 0) + 1
+        self._came: dict[int, int] = {}
+
+    def text(self) -> str:
+        layout = self._layout
+        width = 2 * _MARGIN + len(layout.lanes) * (self._wide + _GUTTER)
+        height = self._top(layout.rows) + _MARGIN
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}" {_FONT} fill="{_DARK}">',
+            f'<rect width="{width}" height="{height}" rx="12" fill="#ffffff"/>',
+            self._headline(),
+            *(self._lane(place, lane, height) for place, lane in enumerate(layout.lanes)),
+            *(self._arrow(place, arrow) for place, arrow in enumerate(layout.arrows)),
+            *(part for box in layout.boxes for part in self._box(box)),
+            *self._band(width),
+            "</svg>",
+        ]
+        return "\n".join(parts) + "\n"
+
+    # Places.
+
+    def _left(self, lane: int) -> int:
+        return _MARGIN + _GUTTER // 2 + lane * (self._wide + _GUTTER)
+
+    def _middle(self, lane: int) -> float:
+        return self._left(lane) + self._wide / 2
+
+    def _top(self, row: int) -> int:
+        return _HEAD + row * (_BOX + _GAP)
+
+    # Parts.
+
+    def _headline(self) -> str:
+        layout, facts = self._layout, list[str]()
+        ran = [lane.seconds for lane in layout.lanes if lane.seconds is not None]
+        if ran:
+            facts.append(f"last run: {duration(sum(ran))} in methods")
+        if layout.travelled:
+            facts.append(f"{amount(layout.travelled)} between processes")
+        more = f'<tspan dx="12" fill="{_GREY}" font-weight="normal">{", ".join(facts)}</tspan>' if facts else ""
+        title = summary(layout.steps, len(layout.lanes) - 1)
+        return f'<text x="{_MARGIN}" y="26" font-size="14" font-weight="bold">{title}{more}</text>'
+
+    def _lane(self, place: int, lane: Lane, height: int) -> str:
+        x, colour = self._left(place) - 10, _colour(place)
+        facts = [count(lane.steps, "call")] if place else []
+        if lane.seconds is not None:
+            facts.append(duration(lane.seconds))
+        return (
+            f'<g class="lane"><rect x="{x}" y="40" width="{self._wide + 20}" height="{height - 40 - _MARGIN // 2}" '
+            f'rx="8" fill="{colour}" fill-opacity="0.06"/><rect x="{x}" y="40" width="{self._wide + 20}" height="4" '
+            f'rx="2" fill="{colour}"/><text x="{x + 10}" y="62" font-weight="bold">'
+            f"{escape(self._cut(lane.name))}<title>{escape(lane.name)}</title></text>"
+            f'<text x="{x + 10}" y="79" fill="{_GREY}">{", ".join(facts)}</text></g>'
+        )
+
+    def _box(self, box: Box) -> Iterator[str]:
+        x, y, colour = self._left(box.lane), self._top(box.row), _colour(box.lane)
+        round_corners = 6 if box.count else _BOX // 2
+        yield (
+            f'<g class="{"step" if box.count else "value"}"><title>{escape(_tooltip(box))}</title><rect x="{x}" '
+            f'y="{y}" width="{self._wide}" height="{_BOX}" rx="{round_corners}" fill="#ffffff" stroke="{colour}"/>'
+        )
+        if box.note.seconds is not None and self._slowest:
+            # A bar along the bottom: the longer, the slower.
+            wide = round((self._wide - 12) * box.note.seconds / self._slowest, 1)
+            yield f'<rect class="time" x="{x + 6}" y="{y + _BOX - 7}" width="{wide}" height="3" fill="{colour}"/>'
+        time, value = _time(box), value_text(box.note)
+        title = self._cut(_title(box), len(time) + 1 if time else 0)
+        down = 19 if value else 29
+        yield f'<text x="{x + 12}" y="{y + down}" font-weight="bold">{escape(title)}</text>'
+        if time:
+            end = x + self._wide - 12
+            yield f'<text x="{end}" y="{y + down}" text-anchor="end" fill="{colour}">{time}</text>'
+        if value:
+            yield f'<text x="{x + 12}" y="{y + 35}" fill="{_GREY}">{escape(self._cut(value))}</text>'
+        yield "</g>"
+
+    def _band(self, width: int) -> Iterator[str]:
+        layout = self._layout
+        if layout.band is None:
+            return
+        x, y = _MARGIN, self._top(layout.band)
+        yield (
+            f'<g class="band"><rect x="{x}" y="{y}" width="{width - 2 * _MARGIN}" height="{_BOX}" rx="6" '
+            f'fill="{_LIGHT}" stroke="{_GREY}" stroke-dasharray="4 4"/><text x="{width / 2}" y="{y + 29}" '
+            f'text-anchor="middle" fill="{_GREY}">{count(layout.hidden, "call")} not shown</text></g>'
+        )
+
+    def _arrow(self, place: int, arrow: Arrow) -> str:
+        source, target = arrow.source, arrow.target
+        end = target or source
+        assert end is not None
+        band = self._layout.band or 0
+        from_lane, from_row = (source.lane, source.row) if source else (end.lane, band)
+        to_lane, to_row = (target.lane, target.row) if target else (end.lane, band)
+        x1, y1 = self._middle(from_lane), self._top(from_row) + _BOX
+        x2, y2 = self._middle(to_lane) + (self._port(target) if target else 0), self._top(to_row)
+        path = f"M{x1:g} {y1}"
+        if to_row > from_row + 1:
+            # Down beside the lane of the target, on the side of the source.
+            side = 1 if from_lane > to_lane else -1
+            beside = self._middle(to_lane) + side * (self._wide + _GUTTER) / 2 + (place % 5 - 2) * 4
+            path += _curve(x1, y1, beside, y1 + _GAP) + f" V{y2 - _GAP}"
+            x1, y1 = beside, y2 - _GAP
+        path += _curve(x1, y1, x2, y2 - 6)
+        width = 1.2 if arrow.size is None else 1.2 + min(arrow.size.bit_length(), 40) / 16
+        colour, dashes = (_GREY, "") if arrow.travels else ("#94a3b8", ' stroke-dasharray="3 3"')
+        known = f"<title>{amount(arrow.size)}</title>" if arrow.size is not None else ""
+        return (
+            f'<g class="arrow">{known}<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"{dashes}/>'
+            f'<path d="M{x2 - 4:g} {y2 - 7} L{x2 + 4:g} {y2 - 7} L{x2:g} {y2} Z" fill="{colour}"/></g>'
+        )
+
+    def _port(self, box: Box) -> float:
+        count, place = self._coming[id(box)], self._came.get(id(box), 0)
+        self._came[id(box)] = place + 1
+        return (place - (count - 1) / 2) * min(14, self._wide / (count + 1))
+
+    def _cut(self, text: str, less: int = 0) -> str:
+        most = self._characters - less
+        return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _curve(x1: float, y1: float, x2: float, y2: float) -> str:
+    middle = (y1 + y2) / 2
+    return f" C{x1:g} {middle:g} {x2:g} {middle:g} {x2:g} {y2:g}"
+
+
+def _colour(lane: int) -> str:
+    return _COLOURS[(lane - 1) % len(_COLOURS)] if lane else _GREY
+
+
+def _title(box: Box) -> str:
+    return f"{box.title} x {box.count}" if box.count > 1 else box.title
+
+
+def _time(box: Box) -> str:
+    return "" if box.note.seconds is None else duration(box.note.seconds)
+
+
+def _tooltip(box: Box) -> str:
+    return ", ".join(filter(None, [_title(box), _time(box), value_text(box.note), box.line.rpartition("/")[2]]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -10,15 +11,16 @@ from contextlib import suppress
 from typing import Any, Final, Protocol, cast
 
 from aiodaft._protocol.connections import messages as m
-from aiodaft._protocol.connections.messages import Message
+from aiodaft._protocol.connections.messages import RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED, Message
+from aiodaft._protocol.connections.rings import Step
 from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import PeerId, is_attached, node_of
 from aiodaft._runtime.connections.connection import Connection, Handler
 from aiodaft._runtime.connections.data_streams import FROM_AFAR, UNASKED, DataStreams
 from aiodaft._runtime.connections.far import FarConnections
-from aiodaft._runtime.connections.ring_poller import RingPoller
-from aiodaft._runtime.connections.ring_upgrade import take_step
+from aiodaft._runtime.connections.ring_poller import RingPoller, offer_rings, take_rings
 from aiodaft._runtime.connections.route import Loopback, Route, Traffic, total
+from aiodaft._runtime.platform.capabilities import Sockets
 from aiodaft._runtime.platform.linux import exhausted
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
@@ -335,3 +337,47 @@ class Connections(dict[PeerId, Connection]):
 
 async def _explain_plainly(connection: Connection, reason: Exception) -> DaftError:  # noqa: RUF029 - others have to ask
     return PeerLost(f"the connection to {connection.remote} ended: {reason}")
+
+
+def take_step(connection: Connection, step: Step) -> None:
+    if step is Step.ASK:
+        connection.send(m.ring(RING_WANTED))
+    elif step is Step.OFFER:
+        _offer(connection)
+    elif step is Step.TAKE:
+        _take(connection)
+    elif step is Step.DROP:
+        connection.drop_offer()
+    elif step is not Step.NOTHING:
+        # A read ends at a descriptor, so the byte that goes with the next one is never taken for a message.
+        with suppress(OSError):
+            Sockets().close_all(connection.take_fds(1))
+        if step is Step.USE:
+            connection.use_offer(m.ring(RING_USED))
+        connection.read_rings()
+
+
+def _offer(connection: Connection) -> None:
+    try:
+        ring, fds = offer_rings()
+        connection.offer = ring, fds[0]
+        connection.send_fds(m.ring(RING_OFFERED), fds)
+    except OSError:
+        connection.drop_offer()
+        connection.upgrade.failed()
+
+
+def _take(connection: Connection) -> None:
+    memory: int | None = None
+    try:
+        memory, ours, theirs = connection.take_fds(3)
+        ring = take_rings(memory, ours, theirs)
+    except (OSError, ValueError) as error:
+        if memory is not None:
+            os.close(memory)
+        if isinstance(error, ValueError):
+            raise RemoteProtocolError(f"the rings of {connection.remote} cannot be used: {error}") from error
+        connection.upgrade.failed()
+        connection.send(m.ring(RING_REFUSED))
+    else:
+        connection.write_rings(ring, m.ring(RING_USED), memory)

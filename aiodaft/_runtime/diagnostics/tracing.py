@@ -25,8 +25,7 @@ from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.owner import GraphOwner
 from aiodaft._runtime.graphs.owner_run import OwnerRun, Specs
 from aiodaft._runtime.graphs.registry import Graphs
-from aiodaft._runtime.graphs.strand_call import StrandCall
-from aiodaft._runtime.graphs.strands import BoundStep, BoundStrand
+from aiodaft._runtime.graphs.strand_call import BoundStep, BoundStrand, StrandCall
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.platform.context import Recorder
 from aiodaft.ref import Ref

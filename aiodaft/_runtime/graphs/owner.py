@@ -33,7 +33,7 @@ from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.graph_value import GraphValue, item_of
 from aiodaft._runtime.graphs.owner_run import Deployment, OwnerRun, ResultState, Specs
-from aiodaft._runtime.graphs.strands import size_of
+from aiodaft._runtime.graphs.strand_call import size_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import current_terms, sent_terms
 from aiodaft._runtime.serialization.errors import copy_error

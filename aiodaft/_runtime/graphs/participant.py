@@ -29,8 +29,7 @@ from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, fetch, item_of, value_of
-from aiodaft._runtime.graphs.strand_call import StrandCall
-from aiodaft._runtime.graphs.strands import BoundStep, BoundStrand
+from aiodaft._runtime.graphs.strand_call import BoundStep, BoundStrand, StrandCall
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import received_terms
 from aiodaft._runtime.serialization.errors import copy_error

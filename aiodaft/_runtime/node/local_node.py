@@ -11,8 +11,7 @@ from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.ids import NODE, ActorId, PeerId, is_attached, node_of
 from aiodaft._protocol.node.resources import Resources, device_named, gpu_names
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.logs.console import Console
-from aiodaft._runtime.logs.relay import Relay
+from aiodaft._runtime.logs.console import Console, Relay
 from aiodaft._runtime.node.contact import CoordinatorContact
 from aiodaft._runtime.node.exec_launcher import ExecLauncher
 from aiodaft._runtime.node.launcher import WorkerLauncher

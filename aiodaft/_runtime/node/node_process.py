@@ -17,7 +17,7 @@ from aiodaft._runtime.connections.data_streams import FROM_AFAR
 from aiodaft._runtime.connections.far import ANY_NODE, Answer, Authenticated, FarConnections, Network, who_listens
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.attach import Greeting, Visits
-from aiodaft._runtime.diagnostics.process_stack import is_answered
+from aiodaft._runtime.diagnostics.process_view import is_answered
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.options import Logs
 from aiodaft._runtime.node.contact import CoordinatorContact

@@ -15,7 +15,7 @@ from aiodaft._protocol.node.resources import Resources
 from aiodaft._protocol.node.worker import TRANSITIONS, Ending, WorkerEvent, WorkerState
 from aiodaft._protocol.numbers import next_state
 from aiodaft._runtime.contacts import Addresses, NodeContact
-from aiodaft._runtime.logs.relay import Relay
+from aiodaft._runtime.logs.console import Relay
 from aiodaft._runtime.logs.worker_output import WorkerOutput
 from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.node.heartbeat import HeartbeatWatch
@@ -156,7 +156,7 @@ class NodeOptions(NamedTuple):
     Attributes:
         fork: False starts every worker by exec.
         preload: Modules that the fork server imports; None: those that are slow to import and loaded here.
-        isolation: The command that isolates the fork server; see pid_namespace.py.
+        isolation: The command that isolates the fork server; see `prefix_of`.
     """
 
     fork: bool

@@ -24,9 +24,8 @@ from aiodaft._protocol.node.worker import (
 )
 from aiodaft._runtime.calls.call import CallState, PendingCall
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.logs.console import Console
+from aiodaft._runtime.logs.console import Console, Relay
 from aiodaft._runtime.logs.entries import Source
-from aiodaft._runtime.logs.relay import Relay
 from aiodaft._runtime.logs.worker_output import OutputReader
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.heartbeat import HeartbeatWatch

@@ -227,8 +227,7 @@ async def dial(address: Address, identity: Identity, local: str, to: str, purpos
     Raises:
         NotAuthenticated: The listener there belongs to another cluster, or to none.
         VersionMismatch: It speaks no version of the handshake that this process speaks.
-        PeerLost: The node cannot be reached, drops every connection, or did not answer within `ANSWER_DEADLINE`; `.executed`
-            is False.
+        PeerLost: The node cannot be reached, drops every connection, or did not answer in time; `.executed` is False.
     """
     about = Hello(local, to, purpose)
     try:

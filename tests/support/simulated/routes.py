@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from aiodaft._protocol.connections.address import Address, parse_address
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.connections.dialing import DEADLINE
+from aiodaft._runtime.connections.dialing import ANSWER_DEADLINE
 from aiodaft._runtime.connections.far import Authenticated, receive_message
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.exceptions import PeerLost
@@ -261,7 +261,7 @@ class HostNetwork:
 
     async def dial(self, address: str, local: PeerId, to: PeerId, purpose: Purpose) -> tuple[socket.socket, Key]:
         try:
-            async with asyncio.timeout(DEADLINE):
+            async with asyncio.timeout(ANSWER_DEADLINE):
                 return await self._connect(parse_address(address).host, local, to, purpose)
         except OSError as error:
             raise PeerLost(f"no connection to {to} at {address}: {error!r}", executed=False) from error
@@ -291,7 +291,7 @@ class HostNetwork:
 
     async def secure(self, sock: socket.socket, session: Key, *, server: bool) -> socket.socket:
         try:
-            async with asyncio.timeout(DEADLINE):
+            async with asyncio.timeout(ANSWER_DEADLINE):
                 sock.send(_MARK)
                 await receive_message(sock, len(_MARK), start=_MARK)
         except OSError as error:

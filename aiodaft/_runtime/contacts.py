@@ -18,8 +18,11 @@ class NodeContact(Actor):
     """The methods of a node agent, for every process."""
 
     @method
-    async def introduce(self, other: str) -> str:
-        """Connect the calling process with another one; returns the address to connect to if no socket comes."""
+    async def introduce(self, other: str, known: int) -> str:
+        """Connect the calling process with another one; returns the address to connect to if no socket comes.
+
+        `known`: The number of sockets, or news of one that was lost, that have come for it before.
+        """
         raise NotImplementedError
 
     @method

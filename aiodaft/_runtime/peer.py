@@ -159,8 +159,8 @@ class Peer:
 
     # For the connections.
 
-    def introduce(self, remote: PeerId) -> Awaitable[str]:
-        return self.node.introduce(remote) if self.nodes is None else self._address_of(remote)
+    def introduce(self, remote: PeerId, known: int) -> Awaitable[str]:
+        return self.node.introduce(remote, known) if self.nodes is None else self._address_of(remote)
 
     async def ask_stream(self, remote: PeerId, number: int) -> None:
         if is_attached(remote):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -101,12 +101,15 @@ async def test_a_result_fails_where_its_receiver_has_no_descriptors(rt: aiodaft.
     assert len(await actor.ones(LARGE)) == LARGE
 
 
-async def test_an_actor_without_descriptors_cannot_be_connected_to_another_one_and_lives(rt: aiodaft.Runtime) -> None:
+async def test_actors_that_had_no_descriptors_are_connected_when_they_have(rt: aiodaft.Runtime) -> None:
     first, second = await rt.spawn(Hoarder), await rt.spawn(Hoarder)
     await first.hoard()
-    with pytest.raises(aiodaft.ResourceExhausted, match=rf"no connection to worker-\w+: {NO_DESCRIPTORS}"):
-        await first.total_of(second, 10)
-    assert (await first.release(), await second.release()) == ("released", "released")
+    for _ in range(2):
+        with pytest.raises(aiodaft.ResourceExhausted, match=rf"no connection to worker-\w+: {NO_DESCRIPTORS}"):
+            await first.total_of(second, 10)
+    assert await first.release() == "released"
+    for count in (10, LARGE):
+        assert await first.total_of(second, count) == await second.total_of(first, count) == count
 
 
 async def test_a_graph_does_without_rings_where_an_actor_has_no_descriptors(rt: aiodaft.Runtime) -> None:
@@ -124,18 +127,23 @@ async def test_a_graph_does_without_rings_where_an_actor_has_no_descriptors(rt: 
     assert connection.upgrade.way is not Way.SOCKET
 
 
-async def test_every_run_of_a_graph_fails_when_its_actors_cannot_be_connected(
-    rt: aiodaft.Runtime,
-) -> None:
+async def test_runs_of_a_graph_fail_while_its_actors_cannot_be_connected(rt: aiodaft.Runtime) -> None:
     first, second = await rt.spawn(Hoarder), await rt.spawn(Hoarder)
     async with aiodaft.compile(second.total) as graph:
         assert await graph(np.ones(10, np.float32)) == 10
     await second.hoard()
     async with aiodaft.compile(lambda count: second.total(first.ones(count))) as graph:
-        for _ in range(3):
-            with pytest.raises(aiodaft.ResourceExhausted, match=rf"no connection to worker-\w+: {NO_DESCRIPTORS}"):
-                await graph(10)
-    assert await second.release() == "released"
+        with pytest.raises(aiodaft.ResourceExhausted, match=rf"no connection to worker-\w+: {NO_DESCRIPTORS}"):
+            await graph(10)
+        with pytest.raises((aiodaft.ResourceExhausted, aiodaft.exceptions.PeerLost)):
+            await graph(10)
+        assert await second.release() == "released"
+        total = None
+        while total is None:
+            # Each run tries again; one that begins before the news of the last failure fails as that one did.
+            with suppress(aiodaft.ResourceExhausted, aiodaft.exceptions.PeerLost):
+                total = await graph(10)
+        assert total == 10
 
 
 async def test_a_spawn_without_descriptors_fails_and_leaves_none_open(rt: aiodaft.Runtime) -> None:

@@ -152,7 +152,7 @@ class Office(Bench):
 
     # As owner of its connections.
 
-    def introduce(self, remote: PeerId) -> Awaitable[str]:
+    def introduce(self, remote: PeerId, known: int) -> Awaitable[str]:
         return asyncio.sleep(0, "")
 
     def ask(self, remote: PeerId) -> Awaitable[object]:

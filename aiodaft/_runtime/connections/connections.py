@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Final, Protocol, cast
@@ -25,7 +25,14 @@ from aiodaft._runtime.platform.linux import exhausted
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import copy_error
-from aiodaft.exceptions import DaftError, PeerLost, ProtocolError, RemoteProtocolError, RuntimeClosed
+from aiodaft.exceptions import (
+    DaftError,
+    PeerLost,
+    ProtocolError,
+    RemoteProtocolError,
+    ResourceExhausted,
+    RuntimeClosed,
+)
 from aiodaft_transport import Key, PeerGone, TransportError
 
 # Seconds that the processes of a node get to show that they are there, when the coordinator says that it is gone.
@@ -35,7 +42,7 @@ _LAST_WORD: Final = 2.0
 class ConnectionsOwner(Protocol):
     """The connections' view of their process. `Peer` implements and explains it."""
 
-    def introduce(self, remote: PeerId) -> Awaitable[str]: ...
+    def introduce(self, remote: PeerId, known: int) -> Awaitable[str]: ...
     def ask(self, remote: PeerId) -> Awaitable[object]: ...
     def connection_lost(self, connection: Connection) -> None: ...
     def connection_explained(self, connection: Connection, error: DaftError) -> None: ...
@@ -64,6 +71,8 @@ class Connections(dict[PeerId, Connection]):
         # Makes connections to other machines; None in a runtime of one machine.
         self.far: FarConnections | None = None
         self._lost: deque[Connection] = deque()
+        # How often the node has introduced each process of it to this one.
+        self._introduced: Counter[PeerId] = Counter()
         self._past_traffic = Traffic()
 
     def to(self, remote: PeerId) -> Connection:
@@ -71,7 +80,8 @@ class Connections(dict[PeerId, Connection]):
         connection = self.get(remote)
         if connection is None or connection.renewable:
             connection = self.renew(remote)
-            self._process.tasks.create_task(self._ask_introduction(connection), name=f"be introduced to {remote}")
+            asking = self._ask_introduction(connection, self._introduced[remote])
+            self._process.tasks.create_task(asking, name=f"be introduced to {remote}")
         return connection
 
     def renew(self, remote: PeerId) -> Connection:
@@ -109,9 +119,9 @@ class Connections(dict[PeerId, Connection]):
             connection.send(m.reach(self.far.reached_by))
         return connection
 
-    async def _ask_introduction(self, connection: Connection) -> None:
+    async def _ask_introduction(self, connection: Connection, known: int) -> None:
         try:
-            address = await self._owner.introduce(connection.remote)
+            address = await self._owner.introduce(connection.remote, known)
             if address:
                 assert self.far is not None
                 await self.far.connect(connection, address)
@@ -197,9 +207,17 @@ class Connections(dict[PeerId, Connection]):
             connection.explanation.set_result(error)
             # A node that could not be reached, or was not in the cluster, may come back.
             not_reached = self.far is not None and not connection.connected
-            may_live = not_reached or (connection.far and type(error) is PeerLost)
+            lives = type(error) is PeerLost if connection.far else self._lives_here(connection, error)
+            may_live = not_reached or lives
             connection.renewable = may_live and self._process.closed is None
             self._owner.connection_explained(connection, error)
+
+    def _lives_here(self, connection: Connection, error: DaftError) -> bool:
+        """Whether a process of this machine lives that the node can introduce again."""
+        if self._process.options.agent in {self._process.id, connection.remote}:
+            return False
+        # The end of a process names its actors.
+        return isinstance(error, ResourceExhausted) or (type(error) is PeerLost and not error.actor)
 
     async def explanation(self, connection: Connection) -> DaftError:
         assert connection.explanation is not None
@@ -223,7 +241,13 @@ class Connections(dict[PeerId, Connection]):
 
     def introduction_came(self, connection: Connection, message: Message) -> None:
         remote = m.read_introduce(message)
+        self._introduced[remote] += 1
         sock = self._socket_with(connection, remote)
+        known = self.get(remote)
+        if sock is not None and known is not None and not known.is_awaited() and self._process.closed is None:
+            # The other process has lost that one.
+            known.close(PeerLost(f"the connection to {remote} ended"))
+            self.renew(remote)
         if sock is not None:
             self.attach(remote, sock)
 

@@ -38,7 +38,7 @@ from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import current_terms, sent_terms
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.serialization.tensors import kind_of
-from aiodaft.exceptions import ActorDied, DaftError, PeerLost, RuntimeClosed
+from aiodaft.exceptions import ActorDied, DaftError, PeerLost, ResourceExhausted, RuntimeClosed
 from aiodaft.ref import Ref
 
 # The number of times that the plans are sent: a supervised actor may die again meanwhile.
@@ -320,7 +320,7 @@ class GraphOwner:
         if run is not None and run.deployment is not None and not run.has_failed:
             run.has_failed = True
             # Perhaps of two participants.
-            run.deployment.is_cut = run.deployment.is_cut or type(why) is PeerLost
+            run.deployment.is_cut = run.deployment.is_cut or type(why) in {PeerLost, ResourceExhausted}
             for remote in run.deployment.plans:
                 self._context.agent_of(remote).run_failed.tell(run.deployment.number, number, why)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Container
 from typing import Final, Protocol
 
@@ -33,11 +34,11 @@ class Introductions:
         self._nodes = nodes
         self._workers = workers
         self._why_ended = why_ended
-        # The pairs that have got a connection from here.
-        self._connected: set[frozenset[PeerId]] = set()
+        # How many connections each pair has got from here.
+        self._connected: Counter[frozenset[PeerId]] = Counter()
 
-    def introduce(self, first: PeerId, second: PeerId) -> str:
-        """Connect the first process with the second.
+    def introduce(self, first: PeerId, second: PeerId, known: int) -> str:
+        """Connect the first process with the second; `known`: the introductions of the second that it has got.
 
         Returns:
             The address to connect to; "" if a socket comes instead, because both processes are on this machine.
@@ -53,14 +54,13 @@ class Introductions:
         if self.is_attached(first) or self.is_attached(second):
             return self._nodes.address_of(second)
         pair = frozenset((first, second))
-        # Both processes may ask at the same time: they get one connection.
-        if pair not in self._connected:
-            self._connected.add(pair)
+        # Both processes may ask at the same time: they get one connection, and another one when they have lost it.
+        if known >= self._connected[pair]:
             try:
                 self._connections.to(first).introduce(self._connections.to(second))
             except OSError as error:
-                self._connected.discard(pair)
                 raise exhausted(error, f"{first} and {second} cannot be connected") from error
+            self._connected[pair] += 1
         return ""
 
     def is_attached(self, peer: PeerId) -> bool:
@@ -88,7 +88,8 @@ class Introductions:
         return ""
 
     def forget(self, peer: PeerId) -> None:
-        self._connected = {pair for pair in self._connected if peer not in pair}
+        for pair in [pair for pair in self._connected if peer in pair]:
+            del self._connected[pair]
 
 
 # Seconds before a node that could not be asked is asked again.

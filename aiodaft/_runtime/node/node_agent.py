@@ -365,8 +365,8 @@ class NodeAgent(NodeContact):
             await self._launcher.end(worker)
 
     @method
-    async def introduce(self, other: str) -> str:
-        return self._introductions.introduce(serving().caller, PeerId(other))
+    async def introduce(self, other: str, known: int) -> str:
+        return self._introductions.introduce(serving().caller, PeerId(other), known)
 
     @method
     async def open_stream(self, other: str, number: int) -> str:

@@ -28,15 +28,17 @@ def flops_of(instructions: Sequence[Instruction], specs: Mapping[int, Spec], rul
         if count is None:
             continue
         outs = [rules.local_shapes(specs[out]) for out in one.outs if out is not None]
+        shapes = [rules.local_shapes(specs[number]) for number in slots_of((one.args, one.kwargs)) if number in specs]
         known: dict[Any, int] = {}
         for rank in range(rules.size):
-
-            def local(value: Any, rank: int = rank) -> Any:
-                return _shaped(rules.local_shapes(specs[value.number])[rank]) if isinstance(value, Slot) else value
-
-            args, kwargs = tree_map(local, (one.args, dict(one.kwargs)))
-            key = repr((args, kwargs))
+            key = tuple(shape[rank] for shape in shapes)
             if key not in known:
+
+                def local(value: Any, rank: int = rank) -> Any:
+                    is_tensor = isinstance(value, Slot) and value.number in specs
+                    return _shaped(rules.local_shapes(specs[value.number])[rank]) if is_tensor else value
+
+                args, kwargs = tree_map(local, (one.args, dict(one.kwargs)))
                 known[key] = int(count(*args, **kwargs, out_val=_shaped(outs[0][rank])))
             total[rank] += known[key]
     return tuple(total)

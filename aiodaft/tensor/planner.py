@@ -53,6 +53,7 @@ class Planner:
         """Those inside of modules that are recomputed; backward does them again, once."""
         self.again: dict[tuple[int, str], int] = {}
         """The tensors that backward has made again."""
+        self.sources: dict[tuple[str, str], int] = {(one.name, one.role): one.slot for one in trace.inputs}
         self.gradients = {one.source: one for one in trace.operations if isinstance(one, Gradient)}
 
     def made(self) -> Plan:
@@ -279,8 +280,8 @@ class Planner:
         with self._written():
             if one.role == "result":
                 return self.lowering.redistribute(number, self.lowering.replicas)
-            source = next(i for i in self.trace.inputs if (i.name, i.role) == (one.name, one.role))
-            return self.lowering.redistribute(number, self.lowering.specs[self.numbers[source.slot]].placements)
+            source = self.sources[one.name, one.role]
+            return self.lowering.redistribute(number, self.lowering.specs[self.numbers[source]].placements)
 
     @contextmanager
     def _written(self) -> Generator[None]:

@@ -116,7 +116,7 @@ class _StagePlanner(Planner):
         self.micro: dict[int, int] = {}
         self.begins: list[tuple[int, int, int]] = []
         self.arrivals: list[Collective] = []
-        self.sources: dict[int, int] = {}
+        self.senders: dict[int, int] = {}
         """The stage that each tensor comes from that is received."""
 
     def run(self, kind: SegmentKind, steps: Sequence[Operation | Mark | Gradient]) -> None:
@@ -148,7 +148,7 @@ class _StagePlanner(Planner):
 
     def given(self, one: Output) -> Output | None:
         """An output as this stage gives it; None if another stage does."""
-        source = next((i.slot for i in self.trace.inputs if (i.name, i.role) == (one.name, one.role)), None)
+        source = self.sources.get((one.name, one.role))
         phase = getattr(self.stages.free.get(one.slot), "cause", Cause("", phase="forward")).phase
         stage, kind = self.stages.where.get(one.slot, (self.stages.count - 1, "U" if phase == "update" else "F"))
         if stage != self.stage if source is None or one.slot in self.stages.where else source not in self.taken:
@@ -201,7 +201,7 @@ class _StagePlanner(Planner):
     def _arrives(self, number: int, theirs: int, stage: int) -> None:
         spec = self.lowering.specs[theirs] = self.others[stage].lowering.specs[theirs]
         self.numbers[number] = theirs
-        self.sources[theirs] = stage
+        self.senders[theirs] = stage
         received = self.rules.local_bytes(spec)
         self.arrivals.append(Collective("send", PIPELINE_AXIS, received, self.lowering.cause, True, theirs))
 
@@ -320,7 +320,7 @@ class _Assembly:
             is_here = planner.stage == segment.stage
             if is_here or (segment.kind == "U" and self.places[planner.stage] == self.places[segment.stage]):
                 come = [
-                    o for o in planner.arrivals if self.places[planner.sources[o.slot]] != self.places[planner.stage]
+                    o for o in planner.arrivals if self.places[planner.senders[o.slot]] != self.places[planner.stage]
                 ]
                 found = [one for one in (*planner.lowering.collectives, *come) if one.slot in alive]
                 self._add(planner, joined_collectives(found, self.joined, planner.lowering), times)

@@ -83,15 +83,21 @@ class Recorder:
         place = (entry.name, *here())
         for position in entry.writes:
             check_write(cells[position], entry)
-        at = [self._take(block, cell) for cell in cells]
+        index = block.index
+        at = []
+        for cell in cells:
+            known = index.get(cell.number)
+            at.append(self._taken(block, cell) if known is None else known)
         for position, target in entry.moves:
             at.append(self._moved(block, cells[position], target, place))
-        block.key += (entry, *at, len(block.index))
+        block.key += (entry, *at, len(index))
         block.scalars += scalars
         block.places.append(place)
         outs = []
         for _, layout in entry.outs:
-            number = self._new(block)
+            number = self._count
+            self._count = number + 1
+            index[number] = len(index)
             block.made.append(number)
             outs.append(Cell(layout, number, block, self.dropped))
         if entry.view is not None:
@@ -106,22 +112,14 @@ class Recorder:
             self.flush()
         return outs
 
-    def _take(self, block: Block, cell: Cell) -> int:
-        """The index of a tensor in the block."""
-        at = block.index.get(cell.number)
-        if at is None:
-            if cell.block.error is not None:
-                raise cell.block.error
-            block.sources.add(cell.block)
-            block.inputs.append(cell.number)
-            at = block.index[cell.number] = len(block.index)
+    def _taken(self, block: Block, cell: Cell) -> int:
+        """The index in the block of a tensor that is new there."""
+        if cell.block.error is not None:
+            raise cell.block.error
+        block.sources.add(cell.block)
+        block.inputs.append(cell.number)
+        at = block.index[cell.number] = len(block.index)
         return at
-
-    def _new(self, block: Block) -> int:
-        number = self._count
-        self._count += 1
-        block.index[number] = len(block.index)
-        return number
 
     def _moved(self, block: Block, cell: Cell, target: Placements, place: Place) -> int:
         """The index of a tensor that is redistributed for one operation, or was for an earlier one of the block."""
@@ -129,8 +127,9 @@ class Recorder:
         if known is None:
             block.key += (self.entries.route(cell.layout, target), block.index[cell.number], len(block.index))
             block.places.append(place)
-            known = block.moved[cell.number, target] = self._new(block)
-        return block.index[known]
+            known = block.moved[cell.number, target] = block.index[self._count] = len(block.index)
+            self._count += 1
+        return known
 
     # Sending.
 

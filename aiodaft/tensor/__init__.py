@@ -16,6 +16,7 @@ _NAMES = {
     "aiodaft.tensor.capturing": "CaptureError capture",
     "aiodaft.tensor.handles": "DistTensor",
     "aiodaft.tensor.loading": "Run Step Workers workers",
+    "aiodaft.tensor.local_functions": "local",
     "aiodaft.tensor.plan": "Collective Plan",
     "aiodaft.tensor.planning": "ImplicitCollectives",
     "aiodaft.tensor.program": "Program",

@@ -5,6 +5,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from aiodaft.tensor.capturing import CaptureError, capture
 from aiodaft.tensor.handles import DistTensor
 from aiodaft.tensor.loading import Run, Step, Workers, workers
+from aiodaft.tensor.local_functions import local
 from aiodaft.tensor.plan import Collective, Plan
 from aiodaft.tensor.planning import ImplicitCollectives
 from aiodaft.tensor.program import Program
@@ -30,6 +31,7 @@ __all__ = [
     "Workers",
     "capture",
     "immediate",
+    "local",
     "manual_seed",
     "workers",
 ]

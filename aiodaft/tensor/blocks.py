@@ -14,6 +14,7 @@ from aiodaft.ref import Ref
 from aiodaft.tensor.code import Routine
 from aiodaft.tensor.entries import Entry, Layout, Scalar
 from aiodaft.tensor.instructions import Instruction, Slot
+from aiodaft.tensor.local_functions import functions_of
 from aiodaft.tensor.places import Place, said
 from aiodaft.tensor.specs import Placements
 
@@ -173,7 +174,7 @@ def routine(name: str, block: Block, kept: Sequence[int]) -> tuple[Routine, tupl
         first += entry.scalars
     inputs = (*[block.index[number] for number in block.inputs], *scalars)
     outputs = tuple(block.index[number] for number in kept)
-    return Routine(name, inputs, tuple(instructions), outputs), tuple(owners)
+    return Routine(name, inputs, tuple(instructions), outputs, functions=functions_of(instructions)), tuple(owners)
 
 
 def _filled(value: Any, numbers: Mapping[int, int], scalars: Sequence[int]) -> Any:

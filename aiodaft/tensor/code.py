@@ -186,7 +186,7 @@ class Code:
             overload = overload_of(target)
             function, is_list = _quickest(overload), _gives_several(overload)
         elif kind == "local":
-            function, is_list = self._routine.functions[str(target)], len(outs) != 1
+            function, is_list = self._routine.functions[str(target)], True
         elif kind in _FUNCTIONS:
             function, is_list = _FUNCTIONS[kind], kind == "split"
         else:

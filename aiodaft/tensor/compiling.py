@@ -43,17 +43,14 @@ class Compiled:
         reason = ""
         if self.compiled is not None:
             try:
-                return self._given(self.compiled(*tensors))
+                return self.compiled(*tensors)
             except Exception as error:  # noqa: BLE001 - the compiler's, or that of an operation, which is raised below
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
         outputs = self._plain.run(list(tensors))
         if self.compiled is not None:
             self.compiled, self.reason = None, reason
             logger.warning("%s is not compiled: %s", self._name, reason)
-        return self._given(outputs)
-
-    def _given(self, outputs: Sequence[Tensor]) -> Any:
-        return outputs[0] if len(outputs) == 1 else outputs
+        return outputs
 
 
 def with_compiled(routine: Routine, rank: int, numbers: Sequence[int]) -> tuple[Routine, list[Compiled]]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from aiodaft.tensor.aliases import Aliases, View, is_view, written_arguments
 from aiodaft.tensor.instructions import ByRank, CollectiveKind, Instruction, Slot, leaves, mapped, slots_of
+from aiodaft.tensor.local_rules import by_local_rule
 from aiodaft.tensor.operations import Cause
 from aiodaft.tensor.own_rules import by_own_rule
 from aiodaft.tensor.plan import Collective
@@ -145,6 +146,8 @@ class Lowering:
             if is_draw:
                 self.draws[made.number] = self.instructions[-1]
             return made
+        if (result := by_local_rule(self, op, args)) is not NotImplemented:
+            return result
         if (result := by_own_rule(self, op, args, kwargs)) is not NotImplemented:
             self._note_views(op, args, kwargs, result, attached=False)
             return result

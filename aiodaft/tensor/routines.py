@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from aiodaft.pipeline import Kind
 from aiodaft.pipeline.schedule import rank_of_stages
 from aiodaft.tensor.code import Routine
+from aiodaft.tensor.local_functions import functions_of
 from aiodaft.tensor.operations import Cause, Input, Output
 from aiodaft.tensor.plan import Pipeline, Plan
 from aiodaft.tensor.stage_runs import StagedRoutine
@@ -30,6 +31,7 @@ def routine_of(plan: Plan, name: str, inputs: Sequence[Input], outputs: Sequence
         tuple(one.slot for one in outputs),
         donated,
         tuple(map(_said, plan.causes)),
+        functions_of(plan.instructions),
     )
 
 
@@ -60,6 +62,7 @@ def _staged(
                 one.instructions,
                 one.gives,
                 causes=tuple(map(_said, one.causes)),
+                functions=functions_of(one.instructions),
             )
             for one in pipeline.segments
             if places[one.stage] == place

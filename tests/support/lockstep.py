@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aiodaft.tensor.code import Code, Routine
+from aiodaft.tensor.local_functions import functions_of
 from aiodaft.tensor.shards import coords, cut, joined
 
 _OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -137,7 +138,7 @@ def run_ranks(plan: Any, inputs: Sequence[Sequence[Any]], functions: Mapping[str
         tuple(one.slot for one in plan.inputs),
         tuple(plan.instructions),
         tuple(one.slot for one in plan.outputs),
-        functions=functions or {},
+        functions=functions_of(plan.instructions) if functions is None else functions,
     )
     outputs: list[Any] = [None] * len(inputs)
     errors: list[BaseException] = []

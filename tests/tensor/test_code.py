@@ -254,7 +254,7 @@ def test_numbers_that_are_no_literals_are_constants() -> None:
 
 def test_functions_of_the_user_see_local_tensors() -> None:
     instructions = [Instruction("local", "twice", (X,), {}, (2,)), Instruction("local", "both", (X,), {}, (3, None))]
-    functions = {"twice": lambda x: x + x, "both": lambda x: (x - 1, x)}
+    functions = {"twice": lambda x: (x + x,), "both": lambda x: (x - 1, x)}
     plan = small({"a": 2}, [1], instructions, 2, 3)
     ranks = run_ranks(plan, [[torch.tensor(1.0)], [torch.tensor(2.0)]], functions)
     assert [[float(one) for one in rank] for rank in ranks] == [[2.0, 0.0], [4.0, 1.0]]

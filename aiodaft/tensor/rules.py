@@ -60,7 +60,7 @@ class Rules:
         table: `verified`: entries of torch's table that tests have verified; `torch`: all of them; `none`: none.
     """
 
-    def __init__(self, axes: Mapping[str, int], table: Literal["verified", "torch", "none"] = "torch") -> None:
+    def __init__(self, axes: Mapping[str, int], table: Literal["verified", "torch", "none"] = "verified") -> None:
         self.axes = dict(axes)
         self.size = math.prod(axes.values())
         self._only_verified = table == "verified"
@@ -84,8 +84,14 @@ class Rules:
         """Whether an operation is right with placements of this kind."""
         if kind == "r" or not self._only_verified:
             return True
-        level = _LEVELS.index(kind[0])
-        return any(one[1:] == kind[1:] and _LEVELS.index(one[0]) >= level for one in verified().get(op, ()))
+        kinds = verified().get(op, frozenset())
+        level, terms = _LEVELS.index(kind[0]), kind[1:]
+
+        def has(terms: str) -> bool:
+            return any(one[1:] == terms and _LEVELS.index(one[0]) >= level for one in kinds)
+
+        # Axes do not depend on each other: what is right with parts, and with terms, is right with both.
+        return has(terms) or (f"r{terms}" in kinds and has(""))
 
     def kind(self, placing: Placing, given: Sequence[Spec]) -> str:
         """The placements of an operation in short.

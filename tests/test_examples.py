@@ -170,3 +170,16 @@ def test_prompts_of_a_server_are_completed_as_by_one_process_while_an_engine_die
 def test_three_pools_caption_images_as_one_process_while_one_of_each_dies(options: tuple[str, ...]) -> None:
     output = run_example("serve_images.py", "--steps", "40", *options)
     assert re.search(r"64 captions are those of one process; \d+ a second, with a kill in each pool", output)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("strategy", ["zero3", "tp", "pp", "3d"])
+def test_a_model_for_one_device_trains_under_a_strategy(strategy: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    written, picture = tmp_path / "mine.json", tmp_path / "plan.svg"
+    files = ["--write", str(written), "--draw", str(picture)]
+    output = run_example("train_gpt.py", "--strategy", strategy, "--steps", "4", *files)
+    assert "bytes done = planned: True" in output
+    assert float(output.rpartition("at most ")[2]) < 1e-5
+    assert "blocks.1.down" in picture.read_text()
+    assert written.read_text().startswith("{")

@@ -314,8 +314,9 @@ def joined_collectives(
 ) -> list[Collective]:
     """One collective for the all_reduces that were joined."""
     together: dict[int, list[Collective]] = {}
-    for one in collectives:
-        together.setdefault(joined.get(one.slot, one.slot), []).append(one)
+    for at, one in enumerate(collectives):  # a sum that goes on to other stages is sent each time
+        slot = joined.get(one.slot) if one.kind == "all_reduce" else None
+        together.setdefault(-1 - at if slot is None else slot, []).append(one)
     return [
         several[-1] if len(several) == 1 else _joined(several, slot, lowering) for slot, several in together.items()
     ]

@@ -94,6 +94,7 @@ class Tracer(TorchDispatchMode):
         self._shared: set[int] = set()
         """Numbers, and the tensors of one element that they come from: each operation on these is done once."""
         self._done: dict[Any, tuple[int, ...]] = {}
+        self._lines: dict[int, str] = {}
         self._causes: dict[int, tuple[str, str]] = {}
         self._had_backward = False
         self.draws = 0
@@ -175,7 +176,8 @@ class Tracer(TorchDispatchMode):
         """Mark the complete gradient of a parameter."""
         source = self.read(tensor)
         out = self._new(self.metas[source])
-        cause = Cause("gradient", parameter.rpartition(".")[0], self._line(), "backward")
+        line = self._lines.get(source) or self._line()
+        cause = Cause("gradient", parameter.rpartition(".")[0], line, "backward")
         self.operations.append(one := Gradient(parameter, source, out, cause))
         self._adopt(tensor, _Memory(out))
         return one
@@ -448,7 +450,9 @@ class Tracer(TorchDispatchMode):
         return outs
 
     def _emit(self, target: Op, args: Any, kwargs: Any, outs: tuple[int | None, ...]) -> None:
-        self.operations.append(Operation(target, args, kwargs, outs, self._cause(str(target))))
+        cause = self._cause(str(target))
+        self._lines.update((out, cause.line) for out in outs if out is not None)
+        self.operations.append(Operation(target, args, kwargs, outs, cause))
 
     def _cause(self, operation: str) -> Cause:
         node = torch._C._current_autograd_node()

@@ -77,6 +77,9 @@ class Update:
                     f"the step changes numbers of {self.name} in Python, which a program cannot: step schedulers "
                     "outside of it, after each step; an optimizer of your own counts its steps in a tensor"
                 )
+            # A scheduler warns of an optimizer that it has not seen making a step: the program makes them.
+            if vars(optimizer).get("_opt_called"):
+                attributes["_opt_called"] = True
         finally:
             for one in added:
                 del code[one]

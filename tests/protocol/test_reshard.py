@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.groups.reshard import (
     Box,
     Grid,
@@ -25,7 +26,6 @@ from aiodaft._protocol.groups.reshard import (
     nbytes_in,
     plan,
 )
-from aiodaft._protocol.groups.roster import Axes
 
 Element = tuple[int, ...]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -86,6 +87,7 @@ def test_twenty_steps_of_adamw_are_bitwise_those_of_one_process(model: Any) -> N
 
 def test_a_capture_leaves_model_and_optimizer_as_they_were(model: Any) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     before, parameters = state_of(model), list(model.parameters())
     attributes = {module: dict(vars(module)) for module in model.modules()}
     groups = [dict(group) for group in optimizer.param_groups]
@@ -100,6 +102,8 @@ def test_a_capture_leaves_model_and_optimizer_as_they_were(model: Any) -> None:
     assert optimizer.param_groups == groups
     assert not optimizer.state
     assert not vars(optimizer)["_optimizer_step_pre_hooks"]
+    with warnings.catch_warnings(action="error"):  # the program makes the steps of which a scheduler would warn
+        schedule.step()
 
 
 def test_a_model_without_data_has_the_same_program(model: Any) -> None:

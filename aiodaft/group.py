@@ -32,8 +32,7 @@ from typing import (
     overload,
 )
 
-from aiodaft._protocol.groups.axes import Axes, even_shares
-from aiodaft._protocol.groups.roster import Roster
+from aiodaft._protocol.groups.roster import Axes, Roster, even_shares
 from aiodaft._runtime.actors.enlisted import RosterCell, Rosters
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.groups.group_map import GroupMap, is_asynchronous

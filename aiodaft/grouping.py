@@ -11,8 +11,7 @@ from functools import cache, partial
 from typing import Any, Final, Protocol, TypeAlias, TypeVar, cast
 
 from aiodaft._protocol.calls.following import NOWHERE
-from aiodaft._protocol.groups.axes import Axes
-from aiodaft._protocol.groups.roster import Roster, seats_after
+from aiodaft._protocol.groups.roster import Axes, Roster, seats_after
 from aiodaft._protocol.ids import node_of
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.placement import Request

@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from aiodaft._protocol.groups.axes import Axes
-from aiodaft._protocol.groups.roster import Roster
+from aiodaft._protocol.groups.roster import Axes, Roster
 from aiodaft._protocol.ids import ActorId, PeerId, node_of
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.placement import Anchor, Request, Where

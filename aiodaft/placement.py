@@ -26,7 +26,7 @@ from typing import (
 
 from aiodaft._protocol.calls.mailbox import check_max_queue
 from aiodaft._protocol.coordination.records import check_name
-from aiodaft._protocol.groups.axes import Axes
+from aiodaft._protocol.groups.roster import Axes
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.numbers import is_count, is_number

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.groups.reshard import Grid, Rule, bundle, lay_out, plan
+from aiodaft._protocol.groups.roster import Axes
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.groups.resharding import Expected, Source, resharding_of

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from aiodaft._protocol.calls.following import Location
-from aiodaft._runtime.actors import background
+from aiodaft._runtime.actors.host import start_background
 from aiodaft._runtime.agent import acting
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import Followers, PinnedTarget
@@ -68,4 +68,4 @@ def create_task(coro: Coroutine[Any, Any, R], *, name: str | None = None) -> asy
         coro.close()
         where = "no code of an actor runs here" if hosted is None else "this is a thread: use it in `async def` methods"
         raise RuntimeError(f"aiodaft.create_task() starts a background task of an actor: {where}")
-    return background.start(hosted, coro, name or str(getattr(coro, "__qualname__", "task")))
+    return start_background(hosted, coro, name or str(getattr(coro, "__qualname__", "task")))

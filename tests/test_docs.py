@@ -36,7 +36,7 @@ def test_links_lead_to_files(document: Path) -> None:
 
 
 @pytest.mark.programs
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_the_programs_of_a_page_run(page: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tests" / "support" / "run_blocks.py"), str(page)]

@@ -17,7 +17,7 @@ from aiodaft._protocol.graphs.layout import ValueNote
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import AGENT, FIRST_USER_ACTOR, ActorId, CallId, PeerId, incarnation, node_of
 from aiodaft._runtime.actors.enlisted import Enlisted
-from aiodaft._runtime.actors.host import Fence, Host
+from aiodaft._runtime.actors.host import Fence, Host, end_background
 from aiodaft._runtime.actors.hosted_actor import Birth, HostedActor, current_call, serving
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.calls.following import Followers
@@ -125,7 +125,7 @@ class Agent(Actor):
         except BaseException as error:
             hosted.thread.close()
             self._enlisted.forget(hosted.id)
-            await _end_background(hosted)
+            await end_background(hosted)
             if hosted.stop_spawned is not None:
                 await hosted.stop_spawned()
             process = self._host.process
@@ -169,7 +169,7 @@ class Agent(Actor):
             attended.set(hosted)
             try:
                 await hosted.stop(reason, grace, moves=bool(mover))
-                await _end_background(hosted)
+                await end_background(hosted)
                 if hosted.stop_spawned is not None:
                     await hosted.stop_spawned()
             finally:
@@ -392,13 +392,6 @@ async def _tell_restarted(hosted: HostedActor, cls: type, epoch: int) -> None:
         await hook(hosted.instance, epoch)
     else:
         await hosted.thread.run(lambda: hook(hosted.instance, epoch))
-
-
-async def _end_background(hosted: HostedActor) -> None:
-    if hosted.background:
-        from aiodaft._runtime.actors import background  # noqa: PLC0415 - few actors have such tasks
-
-        await background.end(hosted)
 
 
 def acting() -> HostedActor | None:

@@ -30,9 +30,8 @@ from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.process_view import Viewer, is_answered, stack_here
-from aiodaft._runtime.node.contact import CoordinatorContact
 from aiodaft._runtime.node.membership import watch_members
-from aiodaft._runtime.node.nodes import Nodes
+from aiodaft._runtime.node.nodes import CoordinatorContact, Nodes
 from aiodaft._runtime.node.worker import Tenant, WorkerProcess
 from aiodaft._runtime.objects.ref_state import UnhandledErrors
 from aiodaft._runtime.peer import Peer

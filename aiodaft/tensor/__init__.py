@@ -22,6 +22,7 @@ _NAMES = {
     "aiodaft.tensor.program": "Program",
     "aiodaft.tensor.randoms": "manual_seed",
     "aiodaft.tensor.recorder": "immediate",
+    "aiodaft.tensor.rules": "rule",
     "aiodaft.tensor.strategy": "Strategy",
     "aiodaft.tensor.worker": "Worker",
     "torch.distributed.tensor": "Partial Replicate Shard",

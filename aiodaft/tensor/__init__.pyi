@@ -11,6 +11,7 @@ from aiodaft.tensor.planning import ImplicitCollectives
 from aiodaft.tensor.program import Program
 from aiodaft.tensor.randoms import manual_seed
 from aiodaft.tensor.recorder import immediate
+from aiodaft.tensor.rules import rule
 from aiodaft.tensor.strategy import Strategy
 from aiodaft.tensor.worker import Worker
 
@@ -33,5 +34,6 @@ __all__ = [
     "immediate",
     "local",
     "manual_seed",
+    "rule",
     "workers",
 ]

@@ -7,22 +7,25 @@ operation equal to that of one device. With others it is done whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, Final, Literal, NamedTuple, cast
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch._ops import OpOverload
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 
 from aiodaft.tensor.instructions import leaves, mapped
 from aiodaft.tensor.shards import bounds, coords
 from aiodaft.tensor.specs import Placement, Placements, Spec
 from aiodaft.tensor.table import Table
 
-__all__ = ["Move", "Placing", "Rules", "norm_of", "strided", "verified"]
+__all__ = ["Move", "Placing", "Rules", "norm_of", "rule", "strided", "verified"]
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 aten = torch.ops.aten
 
@@ -60,7 +63,7 @@ class Rules:
         table: `verified`: entries of torch's table that tests have verified; `torch`: all of them; `none`: none.
     """
 
-    def __init__(self, axes: Mapping[str, int], table: Literal["verified", "torch", "none"] = "torch") -> None:
+    def __init__(self, axes: Mapping[str, int], table: Literal["verified", "torch", "none"] = "verified") -> None:
         self.axes = dict(axes)
         self.size = math.prod(axes.values())
         self._only_verified = table == "verified"
@@ -82,10 +85,16 @@ class Rules:
 
     def allows(self, op: str, kind: str) -> bool:
         """Whether an operation is right with placements of this kind."""
-        if kind == "r" or not self._only_verified:
+        if kind == "r" or not self._only_verified or op in _OF_USERS:
             return True
-        level = _LEVELS.index(kind[0])
-        return any(one[1:] == kind[1:] and _LEVELS.index(one[0]) >= level for one in verified().get(op, ()))
+        kinds = verified().get(op, frozenset())
+        level, terms = _LEVELS.index(kind[0]), kind[1:]
+
+        def has(terms: str) -> bool:
+            return any(one[1:] == terms and _LEVELS.index(one[0]) >= level for one in kinds)
+
+        # Axes do not depend on each other: what is right with parts, and with terms, is right with both.
+        return has(terms) or (f"r{terms}" in kinds and has(""))
 
     def kind(self, placing: Placing, given: Sequence[Spec]) -> str:
         """The placements of an operation in short.
@@ -210,6 +219,31 @@ def _moves(axis: int, source: Placement, target: Placement) -> Iterator[Move]:
 _LEVELS: Final = "rsue"
 _VIEWS: Final = frozenset({aten.view.default, aten._unsafe_view.default})
 _TERMS: Final = {"sum": "p", "avg": "a", "max": "m", "min": "m", "product": "q"}
+
+
+_OF_USERS: Final[set[str]] = set()
+
+
+def rule(*operations: OpOverload[..., Any]) -> Callable[[FunctionT], FunctionT]:
+    """Say how an operation can be done in parts: `@tensor.rule(torch.ops.mine.scale.default)`.
+
+    The function takes the arguments of the operation, with `shape` and `ndim` of tensors. It returns alternatives for
+    one axis: pairs of the placements of the results and of those of the arguments, None for an argument that is no
+    tensor. Replicas are always possible, and all results are right for each alternative: nothing verifies that. The
+    module that makes the operation has to be imported at the workers, such as by a class that extends `Worker`.
+    """
+
+    def register(function: FunctionT) -> FunctionT:
+        def alternatives(*args: Any, **kwargs: Any) -> list[Any]:
+            given = list(function(*args, **kwargs))
+            whole = [[one and Replicate() for one in side] for side in given[0]]
+            return [tuple(whole), *given]
+
+        register_sharding([*operations])(alternatives)
+        _OF_USERS.update(map(str, operations))
+        return function
+
+    return register
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 
 import pytest
@@ -179,3 +180,16 @@ async def test_a_call_with_a_failed_argument_lets_go_of_the_others_without_the_g
         await used
     async with asyncio.timeout(30):
         await big.released()
+
+
+@pytest.mark.usefixtures("module_rt")
+async def test_a_runtime_ends_without_a_word_while_actors_hold_refs_of_each_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with aiodaft.Runtime(preload=()) as rt, rt.group(3, Echo) as group:
+        held = [member.echo(bytes(100_000)) for member in group]
+        others = list(zip(group, held[1:] + held[:1], strict=True))
+        # Kept in the actors until the end, inside of the graph.
+        graph = aiodaft.compile(lambda _: [member.echo([ref]) for member, ref in others])
+        await asyncio.gather(*graph(1))
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []

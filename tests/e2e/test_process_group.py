@@ -1,4 +1,4 @@
-"""Programs of torch.distributed in the methods of a group."""
+"""Programs of torch.distributed in the methods of a group: over gloo, and over the collectives of aiodaft."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from spmd_actors import Rank, batch, model, train
+from supervised import AT_ONCE
+from torch_ranks import TorchRank
 
 import aiodaft
 
-# torch takes seconds to import.
-# Imported once; an optimizer of torch needs torch._dynamo.
-PRELOAD = ("spmd_actors", "torch.distributed.fsdp", "torch._dynamo")
+# Imported once, which takes seconds; an optimizer of torch needs torch._dynamo.
+PRELOAD = ("torch_ranks", "torch._dynamo")
 pytestmark = [pytest.mark.timeout(90), pytest.mark.asyncio(loop_scope="module")]
 
 
@@ -223,3 +225,120 @@ async def test_a_block_without_descriptors_says_so_and_the_next_one_works(module
         with pytest.raises(aiodaft.ResourceExhausted, match=r"process_group\(\) of .* no file descriptors .*ulimit"):
             await alone.come_without_descriptors(left)
     assert await alone.sum_ranks() == 0.0
+
+
+# Over the collectives and messages of aiodaft: `process_group("aiodaft")`.
+
+
+async def opened(module_rt: aiodaft.Runtime, size: int) -> aiodaft.Group[TorchRank]:
+    ranks = await module_rt.group(size, TorchRank)
+    # There is no store of torch, and no port.
+    assert await ranks.all(TorchRank.open) == [("aiodaft", size, set())] * size
+    return ranks
+
+
+async def test_what_torch_distributes_gives_the_values_of_one_process(
+    module_rt: aiodaft.Runtime, tmp_path: Path
+) -> None:
+    ranks, expected = await opened(module_rt, 2), train(model(), *batch())
+    for losses in (*await ranks.all(TorchRank.replicated), *await ranks.all(TorchRank.sharded)):
+        assert losses == pytest.approx(expected, rel=1e-12)
+    _, last = await ranks.all(TorchRank.in_stages)
+    assert sum(last) / 4 == pytest.approx(expected[0])
+    assert await ranks.all(TorchRank.saved_and_loaded, str(tmp_path)) == [True, True]
+    assert await ranks.all(TorchRank.in_threads) == [[2.0, 4.0]] * 2
+    for nbytes in (64, 1 << 17, 1 << 23):
+        assert await ranks.all(TorchRank.reuse, nbytes) == [0, 0]
+    assert await ranks.all(TorchRank.close) == [False, False]
+
+
+async def test_all_operations_work_among_all_ranks_and_among_some(module_rt: aiodaft.Runtime) -> None:
+    ranks = await opened(module_rt, 4)
+    for losses in await ranks.all(TorchRank.sharded_in_two_ways):
+        assert losses == pytest.approx(train(model(), *batch()), rel=1e-12)
+    for rank, found in enumerate(await ranks.all(TorchRank.collected)):
+        assert found == {
+            "RedOpType.SUM": [10.0, 10.0],
+            "RedOpType.MAX": [4.0, 4.0],
+            "RedOpType.AVG": [2.5, 2.5],
+            "BOR": 15,
+            "reduce_scatter": 6.0 + 40.0 * rank,
+            "all_gather": [0.0, 1.0, 2.0, 3.0],
+            "all_to_all": [float(source) for source in range(4) for _ in range(rank + 1)],
+            "objects": [0, 1, 2, 3],
+            "functional": [12.0, 12.0],
+            "sparse": [1.0] * 4,
+        }
+    for rank, (first, second, received, ends) in enumerate(await ranks.all(TorchRank.together)):
+        assert (first, second, received) == (4.0, 8.0, (rank - 1) % 4)
+        assert ends == (3.0 if rank in {0, 3} else rank)
+    assert await ranks.all(TorchRank.close) == [False] * 4
+
+
+async def test_wrong_uses_are_errors_that_say_what_to_do(module_rt: aiodaft.Runtime) -> None:
+    ranks = await opened(module_rt, 2)
+    for error in await failures(ranks.each(TorchRank.reduce_shape, [2, 3])):
+        assert "rank 0 has value torch.float32 (2,)" in str(error)
+        assert "rank 1 has value torch.float32 (3,)" in str(error)
+    for error in await failures(ranks.all(TorchRank.use_meta)):
+        assert isinstance(error, ValueError)
+        assert "is for tensors of the CPU, not of meta: use process_group('nccl')" in str(error)
+    for error in await failures(ranks.all(TorchRank.use_gloo_beside)):
+        assert isinstance(error, RuntimeError)
+        assert "has no store that processes share" in str(error)
+    for error in await failures(ranks.all(TorchRank.open)):
+        assert isinstance(error, RuntimeError)
+        assert "has a process group already" in str(error)
+    # It still works; in a new epoch of the group, it has to be opened again.
+    await ranks.all(TorchRank.reduce_for_ever, 1)
+    await ranks.renew()
+    for error in await failures(ranks.all(TorchRank.reduce_for_ever, 1)):
+        assert isinstance(error, aiodaft.GroupChanged)
+    await failures(ranks.all(TorchRank.close))
+    assert await ranks.all(TorchRank.sum_ranks) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("operation", ["barrier", "all_gather", "all_reduce"])
+async def test_a_member_that_leaves_while_others_wait_for_it_is_named(
+    module_rt: aiodaft.Runtime, operation: str
+) -> None:
+    ranks = await module_rt.group(2, TorchRank)
+    for error in await failures(ranks.all(TorchRank.stay_behind, operation)):
+        assert isinstance(error, ValueError | RuntimeError)
+        # In the order in which they came.
+        assert "rank 0 has operation reduce" in str(error)
+        assert f"rank 1 has operation {operation}" in str(error)
+
+
+@pytest.mark.parametrize("operation", ["recv", "recv from any"])
+async def test_a_wait_for_a_message_of_a_member_that_has_left_fails(module_rt: aiodaft.Runtime, operation: str) -> None:
+    ranks = await module_rt.group(2, TorchRank)
+    for error in await failures(ranks.all(TorchRank.stay_behind, operation)):
+        assert isinstance(error, ValueError | RuntimeError)
+        assert "[0] of TorchRank" in str(error)
+        assert "has left the block: no message of it comes any more" in str(error)
+
+
+async def test_messages_of_a_member_that_has_left_are_received(module_rt: aiodaft.Runtime) -> None:
+    ranks = await module_rt.group(2, TorchRank)
+    for nbytes in (64, 4 << 20):
+        assert await ranks.all(TorchRank.send_and_leave, nbytes) == [[], [0.0, 0.0]]
+
+
+async def test_the_end_of_a_member_ends_the_waiting_of_the_others_and_is_named(module_rt: aiodaft.Runtime) -> None:
+    ranks = await module_rt.on(restart=aiodaft.Restart(intensity=99, backoff=AT_ONCE)).group(3, TorchRank)
+    for how in ("dies", "fails", "sends nothing"):
+        for ends in (0, 2):
+            for rank, error in enumerate(await failures(ranks.all(TorchRank.train_and_end, ends, how))):
+                if how != "fails":
+                    assert isinstance(error, aiodaft.ActorDied)
+                    assert "SIGKILL" in str(error)
+                elif rank == ends:
+                    assert isinstance(error, ValueError)
+                else:
+                    assert isinstance(error, RuntimeError | aiodaft.CallCancelled)
+                    assert "ValueError: a bad batch" in str(error)
+            while len(set(await ranks.all(TorchRank.epoch))) > 1:
+                pass
+            # The same processes open it again, with the new one.
+            assert await ranks.all(TorchRank.sum_ranks) == [3.0] * 3

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from aiodaft._protocol.groups.axes import Axes
-from aiodaft._protocol.groups.roster import Roster
+from aiodaft._protocol.groups.roster import Axes, Roster
 
 GRID = Axes.of({"pp": 2, "dp": 3, "tp": 2}, 12)
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from aiodaft._protocol.diagnostics.log_frames import Record, Sieve, frames_of
+from aiodaft._protocol.diagnostics.printing import Record, Sieve, frames_of
 
 RECORD = {"name": "users.module", "text": "two\nlines \x1e and \udc80 and ☃", "step": 3, "exc_text": None}
 

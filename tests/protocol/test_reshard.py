@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.groups.reshard import (
     Box,
     Grid,
@@ -26,6 +25,7 @@ from aiodaft._protocol.groups.reshard import (
     nbytes_in,
     plan,
 )
+from aiodaft._protocol.groups.roster import Axes
 
 Element = tuple[int, ...]
 

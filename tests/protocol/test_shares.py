@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.groups.axes import even_shares
+from aiodaft._protocol.groups.roster import even_shares
 
 
 @pytest.mark.parametrize("count", range(1, 9))

@@ -18,8 +18,8 @@ from sim_program import failures, finds
 from aiodaft._protocol.coordination.registry import Registry
 from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.node.contact import CoordinatorContact
 from aiodaft._runtime.node.local_node import LocalNode
+from aiodaft._runtime.node.nodes import CoordinatorContact
 from aiodaft.exceptions import DaftError
 
 

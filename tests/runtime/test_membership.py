@@ -16,8 +16,8 @@ from aiodaft._protocol.coordination.records import Member, NamedActor
 from aiodaft._protocol.coordination.registry import Stored
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.coordination.coordinator import Coordinator
-from aiodaft._runtime.node.contact import CoordinatorContact
 from aiodaft._runtime.node.membership import Membership, watch_members
+from aiodaft._runtime.node.nodes import CoordinatorContact
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import CoordinatorUnavailable, DaftError, RuntimeClosed
 from aiodaft.testing import AutojumpLoop

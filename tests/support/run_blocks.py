@@ -12,16 +12,20 @@ import re
 import sys
 from pathlib import Path
 
+from aiodaft import Runtime as _Runtime
+
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def main() -> None:
     page = Path(sys.argv[1])
-    text = page.read_text()
+    text, defaults = page.read_text(), _Runtime.__init__.__kwdefaults__
     with asyncio.Runner() as runner:
         for block in BLOCK.finditer(text):
             # Errors name the lines of the page.
             source = "\n" * text.count("\n", 0, block.start(1)) + block[1]
+            # Once a block has imported torch, runtimes would preload it for all others: a second each time.
+            defaults["preload"] = None if "torch" in block[1] else ()
             code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
             result = eval(code, globals())
             if inspect.iscoroutine(result):

@@ -16,7 +16,7 @@ from itertools import accumulate, product, zip_longest
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
-from aiodaft._protocol.groups.axes import Axes
+from aiodaft._protocol.groups.roster import Axes
 
 # Layouts: which part of a tensor each rank of a group has.
 #

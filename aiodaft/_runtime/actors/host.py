@@ -1,15 +1,18 @@
-"""The actors of this process."""
+"""The actors of this process, their background tasks, and the lease of those that have names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from aiodaft._protocol.ids import ActorId
 from aiodaft._protocol.numbers import Latest
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, Shared
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.platform.error_log import log_error, text_of
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import LeaseLost
 from aiodaft.methods import MethodSpec
@@ -88,3 +91,40 @@ class Fence:
             return find(method)
 
         hosted.find_spec = find_in_time
+
+
+T = TypeVar("T")
+
+
+def start_background(hosted: HostedActor, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    task = hosted._process.tasks.start(coro, name=name)
+    hosted.background.add(task)
+    task.add_done_callback(partial(_background_over, hosted, name))
+    return task
+
+
+def _background_over(hosted: HostedActor, name: str, task: asyncio.Task[Any]) -> None:
+    hosted.background.discard(task)
+    error: BaseException | None
+    if not task.cancelled():
+        error = task.exception()
+    else:
+        # Cancelled by itself: the task that it awaited was.
+        error = None if task.cancelling() else asyncio.CancelledError("what it awaited was cancelled")
+    # asyncio lets those end the process.
+    if error is None or isinstance(error, SystemExit | KeyboardInterrupt):
+        return
+    what = f"the background task {name!r} of {hosted.where} failed"
+    if hosted.stopping is None and hosted._process.closed is None:
+        hosted._shared.on_exit(SystemExit(f"{text_of(error).rstrip()}\n{what}: {error!r}"))
+    else:
+        log_error(what, error)
+
+
+async def end_background(hosted: HostedActor) -> None:
+    """Cancel the tasks of an actor that has been left; one that goes on is cancelled again when the process ends."""
+    tasks = list(hosted.background)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=hosted._process.grace)

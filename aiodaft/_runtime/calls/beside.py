@@ -11,9 +11,9 @@ from typing import Any
 from aiodaft._protocol.calls.following import NOWHERE
 from aiodaft._protocol.connections.messages import WANT_REPLY
 from aiodaft._protocol.ids import ActorId, CallId, PeerId
-from aiodaft._runtime.calls.backlog import Backlog
 from aiodaft._runtime.calls.call import CallState, Request, Target
 from aiodaft._runtime.calls.following import FollowingTarget
+from aiodaft._runtime.calls.outgoing import Backlog
 from aiodaft._runtime.platform.context import current_terms
 from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref

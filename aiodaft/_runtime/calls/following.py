@@ -24,8 +24,8 @@ from aiodaft._protocol.ids import ActorId, CallId, PeerId, epoch_of, number_of
 from aiodaft._protocol.node.liveness import Health
 from aiodaft._protocol.objects.stream import Phase
 from aiodaft._protocol.objects.value import Status
-from aiodaft._runtime.calls.backlog import Backlog
 from aiodaft._runtime.calls.call import Caller, CallState, PendingCall, Request, Target, TellState, home_of
+from aiodaft._runtime.calls.outgoing import Backlog
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_state import UnhandledErrors
 from aiodaft._runtime.objects.streams import StreamState

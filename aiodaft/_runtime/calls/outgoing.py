@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, Final, Protocol
 from weakref import ref
 
@@ -11,24 +11,84 @@ from aiodaft._protocol.calls.handover import IN_MESSAGE, PULLED, choose
 from aiodaft._protocol.calls.order import Entry, Order
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import CALL, TELL, WANT_NOTHING, WANT_REPLY, Awaited, Message
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, serial_of
 from aiodaft._protocol.objects.value import HERE
 from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.actors.inbound import Inbound
-from aiodaft._runtime.calls.backlog import Backlog
 from aiodaft._runtime.calls.call import Caller, CallState, Request, Target, TellState
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.platform.context import current_terms, sent_terms, under
+from aiodaft._runtime.platform.context import current_terms, deadline_of, sent_terms, under
 from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.encoder import Names, all_plain, are_plain_with_tuples, are_short, is_plain
-from aiodaft._runtime.serialization.errors import needed_by, passed_on
+from aiodaft._runtime.serialization.errors import needed_by, passed_on, unsent
 from aiodaft._runtime.serialization.small import encode_small
-from aiodaft.exceptions import BorrowError, DaftError, Overloaded, ResourceExhausted, RuntimeClosed
+from aiodaft.exceptions import BorrowError, DaftError, DeadlineExceeded, Overloaded, ResourceExhausted, RuntimeClosed
 from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref
+
+
+class Backlog:
+    def __init__(self, caller: Caller, towards: str) -> None:
+        self._caller = caller
+        self._loop = caller.process.loop
+        self._waiting: dict[CallId, tuple[Request, asyncio.TimerHandle | None]] = {}
+        # Never connected: it bounds the calls, and withdraws them as the window of a connection does.
+        self._connection = caller.connections.make(caller.process.id, towards)
+
+    def admit(self, request: Request) -> bool:
+        """Let a call wait, with its arguments as they are now; False if it failed, because an argument has.
+
+        Raises:
+            SerializationError: An argument cannot travel.
+            Overloaded: Too many calls are waiting.
+        """
+        number, state, deadline = request.number, request.state, deadline_of(request.terms)
+        self._connection.session.submit(number, state, None, admitted=request.had_turn)
+        waits = False
+        try:
+            waits = self._caller.sender.prepare(request)
+        finally:
+            if not waits:
+                self._connection.withdraw(number)
+        if waits:
+            if not isinstance(state, TellState):
+                state.connection = self._connection
+            timer = None if deadline is None else self._loop.call_at(deadline, self._expire, request)
+            self._waiting[number] = (request, timer)
+        return waits
+
+    def take(self, request: Request) -> bool:
+        """Take a call out; False if it was cancelled meanwhile, or its deadline passed."""
+        self.forget(request.number)
+        return self._connection.withdraw(request.number)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def take_first(self) -> Request | None:
+        request, _ = next(iter(self._waiting.values()))
+        return request if self.take(request) else None
+
+    def take_all(self) -> Iterator[Request]:
+        waiting = (request for request, _ in self._waiting.values())
+        return filter(self.take, sorted(waiting, key=lambda request: serial_of(request.number)))
+
+    def forget(self, number: CallId) -> None:
+        _, timer = self._waiting.pop(number, (None, None))
+        if timer is not None:
+            timer.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        for request in self.take_all():
+            request.state.on_error(unsent(error))
+
+    def _expire(self, request: Request) -> None:
+        if self.take(request):
+            late = DeadlineExceeded(f"the deadline of {request.spec.label} passed before it was sent", executed=False)
+            request.state.on_error(late)
 
 
 def submit_with_refs(

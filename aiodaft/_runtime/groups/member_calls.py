@@ -15,9 +15,9 @@ from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.groups.turns import runs_in_turn
 from aiodaft._protocol.ids import KEYED, ActorId, CallId, roster_at, sibling_ids
 from aiodaft._protocol.node.liveness import Health
-from aiodaft._runtime.calls.backlog import Backlog
 from aiodaft._runtime.calls.call import CallState, Request, Target
 from aiodaft._runtime.calls.following import FollowingCall, FollowingTarget, followed
+from aiodaft._runtime.calls.outgoing import Backlog
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.objects.ref_state import state_of

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, cast
 
-from aiodaft._protocol.groups.axes import even_shares
+from aiodaft._protocol.groups.roster import even_shares
 from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.groups.arithmetic import Allocate, check_reducer, reduced
 from aiodaft._runtime.groups.keyed import apart

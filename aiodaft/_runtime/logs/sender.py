@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, Final
 
-from aiodaft._protocol.diagnostics.log_frames import frames_of
-from aiodaft._protocol.diagnostics.printing import cut
+from aiodaft._protocol.diagnostics.printing import cut, frames_of
 from aiodaft._runtime.logs.options import STANDARD, Levels, set_levels
 
 logger = logging.getLogger("aiodaft")

@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from aiodaft._protocol.diagnostics.log_frames import Sieve
-from aiodaft._protocol.diagnostics.printing import MAX_LINE, Printed
+from aiodaft._protocol.diagnostics.printing import MAX_LINE, Printed, Sieve
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.entries import Display, Entry, Life, Line, Source
 from aiodaft._runtime.platform.capabilities import Sockets

@@ -15,8 +15,7 @@ from aiodaft._protocol.ids import PeerId, node_of
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.far import FarConnections, Network, Welcome, who_listens
 from aiodaft._runtime.logs.console import ConsoleThread
-from aiodaft._runtime.node.contact import CoordinatorContact
-from aiodaft._runtime.node.nodes import Nodes
+from aiodaft._runtime.node.nodes import CoordinatorContact, Nodes
 from aiodaft._runtime.node.shipped_code import host_code
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.error_log import log_error

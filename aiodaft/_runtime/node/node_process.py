@@ -20,11 +20,10 @@ from aiodaft._runtime.diagnostics.attach import Greeting, Visits
 from aiodaft._runtime.diagnostics.process_view import is_answered
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.options import Logs
-from aiodaft._runtime.node.contact import CoordinatorContact
 from aiodaft._runtime.node.introductions import KeptActors
 from aiodaft._runtime.node.local_node import LocalNode, Machine
 from aiodaft._runtime.node.membership import Membership, watch_members
-from aiodaft._runtime.node.nodes import Nodes
+from aiodaft._runtime.node.nodes import CoordinatorContact, Nodes
 from aiodaft._runtime.node.worker import NodeOptions
 from aiodaft._runtime.node.workers import Launcher
 from aiodaft._runtime.peer import Peer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import random
 import select
 import signal
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn, TextIO, cast
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
@@ -39,10 +41,49 @@ from aiodaft._runtime.platform.fork_hooks import finish, leave_signals, when_for
 from aiodaft._runtime.platform.linux import FOR_PROGRAM, die_with_parent, kill_group
 from aiodaft._runtime.process import opened
 from aiodaft._runtime.serialization.errors import encode_error
-from aiodaft._runtime.serialization.main_module import take_main
+from aiodaft._runtime.serialization.scripts import await_main, script_of
 from aiodaft.exceptions import DaftError, ProtocolError, RuntimeClosed
 from aiodaft_transport import Key
 from aiodaft_transport.handshake import KEY_SIZE
+
+# The `__main__` of a process of actors: the parts of the script that have come.
+#
+# pickle looks up its names there, also for processes that multiprocessing starts by spawn or forkserver. Those would
+# run the script again, which may not be on their machine, or be a notebook, or start a runtime. They get these parts.
+
+
+def take_main() -> None:
+    await_main(ModuleSpec(_Name("__main__"), None))
+
+
+class _Name(str):
+    """The name of the module in this process. multiprocessing tells it a new process, which makes the module of it."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _main_of, (list(filter(None, map(_packed, list(vars(sys.modules["__main__"]))))),)
+
+
+def _packed(name: str) -> bytes | None:
+    """A name of the script and its value here; None if it cannot travel."""
+    from aiodaft._runtime.serialization.code_pickler import pickle_code  # noqa: PLC0415 - slow to import
+
+    script = script_of(vars(sys.modules["__main__"]))
+    if script is None or name.startswith("__"):
+        return None
+    try:
+        return pickle_code((script, name, script.namespace[name]))
+    except Exception:  # noqa: BLE001 - user code runs while pickling, and may raise anything
+        return None
+
+
+def _main_of(names: list[bytes]) -> str:
+    take_main()
+    for packed in names:
+        namespace, name, value = pickle.loads(packed)
+        namespace.setdefault(name, value)
+    return "__main__"
 
 
 def part_from_parent() -> None:

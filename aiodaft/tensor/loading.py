@@ -424,12 +424,12 @@ class Step:
         later = (*self._counting, *self._arguments, *self._scalars)
         inputs = [*(one for one, _ in state), *(one for one in later if one.stage in gives)]
         outputs = [one for one in plan.outputs if one.stage in gives]
-        numbers: dict[tuple[str, str], int] = {(one.name, one.role): number for one, number in state}
+        numbers: dict[tuple[str, str, int], int] = {(one.name, one.role, one.stage): number for one, number in state}
         return Program(
             routine_of(plan, self.name, inputs, outputs),
             state=tuple(number for _, number in state),
             names=tuple(one.name for one, _ in state),
-            outs=tuple(numbers.get((one.name, one.role)) for one in outputs),
+            outs=tuple(numbers.get((one.name, one.role, one.stage)) for one in outputs),
             returns=tuple(at for at, one in enumerate(outputs) if one.role == "result" and gives[one.stage]),
             first=self._random[_STEP] if self._counting else None,
             numbers=tuple(one.slot for one in (*self._counting, *self._scalars)),

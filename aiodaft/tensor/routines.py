@@ -18,10 +18,12 @@ __all__ = ["routine_of"]
 def routine_of(plan: Plan, name: str, inputs: Sequence[Input], outputs: Sequence[Output]) -> Routine | StagedRoutine:
     """The routine of the ranks that take these inputs and give these outputs, among those of the plan."""
     slots = {one.slot for one in inputs}
-    replaced = {(one.name, one.role) for one in outputs if one.slot not in slots}
-    kept = {(one.name, one.role): one.slot for one in inputs if one.role in ("parameter", "buffer", "state")}
+    replaced = {(one.name, one.role, one.stage) for one in outputs if one.slot not in slots}
+    kept: dict[tuple[str, str, int], int] = {
+        (one.name, one.role, one.stage): one.slot for one in inputs if one.role in ("parameter", "buffer", "state")
+    }
     if plan.pipeline is not None:
-        carried = {one.slot: kept[one.name, one.role] for one in outputs if one.role == "buffer"}
+        carried = {one.slot: kept[one.name, one.role, one.stage] for one in outputs if one.role == "buffer"}
         return _staged(plan.pipeline, name, inputs, outputs, carried)
     donated = frozenset(slot for key, slot in kept.items() if key in replaced)
     return Routine(

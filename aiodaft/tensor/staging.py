@@ -115,7 +115,7 @@ class _StagePlanner(Planner):
         self.sums: dict[int, int] = {}
         self.micro: dict[int, int] = {}
         self.begins: list[tuple[int, int, int]] = []
-        self.arrivals: list[Collective] = []
+        self.arrivals: list[tuple[SegmentKind, Collective]] = []
         self.senders: dict[int, int] = {}
         """The stage that each tensor comes from that is received."""
 
@@ -203,7 +203,8 @@ class _StagePlanner(Planner):
         self.numbers[number] = theirs
         self.senders[theirs] = stage
         received = self.rules.local_bytes(spec)
-        self.arrivals.append(Collective("send", PIPELINE_AXIS, received, self.lowering.cause, True, theirs))
+        arrival = Collective("send", PIPELINE_AXIS, received, self.lowering.cause, True, theirs)
+        self.arrivals.append((self.kind, arrival))
 
 
 class _Assembly:
@@ -271,7 +272,7 @@ class _Assembly:
         while True:
             self.updates.clear()
             made = [one for planner in self.planners for one in self._stage(planner, received)]
-            now = {(i.args[1], one.stage) for one in made for i in one.instructions if i.kind == "receive"}
+            now = {(i.args[1], self.places[one.stage]) for one in made for i in one.instructions if i.kind == "receive"}
             if now == received:
                 return made
             received = now
@@ -299,7 +300,7 @@ class _Assembly:
         steps = [
             one
             for one in map(Step, *planner.steps[kind])
-            if received is None or one.instruction.kind != "send" or _goes(one.instruction) in received
+            if received is None or one.instruction.kind != "send" or self._goes(one.instruction) in received
         ]
         steps, joined = with_buckets(
             without_dead(steps, wanted), self.specs, self.rules.local_shapes, planner.replicated
@@ -312,6 +313,10 @@ class _Assembly:
         causes = tuple(one.cause for one in steps)
         return Segment(planner.stage, kind, tuple(sorted(takes)), instructions, tuple(sorted(outs & wanted)), causes)
 
+    def _goes(self, instruction: Instruction) -> tuple[int, int]:
+        """The number of what is sent, and the ranks to which it goes."""
+        return instruction.args[0].number, self.places[instruction.args[1]]
+
     def _count(self, segment: Segment) -> None:
         times = 1 if segment.kind == "U" else self.microbatches
         alive = {out for one in segment.instructions for out in one.outs}
@@ -319,14 +324,17 @@ class _Assembly:
         for planner in self.planners:
             is_here = planner.stage == segment.stage
             if is_here or (segment.kind == "U" and self.places[planner.stage] == self.places[segment.stage]):
+                place = self.places[planner.stage]
                 come = [
-                    o for o in planner.arrivals if self.places[planner.senders[o.slot]] != self.places[planner.stage]
+                    one
+                    for kind, one in planner.arrivals
+                    if kind == segment.kind and self.places[planner.senders[one.slot]] != place
                 ]
-                found = [one for one in (*planner.lowering.collectives, *come) if one.slot in alive]
-                self._add(planner, joined_collectives(found, self.joined, planner.lowering), times)
-                if segment.kind == "F":
-                    begins = {number for number, *_ in planner.begins}
-                    self._add(planner, [one for one in come if one.slot in begins], 1)
+                begins = {number for number, *_ in planner.begins}
+                collectives = [one for one in planner.lowering.collectives if one.slot in alive]
+                self._add(planner, joined_collectives(collectives, self.joined, planner.lowering), times)
+                self._add(planner, [one for one in come if one.slot in alive - begins], times)
+                self._add(planner, [one for one in come if one.slot in begins], 1)
         flops = flops_of(segment.instructions, self.specs, self.rules)
         self.flops[segment.stage] = tuple(a + times * b for a, b in zip(self.flops[segment.stage], flops, strict=True))
 
@@ -375,8 +383,3 @@ class _Assembly:
             mine = coords.get(PIPELINE_AXIS, 0)
             result.append(combine([by[rank] for stage, by in enumerate(stages) if self.places[stage] == mine]))
         return tuple(result)
-
-
-def _goes(instruction: Instruction) -> tuple[int, int]:
-    """The number and the target of what is sent."""
-    return instruction.args[0].number, instruction.args[1]

@@ -133,3 +133,45 @@ async def test_eight_workers_in_three_dimensions_train_as_one_process(rt: aiodaf
     assert losses == pytest.approx(expected, abs=1e-5)
     for rank, used in enumerate(usage):
         assert used.received == {axis: 20 * received[rank] for axis, received in made.bytes.items()}
+
+
+def clipped(model: GPT, optimizer: Any, x: Any, y: Any) -> Any:
+    loss = loss_of(model, x, y)
+    loss.backward()  # type: ignore[no-untyped-call]  # of torch
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(
+    ("schedule", "tied"), [("gpipe", True), ("zb_h1", False), ("zbv", True), ("interleaved", False)]
+)
+async def test_any_schedule_with_a_norm_of_all_gradients(rt: aiodaft.Runtime, schedule: str, tied: bool) -> None:
+    def model_here() -> GPT:
+        model = model_of(4)
+        if tied:
+            model.head.weight = model.tok.weight
+        return model
+
+    cuts = ("blocks.0", "blocks.1", "blocks.2") if schedule in ("zbv", "interleaved") else ("blocks.1",)
+    strategy = Strategy(stages=cuts, microbatches=4, schedule=schedule)
+    model, (x, y) = model_here(), next(batches(1))
+    program = capture(clipped, model, torch.optim.AdamW(model.parameters(), lr=1e-2), x, y)
+    optimizer, expected = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    for x, y in batches(3):
+        parts = [loss_of(model, some, those) for some, those in zip(x.chunk(4), y.chunk(4), strict=True)]
+        for loss in parts:
+            (loss / 4).backward()  # type: ignore[no-untyped-call]  # of torch
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected += [torch.stack(parts).sum().item() / 4, norm.item()]
+    async with workers(rt, {"pp": 2}) as pair:
+        step = await pair.load(program.plan(strategy, {"pp": 2}), first)
+        given = [one.item() for x, y in batches(3) for one in await step(x, y)]
+        state = await step.state()
+    assert [name for name, value in model.state_dict().items() if not torch.equal(state[name], value)] == []
+    assert given == pytest.approx(expected, abs=1e-6)

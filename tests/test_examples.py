@@ -22,7 +22,7 @@ def test_what_dies_goes_on_from_its_checkpoint() -> None:
     assert said[5:] == ["Counter-1 died, which makes 3 deaths within 60 s: its policy allows 2 restarts"]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_agents_work_together_with_no_one_in_charge() -> None:
     output = run_example("agents_p2p.py")
     assert "2000 workflows, each once: True" in output
@@ -55,7 +55,7 @@ def test_two_models_equal_one_and_nothing_passes_the_controller(options: tuple[s
     assert "hosted_actor.py" not in output
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_two_models_on_one_device_write_what_one_process_writes() -> None:
     output = run_example("one_gpu.py", "--tokens", "12")
     assert all(re.search(rf"{what} processe?s?: +[\d,]+ tokens/s", output) for what in ("one", "two"))
@@ -92,7 +92,7 @@ def test_send_and_recv_equal_calls_and_the_comparison_says_what_each_takes() -> 
     assert "needed by Front.backward of Front-1, which did not run" in by_calls_told
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "options",
     [

@@ -30,7 +30,7 @@ def run_bench(*arguments: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([sys.executable, "-m", "benchmarks", *arguments], capture_output=True, check=False, cwd=root)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_the_command_prints_json_with_floors_from_the_same_run() -> None:
     ended = run_bench("calls", "--turns", "1", "--json")
     assert ended.returncode == 0
@@ -47,7 +47,7 @@ def test_the_command_prints_json_with_floors_from_the_same_run() -> None:
 _BUSY = 1.5
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.asyncio(loop_factories=["uvloop"])
 async def test_cr11_an_awaited_call_takes_at_most_twice_as_long_as_a_bare_echo() -> None:
     async with aiodaft.Runtime(preload=()) as rt, open_echo() as bare:
@@ -58,7 +58,7 @@ async def test_cr11_an_awaited_call_takes_at_most_twice_as_long_as_a_bare_echo()
     assert ours <= 2 * floor * _BUSY
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.asyncio(loop_factories=["uvloop"])
 async def test_dp3_a_value_of_256_mib_takes_at_most_two_memcpys_and_a_fifth_of_a_pipe() -> None:
     size = 256 << 20
@@ -83,7 +83,7 @@ async def test_dp3_a_value_of_256_mib_takes_at_most_two_memcpys_and_a_fifth_of_a
     assert pipe >= 5 * ours / _BUSY
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_calls_after_and_in_a_trace_are_compared_with_those_of_a_runtime_without() -> None:
     bench = Bench(1)
     await tracing.run(bench)
@@ -113,7 +113,7 @@ async def test_requests_that_an_actor_answers_are_compared_with_those_that_a_cor
     assert all(result.value > 0 for result in bench.results[1::2])
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_calls_through_refs_are_compared_with_the_same_work_without() -> None:
     bench = Bench(1)
     await refs.run(bench)
@@ -123,7 +123,7 @@ async def test_calls_through_refs_are_compared_with_the_same_work_without() -> N
     assert all(result.value > 0 for result in bench.results)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_workflows_between_actors_are_compared_with_those_that_the_controller_drives() -> None:
     bench = Bench(1)
     await workflows.run(bench, count=50)
@@ -152,7 +152,7 @@ async def test_collectives_are_compared_with_gloo_and_with_memcpy(capsys: pytest
     assert "collectives between hosts need $AIODAFT_ADDRESS" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.asyncio(loop_factories=["uvloop"])
 async def test_moves_of_shards_are_compared_with_a_memcpy_at_each_receiver() -> None:
     bench = Bench(1)
@@ -161,7 +161,7 @@ async def test_moves_of_shards_are_compared_with_a_memcpy_at_each_receiver() -> 
     assert all(result.floor_name == "one memcpy per receiver" and result.value > 0 for result in bench.results)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.asyncio(loop_factories=["uvloop"])
 async def test_what_one_of_many_takes_is_compared_with_one_of_few() -> None:
     bench = Bench(1)
@@ -170,7 +170,7 @@ async def test_what_one_of_many_takes_is_compared_with_one_of_few() -> None:
     assert all(result.budget == "<= 1.5" and result.value > 0 for result in bench.results)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_dispatch_is_compared_with_a_bare_echo_and_operations_grow_until_it_is_hidden() -> None:
     bench = Bench(1)
     await dispatch.run(bench, counts=[1], length=4, longest=30e-6)
@@ -194,7 +194,7 @@ def test_what_hides_dispatch_is_drawn(tmp_path: Path) -> None:
     assert all(text in file.read_text() for text in (*curves, "duration of an operation"))
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_another_host_is_compared_with_bare_sockets_and_needs_a_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +212,7 @@ def test_another_host_is_compared_with_bare_sockets_and_needs_a_node(
     assert b"hosts needs $AIODAFT_ADDRESS" in alone.stderr
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_tensors_on_a_gpu_are_compared_with_copies_and_with_torch(capsys: pytest.CaptureFixture[str]) -> None:
     bench = Bench(1)
     await gpu.run(bench, HostHolder, {4096: 2, 1 << 40: 2}, many=10, most=2)
@@ -226,7 +226,7 @@ async def test_tensors_on_a_gpu_are_compared_with_copies_and_with_torch(capsys: 
     assert "gpu: 1024 GiB needs 12288 GiB of free memory: left out" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_without_a_gpu_its_lines_are_left_out_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     ended = run_bench("gpu", "--json")
@@ -304,7 +304,7 @@ async def test_a_stall_of_the_loop_is_seen() -> None:
     assert watch.stop() > 0.02
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_what_is_not_installed_is_left_out_of_a_comparison() -> None:
     ended = run_bench("--compare", "monarch", "--turns", "1", "--json")
     assert ended.returncode == 0, ended.stderr

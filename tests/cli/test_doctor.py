@@ -68,7 +68,7 @@ def test_its_document_has_what_it_says_of_both(tmp_path: Path) -> None:
     assert min(way["call_seconds"], way["tcp_bytes_per_second"]) > 0
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_it_says_what_keeps_this_machine_out_of_a_cluster(tmp_path: Path, key_file: str) -> None:
     with cluster_of(tmp_path / "other key", "n1") as cluster:
         assert "it has another key; copy the key file of the cluster" in diagnosis(cluster.address, key_file)

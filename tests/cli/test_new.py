@@ -27,7 +27,7 @@ def new(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return run("-m", "aiodaft.cli", "new", *arguments, cwd=cwd)
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("kind", OWN)
 def test_the_tests_of_a_new_project_pass(kind: str, tmp_path: Path) -> None:
     made = new("word-count", f"--{kind}", cwd=tmp_path)

@@ -97,7 +97,7 @@ while True:
     signal.pause()
 """
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of another user")
 
 

@@ -34,7 +34,7 @@ from aiodaft.cli.__main__ import main
 # Short, for tests in which one ends.
 LEASE = ("--lease", "2")
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 cluster = two_nodes

@@ -21,7 +21,7 @@ from parents import Child, Parent, pid_in
 
 import aiodaft
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 cluster = two_nodes

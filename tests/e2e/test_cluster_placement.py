@@ -15,7 +15,7 @@ from travellers import Traveller
 import aiodaft
 from aiodaft import Actor, method
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 class Shard(Actor, gpus=1):
@@ -142,7 +142,7 @@ async def test_a_wait_ends_when_a_node_joins(cluster: Cluster, rt: aiodaft.Runti
         assert await asyncio.to_thread(joined.end) == 0
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(180)
 async def test_supervised_actors_of_a_lost_node_come_back_where_there_is_room(tmp_path: Path) -> None:
     with cluster_of(tmp_path / "key", "n1", "n2", "n3", options=("--lease", "2")) as cluster:
         async with aiodaft.Runtime(cluster.address, key_file=cluster.key_file, unhandled="log") as rt:

@@ -25,7 +25,7 @@ from aiodaft.cli.key import new_key
 from aiodaft.exceptions import NotAuthenticated, SerializationError
 from aiodaft_transport.handshake import CHALLENGE_SIZE, HELLO_SIZE, MAGIC
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 # The state of a TCP socket that listens: see proc(5).
 TCP_LISTEN = "0A"
@@ -114,7 +114,7 @@ async def test_f85_and_f86_strangers_at_the_port_of_a_node_stop_nothing(cluster:
                         continue
             # Actors answer, and others get in.
             assert await worker.same(1) == 1
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(20):
                 other = await rt.on(node="n2").spawn(Worker)
                 assert await other.ask(worker, Point(1, 2)) == Point(1, 2)
         finally:

@@ -20,7 +20,7 @@ import aiodaft
 from aiodaft_transport import Unreachable
 from aiodaft_transport.ucx import INTERFACE_VARIABLE
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 MIB = 1 << 20
 SIZES = [100_000, 3 * MIB, 40 * MIB]
 

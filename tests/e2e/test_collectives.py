@@ -308,7 +308,7 @@ async def test_wrong_arguments_are_refused_at_the_line(rt: aiodaft.Runtime) -> N
         await aiodaft.reduce_scatter(refs)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_over_tcp_members_send_parts() -> None:
     async with aiodaft.Runtime(transport="tcp") as rt:
         members = list(await rt.group(3, Member))

@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).parents[1] / "support" / "dashboard_program.py"
 
 pytestmark = [
     pytest.mark.programs,
-    pytest.mark.timeout(90),
+    pytest.mark.timeout(180),
     pytest.mark.skipif(BINARY is None, reason="chromium is not installed"),
 ]
 

@@ -24,7 +24,7 @@ def losses_of_one() -> list[float]:
     return train_in_one(SIZE, STEPS)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("variant", ["ddp", "zero1", "zero3"])
 async def test_ranks_with_uneven_batches_compute_what_one_process_computes(
     variant: str, losses_of_one: list[float]
@@ -60,7 +60,7 @@ class PatientReplica(Replica):
             self.came.set()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_gradients_are_combined_while_backward_runs(tmp_path: Path) -> None:
     tokens = torch.arange(32).view(2, 16)
     parts: list[Batch] = [(row[None], row[None]) for row in tokens]

@@ -46,7 +46,7 @@ async def begin(rt: aiodaft.Runtime, plan: Plan, count: int) -> Training:
 
 
 @on_module_loop
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_one_member_whose_outer_steps_take_its_changes_as_they_are_equals_adamw(rt: aiodaft.Runtime) -> None:
     training = await begin(rt, plan := Plan(lr=1.0, momentum=0.0, batch=2), count=1)
     for _ in range(2):
@@ -79,7 +79,7 @@ def test_an_outer_step_is_one_of_sgd_with_nesterov_momentum_of_its_fragment_alon
 
 
 @on_module_loop
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("variant", ["diloco", "streaming"])
 async def test_an_outer_step_takes_the_bytes_of_one_all_reduce_of_a_fragment(rt: aiodaft.Runtime, variant: str) -> None:
     training, fragments = await begin(rt, PLANS[variant], count=3), PLANS[variant].fragments
@@ -116,7 +116,7 @@ class GatedTraining(Training):
 
 
 @on_module_loop
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_changes_are_added_up_while_members_take_inner_steps(rt: aiodaft.Runtime) -> None:
     group = await rt.group(2, GatedMember)
     assert await GatedTraining(group, Plan(inner_steps=2, overlap=1)).outer_step() == (0, 1)
@@ -177,7 +177,7 @@ class Churn:
 
 
 @on_module_loop
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("variant", ["diloco", "overlapped"])
 async def test_members_that_survive_and_those_that_join_share_the_same_bits(rt: aiodaft.Runtime, variant: str) -> None:
     plan = PLANS[variant]

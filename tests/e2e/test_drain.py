@@ -21,7 +21,7 @@ from aiodaft.exceptions import OutcomeUnknown
 # Of nodes to which the clerks may move.
 WORKER = ("--label", "for=clerks")
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(180)]
 
 
 @pytest.fixture

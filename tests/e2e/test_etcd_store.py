@@ -21,7 +21,7 @@ pytestmark = [
         importlib.util.find_spec("aetcd") is None, reason="aetcd is not installed: pip install 'aiodaft[etcd]'"
     ),
     pytest.mark.hosts,
-    pytest.mark.timeout(90),
+    pytest.mark.timeout(180),
 ]
 Run = Callable[[str], None]
 

@@ -14,7 +14,7 @@ from travellers import Traveller
 import aiodaft
 from aiodaft.exceptions import NotDelivered, OutcomeUnknown
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(120)]
 
 
 @pytest.fixture

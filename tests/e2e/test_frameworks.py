@@ -27,7 +27,7 @@ def environment_of(pid: int) -> set[str]:
 
 
 @pytest.mark.programs
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(180)
 async def test_an_actor_ends_with_its_program_and_a_program_with_its_actor(nothing_left_behind: None) -> None:
     # Modules that the actors import are imported once.
     async with aiodaft.Runtime(preload=("frameworks",)) as rt:

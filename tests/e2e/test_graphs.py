@@ -63,7 +63,7 @@ def with_inputs(count: int, flow: Any) -> Any:
     return (lambda a, b: flow(a, b)) if count == 2 else lambda a, b, c: flow(a, b, c)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_random_dataflows_give_the_same_compiled_and_interpreted(module_rt: aiodaft.Runtime) -> None:
     """200 of them, bit for bit, with exceptions: their types, texts and notes."""
     actors = await spawn(module_rt, 3)

@@ -22,7 +22,7 @@ kubernetes_validate = pytest.importorskip("kubernetes_validate")
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
 NAMES = ["aiodaft-0", "aiodaft-1", "aiodaft-2"]
 FILES = ("cluster.yaml", "program.yaml")
-pytestmark = [pytest.mark.programs, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.programs, pytest.mark.timeout(180)]
 
 
 def documents(name: str) -> list[dict[str, Any]]:

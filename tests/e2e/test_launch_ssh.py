@@ -29,7 +29,7 @@ from aiodaft.launch.started_node import StartedNode
 
 PAGE = Path(__file__).parents[2] / "docs" / "ssh.md"
 MISSING = why_not()
-pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def test_a_killed_controller_leaves_no_actor_and_nothing_that_one_has_started(ho
         assert len(pids) == 6
         process.kill()
         # The bound of row CR5, where it is measured.
-        assert wait_gone(pids, within=2.0 if how == "waits" else 10.0) == set()
+        assert wait_gone(pids, within=2.0 if how == "waits" else 30.0) == set()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,7 +18,7 @@ import aiodaft
 
 # Imported once, which takes seconds; an optimizer of torch needs torch._dynamo.
 PRELOAD = ("torch_ranks", "torch._dynamo")
-pytestmark = [pytest.mark.timeout(90), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
 
 
 def told(error: BaseException | None) -> str:

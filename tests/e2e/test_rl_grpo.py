@@ -83,7 +83,7 @@ async def learn(rt: aiodaft.Runtime, *options: str) -> Learning:
     return learning
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_rewards_are_the_same_to_the_last_bit_wherever_the_generators_are() -> None:
     async with aiodaft.Runtime() as rt:
         apart = await learn(rt, "--place", "split", "--steps", "4")
@@ -95,7 +95,7 @@ async def test_rewards_are_the_same_to_the_last_bit_wherever_the_generators_are(
     assert len(set(apart.curve)) == 4
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_a_sample_that_crashes_or_hangs_its_sandbox_is_dropped_and_no_other() -> None:
     async with aiodaft.Runtime() as rt:
         learning = await learn(rt, "--faults", "--steps", "1")

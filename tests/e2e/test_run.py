@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "jobs.md"
 MISSING = why_not()
 RUN = [sys.executable, "-m", "aiodaft.cli", "run"]
 SCRIPT = job_script.__file__
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 
 @contextmanager

@@ -345,7 +345,7 @@ def test_one_ctrl_c_ends_the_program_in_order() -> None:
 
 
 def test_a_second_ctrl_c_ends_it_at_once() -> None:
-    process = start_script(cleanup="print('cleaning', flush=True); await asyncio.sleep(30)")
+    process = start_script(cleanup="print('cleaning', flush=True); await asyncio.sleep(600)")
     pids = descendants(process.pid)
     os.killpg(process.pid, signal.SIGINT)
     assert process.stdout is not None

@@ -23,7 +23,7 @@ from serve_router import LOSSES, Router
 
 import aiodaft
 
-pytestmark = [pytest.mark.programs, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.programs, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
 PRELOAD = ("torch",)
 COUNT = 16

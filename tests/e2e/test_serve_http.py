@@ -13,7 +13,7 @@ from serve_disagg import make_app, options_of
 from serve_drive import serving
 from serve_model import Weights, greedy, make_model, train
 
-pytestmark = [pytest.mark.programs, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.programs, pytest.mark.timeout(120)]
 
 PROMPT, URL = "An expression ", "/v1/completions"
 

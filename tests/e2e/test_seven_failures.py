@@ -22,7 +22,7 @@ from supervised import AT_ONCE
 import aiodaft
 from aiodaft import ActorDied, Restart
 
-pytestmark = [pytest.mark.programs, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.programs, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from supervised import AT_ONCE
 import aiodaft
 from aiodaft import Restart
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 class Takes(aiodaft.Actor):

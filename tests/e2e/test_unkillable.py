@@ -79,7 +79,7 @@ PLAN: list[list[tuple[int, str]]] = [
 
 
 @in_module_loop
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_a_process_may_end_at_any_point_and_nothing_changes(
     rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +114,7 @@ async def test_a_process_may_end_at_any_point_and_nothing_changes(
 
 
 @in_module_loop
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_the_next_step_does_not_wait_for_a_checkpoint(
     rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +131,7 @@ async def test_the_next_step_does_not_wait_for_a_checkpoint(
 
 
 @in_module_loop
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_two_deaths_at_a_time_are_an_error_and_no_wrong_number(rt: aiodaft.Runtime) -> None:
     async with rt.scope() as scope:
         training = start(scope, 3)
@@ -145,7 +145,7 @@ async def test_two_deaths_at_a_time_are_an_error_and_no_wrong_number(rt: aiodaft
 
 
 @in_module_loop
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_ranks_that_die_whenever_they_start_are_an_error(rt: aiodaft.Runtime) -> None:
     async with rt.scope() as scope:
         place = scope.on(restart="temporary")
@@ -155,7 +155,7 @@ async def test_ranks_that_die_whenever_they_start_are_an_error(rt: aiodaft.Runti
 
 
 @in_module_loop
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_another_replica_of_its_stage_does_what_the_dead_one_had(rt: aiodaft.Runtime) -> None:
     plan = [(1, "forward"), (2, "gradients"), (5, "collect"), (0, "update")]
     async with rt.scope() as scope:

@@ -14,7 +14,7 @@ from aiodaft._protocol.connections import messages, session
 from aiodaft._runtime.connections import far
 from aiodaft_transport import handshake
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 # Runs `aiodaft` as if it was of another release.
 OTHER_RELEASE = """

@@ -47,7 +47,7 @@ def test_tokens_of_batches_are_those_of_one_prompt_without_cache(sizes: Sizes, w
     assert (batch.preempted > 0, batch.hit_tokens > 0) == ((sizes is TIGHT,) * 2)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "name",
     [

@@ -13,7 +13,7 @@ from network_namespaces import network
 import aiodaft
 from aiodaft.exceptions import OutcomeUnknown
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_factories=["uvloop"])]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_factories=["uvloop"])]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from network_namespaces import Host, network
 
 from aiodaft_transport.ucx import INTERFACE_VARIABLE
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(120)]
 
 
 @pytest.fixture

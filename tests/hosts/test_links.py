@@ -28,7 +28,7 @@ TEXT = random.Random(1).randbytes(20_000)
 
 
 @pytest.mark.hosts
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_d54_d55_d56_both_ends_notice_a_partition_and_a_one_way_drop_whether_they_send_or_not() -> None:
     with network("one", "two", "three") as net, ExitStack() as stack:
         one, two, three = net.hosts

@@ -17,7 +17,7 @@ from run_blocks import BLOCK
 PAGE = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 class Person:

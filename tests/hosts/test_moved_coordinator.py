@@ -13,7 +13,7 @@ import pytest
 from host_clusters import PORT
 from network_namespaces import Host, Network, network
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(180)]
 
 # Has an /etc/hosts of its own.
 WITH_NAMES = ("unshare", "--mount", "--", "sh", "-ec", 'mount --bind "$0" /etc/hosts; exec "$@"')

@@ -14,7 +14,7 @@ from sharded import Rank, assert_has, tp, whole_tensors
 from aiodaft import Refs
 from aiodaft.resharding import Sharding, reshard
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(60), pytest.mark.asyncio(loop_factories=["uvloop"])]
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(120), pytest.mark.asyncio(loop_factories=["uvloop"])]
 
 SHAPE = (1536, 1024)
 

@@ -32,7 +32,7 @@ def node(host: Host, *arguments: str, key: Path) -> str:
 
 
 @pytest.mark.hosts
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(180)
 def test_the_network_of_each_host_carries_a_value_once(tmp_path: Path) -> None:
     key = tmp_path / "key"
     subprocess.run([sys.executable, "-m", "aiodaft.cli", "key", "new", str(key)], check=True, capture_output=True)

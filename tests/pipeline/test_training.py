@@ -58,7 +58,7 @@ async def fail_in_the_last_replica(schedule: pipeline.Schedule, ranks: list[Any]
     assert [type(outcome) for outcome in outcomes] == [IndexError] * len(ranks) * len(ranks[0])
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_four_stages_and_eight_microbatches_equal_accumulation_and_hold_what_the_schedule_says(
     module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +82,7 @@ async def test_a_schedule_of_ones_own_is_a_file(tmp_path: Path) -> None:
         pipeline_gpt.schedule_of("zbx", 3, 4, skips=())
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_two_replicas_of_ranks_whose_stages_micro_batches_skip_do_too(
     module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ import aiodaft
 
 _COMMAND = (sys.executable, "-m", "aiodaft.cli")
 # Seconds that a node has to come up, or to end.
-_PATIENCE = 20.0
+_PATIENCE = 50.0
 
 
 class NodeDied(Exception):
@@ -84,7 +84,7 @@ class Cluster:
         """A command of `aiodaft`, for `environment`."""
         return [*_COMMAND, *arguments]
 
-    def run(self, *arguments: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, timeout: float = 50) -> subprocess.CompletedProcess[str]:
         """Run a command of `aiodaft` to its end, and return its output."""
         command = self.command(*arguments)
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=timeout)

@@ -47,7 +47,7 @@ def is_alive(pid: int) -> bool:
     return state not in "ZX"
 
 
-def wait_gone(pids: Iterable[int], within: float = 10.0) -> set[int]:
+def wait_gone(pids: Iterable[int], within: float = 30.0) -> set[int]:
     """The processes that do not end within so many seconds: by default, however slow this machine is."""
     deadline = time.monotonic() + within
     for pid in pids:

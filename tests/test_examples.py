@@ -183,3 +183,15 @@ def test_a_model_for_one_device_trains_under_a_strategy(strategy: str, tmp_path:
     assert float(output.rpartition("at most ")[2]) < 1e-5
     assert "blocks.1.down" in picture.read_text()
     assert written.read_text().startswith("{")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "options", [("long_context.py", "--ranks", "3", "--length", "50"), ("moe.py", "--ranks", "3")], ids="-".join
+)
+def test_a_ring_and_experts_train_as_one_process(options: tuple[str, ...]) -> None:
+    output = run_example(*options)
+    apart = [float(one) for one in re.findall(r"off by (\S+)", output)]
+    assert len(apart) == 5
+    assert max(apart) < 1e-5
+    assert options[0] != "moe.py" or "experts by rank: [2, 2, 1]" in output

@@ -252,6 +252,14 @@ async def test_what_torch_distributes_gives_the_values_of_one_process(
     assert await ranks.all(TorchRank.close) == [False, False]
 
 
+async def test_operations_that_are_repeated_send_no_message_and_need_no_wait_to_go_on(rt: aiodaft.Runtime) -> None:
+    ranks = await opened(rt, 2)
+    for nbytes in (64, 1 << 22):
+        assert await ranks.all(TorchRank.sent_meanwhile, nbytes) == [0, 0]
+        assert await ranks.all(TorchRank.waited_for_by_nobody, nbytes) == [[2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 0.0]]
+    assert await ranks.all(TorchRank.close) == [False, False]
+
+
 async def test_all_operations_work_among_all_ranks_and_among_some(module_rt: aiodaft.Runtime) -> None:
     ranks = await opened(module_rt, 4)
     for losses in await ranks.all(TorchRank.sharded_in_two_ways):
@@ -278,8 +286,8 @@ async def test_all_operations_work_among_all_ranks_and_among_some(module_rt: aio
 async def test_wrong_uses_are_errors_that_say_what_to_do(module_rt: aiodaft.Runtime) -> None:
     ranks = await opened(module_rt, 2)
     for error in await failures(ranks.each(TorchRank.reduce_shape, [2, 3])):
-        assert "rank 0 has value torch.float32 (2,)" in str(error)
-        assert "rank 1 has value torch.float32 (3,)" in str(error)
+        assert "rank 0 has all_reduce sum float32 [[2]]" in str(error)
+        assert "rank 1 has all_reduce sum float32 [[3]]" in str(error)
     for error in await failures(ranks.all(TorchRank.use_meta)):
         assert isinstance(error, ValueError)
         assert "is for tensors of the CPU, not of meta: use process_group('nccl')" in str(error)
@@ -306,8 +314,8 @@ async def test_a_member_that_leaves_while_others_wait_for_it_is_named(
     for error in await failures(ranks.all(TorchRank.stay_behind, operation)):
         assert isinstance(error, ValueError | RuntimeError)
         # In the order in which they came.
-        assert "rank 0 has operation reduce" in str(error)
-        assert f"rank 1 has operation {operation}" in str(error)
+        assert "rank 0 has reduce" in str(error)
+        assert f"rank 1 has {operation}" in str(error)
 
 
 @pytest.mark.parametrize("operation", ["recv", "recv from any"])

@@ -24,6 +24,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import aiodaft
+from aiodaft._runtime.peer import Peer
+from aiodaft._runtime.process import current_process
 
 # Not all names have types.
 dist: Any = torch.distributed
@@ -76,6 +78,36 @@ class TorchRank(aiodaft.Actor):
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
         trained = parallelize_module(model(), mesh["tp"], plan)
         return mean_losses(fully_shard(trained, mesh=mesh["dp"]), mesh["dp"].get_local_rank(), 2)
+
+    @aiodaft.method
+    def sent_meanwhile(self, nbytes: int) -> int:
+        """The fewest messages of this process while operations are repeated: at first it hears of what was before."""
+        connections, counts = current_process().part(Peer).connections, list[int]()
+        whole, part = torch.ones(2, nbytes // 8), torch.ones(nbytes // 8)
+        for _ in range(9):
+            before = connections.traffic()
+            for _ in range(3):
+                dist.all_reduce(whole)
+                dist.reduce_scatter_tensor(part, whole)
+                dist.all_gather_into_tensor(whole, part)
+            after = connections.traffic()
+            counts.append(after.control_sent + after.payload_sent - before.control_sent - before.payload_sent)
+        return min(counts)
+
+    @aiodaft.method
+    def waited_for_by_nobody(self, nbytes: int) -> list[float]:
+        """Rank 1 sends when it has the results of operations that rank 0 has begun and does not wait for."""
+        values, got = [torch.ones(nbytes // 4) for _ in range(3)], torch.zeros(1)
+        works = [dist.all_reduce(value, async_op=True) for value in values]
+        if dist.get_rank() == 0:
+            dist.recv(got, 1)
+        else:
+            for work in works:
+                work.wait()
+            dist.send(values[2][:1], 0)
+        for work in works:
+            work.wait()
+        return [value[-1].item() for value in (*values, got)]
 
     @aiodaft.method
     def in_stages(self) -> list[float]:

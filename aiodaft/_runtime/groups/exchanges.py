@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 from weakref import WeakSet
@@ -16,9 +18,12 @@ from aiodaft._runtime.groups.arithmetic import Reducer
 from aiodaft._runtime.groups.inboxes import Inboxes, Mail
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.groups.meeting_place import target_of_member
+from aiodaft._runtime.groups.operations import Operation, Operations
 from aiodaft._runtime.groups.part import Part
+from aiodaft._runtime.groups.planned import Planned
+from aiodaft._runtime.groups.planning import Planning
 from aiodaft._runtime.serialization.errors import copy_error
-from aiodaft.exceptions import CallCancelled
+from aiodaft.exceptions import CallCancelled, ResourceExhausted
 from aiodaft.ref import Ref
 
 # The value that members bring to the last collective of a group.
@@ -49,6 +54,7 @@ class Exchanges:
         self._gate = threading.Lock()
         self._mails: list[Mail] = []
         self._made: list[Among] = []
+        self._plans: list[Planned] = []
 
     def among(self, ranks: Sequence[int], name: str) -> Among:
         everyone, _ = self.standing.roster.narrowed(self.standing.rank, self.steps)
@@ -81,6 +87,13 @@ class Exchanges:
         self._mails.append(mail)
         return mail
 
+    def planning(self, plan: Planned) -> Planned:
+        """Have a plan end with the block."""
+        self._plans.append(plan)
+        if self.over is not None:
+            plan.end(self.over)
+        return plan
+
     def reason(self, error: BaseException) -> BaseException:
         """Note that an exchange has failed; returns the reason."""
         if self.over is not None:
@@ -95,12 +108,16 @@ class Exchanges:
             under_way = list(self._under_way)
         for ref in under_way:
             ref.cancel(str(why))
+        for plan in self._plans:
+            plan.end(why)
 
     def close(self) -> None:
         closed = CallCancelled(f"the block {self.block} is over")
         self.end(closed)
         for mail in self._mails:
             mail.close(closed)
+        for plan in self._plans:
+            plan.close()
 
 
 class Among:
@@ -118,6 +135,18 @@ class Among:
         self._roster, self.rank = exchanges.standing.roster.narrowed(exchanges.standing.rank, steps)
         self._keyed = exchanges.process.part(Keyed)
         self._mail: Mail | None = None
+        self._operations: Operations | None = None
+
+    async def open_plan(self, executor: Executor) -> None:
+        """Have the members use memory that they share, if they do and all have room for it; see `Operations`."""
+        line, part = None, self._part("plan", _same)
+        meet = partial(self._begin_by_key, "all_gather", finish=_same)
+        # All members get that error.
+        with suppress(ResourceExhausted):
+            line = await self.exchanges.process.part(Planning).open(part, meet)
+        if line is not None:
+            plan = Planned(self.exchanges.process, self.rank, self._roster.size, line, _never)
+            self._operations = Operations(self.exchanges.planning(plan), executor)
 
     def begin(
         self,
@@ -127,26 +156,55 @@ class Among:
         op: Reducer = "sum",
         root: int = 0,
         lengths: tuple[int, ...] | None = None,
-    ) -> Ref[Any]:
-        """Begin a collective of the name; those of all members meet in their order."""
+        out: Any = None,
+    ) -> Ref[Any] | Operation:
+        """Begin a collective of the name; those of all members meet in their order.
+
+        A plan has the result in `out`, if there is one, before it is given to `finish`.
+        """
         exchanges = self.exchanges
         exchanges.check_open()
         if not exchanges.standing.is_current:
             raise changed(self._roster.id, self._roster.epoch, what=f"this {operation}")
-        part = Part(
+        by_key = partial(self._begin_by_key, operation, value, finish, op, root, lengths)
+        if self._operations is None:
+            return by_key()
+        return self._operations.begin(operation, value, finish, op, lengths, by_key, out)
+
+    def _begin_by_key(
+        self,
+        operation: str,
+        value: Any,
+        finish: Finish,
+        op: Reducer = "sum",
+        root: int = 0,
+        lengths: tuple[int, ...] | None = None,
+    ) -> Ref[Any]:
+        part = self._part(operation, finish, op, root, lengths)
+        return self.exchanges.begun(self._keyed.begin(part, value, self._call(), None))
+
+    def _part(
+        self,
+        operation: str,
+        finish: Finish,
+        op: Reducer = "sum",
+        root: int = 0,
+        lengths: tuple[int, ...] | None = None,
+    ) -> Part:
+        standing = self.exchanges.standing
+        return Part(
             operation,
             self._key,
             self._roster,
             self._steps,
             self.rank,
-            exchanges.standing,
+            standing,
             op,
             root,
             None,
             lengths,
             finish,
         )
-        return exchanges.begun(self._keyed.begin(part, value, self._call(), None))
 
     def send(self, value: Any, to: int, tag: int) -> Ref[None]:
         return self._post("isend", partial(self.mailing().send, value, to, tag))
@@ -180,3 +238,11 @@ class Among:
         """The call with which an exchange ends; in other threads, that in which the block was opened."""
         call = current_call.get() or self.exchanges.opened_in
         return None if call is None or call.answered else call
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("a plan with shared memory meets nowhere")

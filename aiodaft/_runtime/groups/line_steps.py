@@ -267,7 +267,7 @@ class LineSteps:
         for rank, other in enumerate(told):
             if other[:alike] != mine[:alike]:
                 line.half ^= 1
-                texts = (f"rank {at} has {' '.join(map(str, told[at]))}" for at in sorted((line.rank, rank)))
+                texts = (f"rank {at} has {_text(told[at])}" for at in sorted((line.rank, rank)))
                 raise Disagreement(f"a plan of {line.group}: the members disagree: {', '.join(texts)}")
         parts = [(_dtype(told[source]), told[source][2][lane]) for source in sources]
         views = None
@@ -355,6 +355,11 @@ def _are_small(shapes: Sequence[Sequence[int]], dtype: Any) -> bool:
 def _terms(terms: bytes) -> Terms:
     told: Terms = tuple(json.loads(terms[_PREFIX : _PREFIX + int.from_bytes(terms[:_PREFIX], "little")]))
     return told
+
+
+def _text(terms: Terms) -> str:
+    title, dtype, shapes = terms
+    return f"{title} {dtype} {shapes}" if shapes else title
 
 
 def _dtype(terms: Terms) -> Any:

@@ -44,11 +44,11 @@ Wait: TypeAlias = Callable[[Any], Awaitable[Any]]
 class Exchange(Generic[T]):
     """One collective of a `Planned`: it begins when it is started, awaited, or asked for its result."""
 
-    __slots__ = ("_begun", "_error", "_meeting", "_plan", "_steps", "_title", "_value")
+    __slots__ = ("_begun", "_error", "_meeting", "_plan", "_steps", "_value", "title")
 
     def __init__(self, plan: Planned, title: str, steps: Steps[T]) -> None:
         self._plan = plan
-        self._title = title
+        self.title = title
         # None when it is over.
         self._steps: Steps[T] | None = steps
         self._begun = False
@@ -196,9 +196,9 @@ class Planned:
         steps = self._list("all_to_all", given, cuts, self._rank, self._size, out)
         return Exchange(self, "all_to_all", steps)
 
-    def barrier(self) -> Exchange[None]:
-        """Wait until all members have begun it."""
-        return Exchange(self, "barrier", self._barrier())
+    def barrier(self, name: str = "barrier") -> Exchange[None]:
+        """Wait until all members have begun it, with the same name."""
+        return Exchange(self, name, self._barrier(name))
 
     def close(self) -> None:
         """Free the shared memory. Exchanges that the others begin in this plan end with CallCancelled. Idempotent.
@@ -211,11 +211,16 @@ class Planned:
 
     __del__ = close
 
+    def end(self, error: BaseException) -> None:
+        """End what this member waits for with an error, from any thread."""
+        if self._line is not None:
+            self._line.fail(error)
+
     # The turns of exchanges.
 
     def _in_thread(self, exchange: Exchange[Any], *, start: bool = False) -> None:
         if self._process.is_here or asyncio._get_running_loop() is not None:
-            raise RuntimeError(f"{exchange._title} would block the event loop of this thread: use `await`")
+            raise RuntimeError(f"{exchange.title} would block the event loop of this thread: use `await`")
         line = self._line
         self._turn.acquire()
         try:
@@ -227,7 +232,7 @@ class Planned:
             self._release()
 
     async def _on_loop(self, exchange: Exchange[Any]) -> None:
-        title, line = exchange._title, self._line
+        title, line = exchange.title, self._line
         if asyncio.get_running_loop() is not self._process.loop:
             raise RuntimeError(f"{title} is awaited on another event loop than the one its runtime was opened on")
         async with self._tasks:
@@ -248,7 +253,7 @@ class Planned:
             return
         try:
             if line is not None:
-                _enter(line, exchange._title)
+                _enter(line, exchange.title)
             if not exchange._begun:
                 exchange._begun = True
                 exchange._meeting = next(steps)
@@ -265,7 +270,7 @@ class Planned:
         except StopIteration as stop:
             exchange._value = stop.value
         except BaseException as error:
-            exchange._error = _failed(line, exchange._title, error)
+            exchange._error = _failed(line, exchange.title, error)
             # It has views of the memory, which no exchange uses after the end of the line.
             steps.close()
             exchange._steps = self._started = None
@@ -334,12 +339,12 @@ class Planned:
         moved = yield from self._on_line.move(f"broadcast from {root}", given, (), sources, 0, 1, [out][: len(sources)])
         return moved[0] if moved else self._placed("broadcast", given[0], out)
 
-    def _barrier(self) -> Steps[None]:
+    def _barrier(self, name: str) -> Steps[None]:
         if self._on_line is None:
             self._count("barrier", 0)
             yield self._meet("barrier", None, "sum", 0)
         else:
-            yield from self._on_line.move("barrier", (), (), (), 0, 1, ())
+            yield from self._on_line.move(name, (), (), (), 0, 1, ())
 
     def _placed(self, title: str, value: Tensor, out: Tensor | None) -> Tensor:
         return Room(self._allocate, title, value.dtype, value.shape, value.device, out).filled(value)

@@ -15,9 +15,9 @@ from typing import Any, Final
 import torch
 import torch.distributed
 
+from aiodaft._runtime.actors.blocking import block_on
 from aiodaft._runtime.groups.exchanges import Among, Exchanges, Finish
-from aiodaft._runtime.groups.torch_work import Handle, Received
-from aiodaft.ref import Ref
+from aiodaft._runtime.groups.torch_work import Begun, Handle, Received
 
 # Not all names have types.
 dist: Any = torch.distributed
@@ -50,7 +50,7 @@ class TorchGroup(dist.ProcessGroup):  # type: ignore[misc]  # without types
     def __init__(self, among: Among, size: int, name: str, executor: Executor) -> None:
         super().__init__(among.rank, size)
         self._among, self._size, self._name, self._executor = among, size, name, executor
-        self._coalesced: list[Ref[Any]] | None = None
+        self._coalesced: list[Begun] | None = None
         self._count = 0
 
     # The group.
@@ -93,7 +93,7 @@ class TorchGroup(dist.ProcessGroup):  # type: ignore[misc]  # without types
         op, divide = _reduction(opts, self._size)
         if op == "sum" and len(tensors) == 1 and tensors[0].layout != torch.strided:
             op = torch.add
-        refs = [self._begin("all_reduce", _value(x), partial(_set, x, divide), op) for x in tensors]
+        refs = [self._begin("all_reduce", _value(x), partial(_set, x, divide), op, out=_room(x)) for x in tensors]
         return self._handle(refs, tensors)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Handle:
@@ -137,7 +137,9 @@ class TorchGroup(dist.ProcessGroup):  # type: ignore[misc]  # without types
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Handle:
         refs = [
-            self._begin("all_gather", _value(x), partial(_set_parts_each, output))
+            self._begin(
+                "all_gather", _value(x), partial(_set_parts_each, output), out=_rooms(output, self._size, x.shape)
+            )
             for output, x in zip(outputs, inputs, strict=True)
         ]
         return self._handle(refs, outputs)
@@ -169,7 +171,13 @@ class TorchGroup(dist.ProcessGroup):  # type: ignore[misc]  # without types
     ) -> Handle:
         op, divide = _reduction(opts, self._size)
         refs = [
-            self._begin("reduce_scatter", _value(x).view(self._size, -1), partial(_set, output, divide), op)
+            self._begin(
+                "reduce_scatter",
+                _value(x).view(self._size, -1),
+                partial(_set, output, divide),
+                op,
+                out=_room(output, 1),
+            )
             for output, x in zip(outputs, inputs, strict=True)
         ]
         return self._handle(refs, outputs)
@@ -220,13 +228,11 @@ class TorchGroup(dist.ProcessGroup):  # type: ignore[misc]  # without types
         refs, self._coalesced = self._coalesced or [], None
         return self._handle(refs, [])
 
-    def _begin(
-        self, operation: str, value: Any, finish: Finish, op: Any = "sum", root: int = 0, **lengths: Any
-    ) -> Ref[Any]:
+    def _begin(self, operation: str, value: Any, finish: Finish, op: Any = "sum", root: int = 0, **more: Any) -> Begun:
         self._count += 1
-        return self._among.begin(operation, value, finish, op, root, **lengths)
+        return self._among.begin(operation, value, finish, op, root, **more)
 
-    def _handle(self, refs: Sequence[Ref[Any]], outputs: Any) -> Handle:
+    def _handle(self, refs: Sequence[Begun], outputs: Any) -> Handle:
         if self._coalesced is not None:
             self._coalesced += refs
         return Handle(self._among.exchanges, refs, outputs, self._executor)
@@ -247,6 +253,7 @@ class Groups:
         """Make a group for torch."""
         ranks = list(options.global_ranks_in_group) or range(options.group_size)
         among = self._exchanges.among(ranks, f"group {options.group_id}")
+        block_on(self._exchanges.process, among.open_plan(self._executor), f"the group {options.group_id} of torch")
         return TorchGroup(among, options.group_size, options.group_id, self._executor)
 
     def close(self) -> None:
@@ -320,6 +327,22 @@ def _value(x: torch.Tensor) -> torch.Tensor:
     return x.detach().contiguous() if x.layout == torch.strided else x.detach()
 
 
+def _room(x: torch.Tensor, rows: int = 0) -> torch.Tensor | None:
+    """A tensor of the program as memory for a result, which may be one of so many rows; None if it has gaps.
+
+    One of the inference mode is written to in that mode only.
+    """
+    if x.layout != torch.strided or not x.is_contiguous() or x.is_inference() or x.is_conj() or x.is_neg():
+        return None
+    return x.data.view(rows, -1) if rows else x.data
+
+
+def _rooms(x: torch.Tensor, count: int, shape: torch.Size) -> list[torch.Tensor] | None:
+    """The same, for results of a shape."""
+    room = _room(x)
+    return None if room is None or room.numel() != count * shape.numel() else list(room.view(count, *shape).unbind())
+
+
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([_value(x).view(-1) for x in tensors])
 
@@ -358,6 +381,9 @@ def _set(x: torch.Tensor, divide: int, value: torch.Tensor | None) -> None:
         into = x.data if x.layout == torch.strided else x
         if divide:
             value = value / divide if value.is_floating_point() or value.is_complex() else value // divide
+        elif value.layout == torch.strided and value.data_ptr() == into.data_ptr():
+            # It is the result.
+            return
         into.copy_(value if value.layout != torch.strided else value.view(into.shape))
 
 

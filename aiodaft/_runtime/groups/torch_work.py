@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.distributed import Work
 from torch.futures import Future
 
 from aiodaft._runtime.groups.exchanges import Exchanges
+from aiodaft._runtime.groups.operations import Operation
 from aiodaft.ref import Ref
+
+# An exchange that has begun.
+Begun: TypeAlias = Ref[Any] | Operation
 
 
 class Handle(Work):
@@ -24,7 +28,7 @@ class Handle(Work):
         executor: Runs code that is chained to its future, which may wait for further operations.
     """
 
-    def __init__(self, exchanges: Exchanges, refs: Sequence[Ref[Any]], outputs: Any, executor: Executor) -> None:
+    def __init__(self, exchanges: Exchanges, refs: Sequence[Begun], outputs: Any, executor: Executor) -> None:
         super().__init__()
         self._exchanges, self.refs, self._outputs, self._executor = exchanges, refs, outputs, executor
 
@@ -93,7 +97,7 @@ class Received(Handle):
     _source_rank = source_rank
 
 
-def _when_done(refs: list[Ref[Any]], done: Callable[[], object]) -> None:
+def _when_done(refs: list[Begun], done: Callable[[], object]) -> None:
     """Call back on the loop when all are over."""
     if refs:
         refs.pop().add_done_callback(lambda _: _when_done(refs, done))

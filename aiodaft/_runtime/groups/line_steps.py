@@ -166,7 +166,7 @@ class LineSteps:
         else:
             flats = list(map(_flat, parts_of(given, lengths)))
         line.tell(form.number, form.terms)
-        targets: list[Room] = []
+        longest, targets = 0, list[Room]()
         device = given[0].device if given and not given[0].is_cpu else None
         for start in count(0, width):
             for index, flat in enumerate(flats):
@@ -174,6 +174,7 @@ class LineSteps:
             yield
             if start == 0:
                 told = self._meet(form, sources, lane, alike=False)
+                longest = told.longest
                 if told.views is not None:
                     line.half ^= 1
                     return [_copied(title, view, out, device) for view, out in zip(told.views, outs, strict=True)]
@@ -185,7 +186,7 @@ class LineSteps:
                 if nbytes > 0:
                     line.get(source, lane * width, target.flat.data_ptr() + start, nbytes)
             line.half ^= 1
-            if start + width >= told.longest:
+            if start + width >= longest:
                 break
         return [target.filled() for target in targets]
 

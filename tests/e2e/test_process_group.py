@@ -252,8 +252,8 @@ async def test_what_torch_distributes_gives_the_values_of_one_process(
     assert await ranks.all(TorchRank.close) == [False, False]
 
 
-async def test_operations_that_are_repeated_send_no_message_and_need_no_wait_to_go_on(rt: aiodaft.Runtime) -> None:
-    ranks = await opened(rt, 2)
+async def test_operations_that_are_repeated_send_no_message_and_end_without_a_wait(module_rt: aiodaft.Runtime) -> None:
+    ranks = await opened(module_rt, 2)
     for nbytes in (64, 1 << 22):
         assert await ranks.all(TorchRank.sent_meanwhile, nbytes) == [0, 0]
         assert await ranks.all(TorchRank.waited_for_by_nobody, nbytes) == [[2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 0.0]]

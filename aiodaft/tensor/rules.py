@@ -6,12 +6,13 @@ operation equal to that of one device. With others it is done whole.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
-from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
+from importlib import import_module, resources
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch._ops import OpOverload
@@ -21,11 +22,15 @@ from torch.distributed.tensor.experimental import register_sharding
 from aiodaft.tensor.instructions import leaves, mapped
 from aiodaft.tensor.shards import bounds, coords
 from aiodaft.tensor.specs import Placement, Placements, Spec
-from aiodaft.tensor.table import Table
+
+if TYPE_CHECKING:
+    from aiodaft.tensor.table import Table
 
 __all__ = ["Move", "Placing", "Rules", "norm_of", "rule", "strided", "verified"]
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+logger = logging.getLogger("aiodaft.tensor")
 
 aten = torch.ops.aten
 
@@ -69,10 +74,7 @@ class Rules:
         self._only_verified = table == "verified"
         self._coords = [coords(self.axes, rank) for rank in range(self.size)]
         self._shapes: dict[Spec, tuple[tuple[int, ...], ...]] = {}
-        try:
-            self._table = None if table == "none" else Table(self.axes, self.local_shapes)
-        except NotImplementedError:
-            self._table = None
+        self._table = None if table == "none" else _table(self.axes, self.local_shapes)
 
     def place(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Placing | None:
         """How an operation is done in parts; None if it has to be done whole."""
@@ -205,6 +207,16 @@ class Rules:
     def _is_uneven(self, spec: Spec, placements: Placements, axis: int) -> bool:
         dim = _dim(placements[axis])
         return dim is not None and spec.meta.shape[dim] % tuple(self.axes.values())[axis] != 0
+
+
+def _table(axes: Mapping[str, int], shapes: Callable[[Spec], tuple[tuple[int, ...], ...]]) -> Table | None:
+    try:
+        found: Table = import_module("aiodaft.tensor.table").Table(axes, shapes)
+    except (ImportError, AttributeError, NotImplementedError) as error:
+        # The table is private to torch.
+        logger.warning("operations are done whole, since torch %s has another table: %s", torch.__version__, error)
+        return None
+    return found
 
 
 def _moves(axis: int, source: Placement, target: Placement) -> Iterator[Move]:

@@ -1,6 +1,6 @@
 """Torch's table of the placements that an operation can have, asked without a process group.
 
-With `capture`, the only importer of private names of torch. Where a version of torch lacks one, there is no table.
+With `capture`, the only importer of private names of torch. Where a version of torch lacks one, it cannot be imported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from aiodaft.tensor.instructions import ByRank, mapped
@@ -19,14 +22,7 @@ from aiodaft.tensor.specs import Meta, Placements, Spec
 
 __all__ = ["Answer", "Table"]
 
-try:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-    from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
-
-    _PROPAGATOR = DTensor._op_dispatcher.sharding_propagator
-except (ImportError, AttributeError):  # pragma: no cover - depends on the version of torch
-    _PROPAGATOR = None  # type: ignore[assignment]  # none of torch
+_PROPAGATOR = DTensor._op_dispatcher.sharding_propagator
 
 
 class Answer(NamedTuple):
@@ -45,12 +41,10 @@ class Table:
         shapes: Gives the shape of a local tensor by rank.
 
     Raises:
-        NotImplementedError: This version of torch has no such table.
+        NotImplementedError: A mesh of this version of torch needs a process group.
     """
 
     def __init__(self, axes: Mapping[str, int], shapes: Callable[[Spec], tuple[tuple[int, ...], ...]]) -> None:
-        if _PROPAGATOR is None:
-            raise NotImplementedError(f"torch {torch.__version__} has its table of placements elsewhere")
         ranks = torch.arange(math.prod(axes.values())).view(*axes.values())
         try:
             self._mesh = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(axes), _init_backend=False, _rank=0)
@@ -64,10 +58,9 @@ class Table:
         info = _schema_info(op, args)
         schema = OpSchema(op, mapped(self._their, args), dict(kwargs), schema_info=info)
         try:
-            sharding = _PROPAGATOR.propagate_op_sharding(schema)
+            sharding = cast(OutputSharding, _PROPAGATOR.propagate_op_sharding(schema))
         except Exception:  # noqa: BLE001 - the table refuses an operation by errors of many kinds.
             return None
-        assert isinstance(sharding, OutputSharding)
         deep = info is not None and info.needs_pytree
         wanted = sharding.redistribute_schema if sharding.needs_redistribute else None
         have = tree_leaves(args) if deep else list(args)

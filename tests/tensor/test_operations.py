@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -28,7 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 import aiodaft.tensor.randoms  # noqa: F401 - registers its operation
 from aiodaft.tensor.instructions import Slot
 from aiodaft.tensor.lowering import Lowering
-from aiodaft.tensor.rules import Rules, verified
+from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.specs import Meta, Spec
 
 THREE = {"a": 3}
@@ -74,8 +75,18 @@ def test_verified_operations_are_right_with_this_version_of_torch() -> None:
     for mesh, axes in MESHES.items():
         for one in single_steps(map(captured, FUNCTIONS.values())):
             verification.add(mesh, one, axes, at_most=6, seed=0)
-    listed = {(name, kind) for name, kinds in verified().items() for kind in kinds}
-    assert {key: reason for key, reason in verification.wrong.items() if key in listed} == {}
+    rules = Rules(THREE)
+    assert {key: reason for key, reason in verification.wrong.items() if rules.allows(*key)} == {}
+
+
+def test_what_is_not_verified_is_done_whole() -> None:
+    rules = Rules(THREE)
+
+    assert rules.allows("aten.mm.default", "u")
+    assert rules.allows("aten.add.Tensor", "sp")  # Parts along one axis, terms along another.
+    assert not rules.allows("aten.fill_.Scalar", "rp")
+    assert not rules.allows("aten.max_pool2d_with_indices.default", "e")
+    assert not rules.allows("aten.no_such_operation.default", "s")
 
 
 # Torch's own DTensor 2.13 gives other values for these. The right ones are in the tests.
@@ -238,6 +249,17 @@ def test_without_a_table_operations_are_done_whole() -> None:
     for name in ("linear", "cross_entropy", "layer_norm", "adamw"):
         function = captured(FUNCTIONS[name])
         assert tried(function, placed(function, Shard(0)), Rules(THREE, table="none"))
+
+
+def test_a_torch_without_the_table_is_named_and_operations_are_done_whole(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "aiodaft.tensor.table", None)
+
+    rules = Rules(THREE)
+
+    assert "operations are done whole, since torch 2" in caplog.text
+    assert rules.place(torch.ops.aten.neg.default, (Spec((Shard(0),), Meta((7,), (1,), torch.float32)),), {}) is None
 
 
 def test_any_placement_goes_to_any_other() -> None:

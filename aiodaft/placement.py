@@ -34,7 +34,7 @@ from aiodaft._protocol.supervision import Backoff, Kind, Restart, check_alone
 from aiodaft._runtime.blueprint import Blueprint, Constraints
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.placing import FixedSites, Site
-from aiodaft._runtime.serialization.errors import add_note
+from aiodaft._runtime.serialization.errors import add_note, frames_of_program
 from aiodaft.actor import Actor, Handle, handle_of, target_of
 from aiodaft.group import Group
 from aiodaft.methods import signature_of
@@ -82,7 +82,17 @@ class Spawned(Generic[T]):
         if self._start is None:
             raise RuntimeError(f"{self._what} was awaited already; each call spawns once")
         start, self._start = self._start, None
-        return start()
+        return self._shown(start())
+
+    @staticmethod
+    async def _shown(starting: Coroutine[Any, Any, T]) -> T:
+        """Leave out the runtime's frames of an error: those of the program, and of the constructor, are its own."""
+        __tracebackhide__ = True
+        try:
+            return await starting
+        except Exception as error:
+            BaseException.with_traceback(error, frames_of_program(error))
+            raise
 
     def __repr__(self) -> str:
         return f"<{self._what}, {'not awaited yet' if self._start is not None else 'awaited'}>"

@@ -434,7 +434,8 @@ def _standing(ref: Ref[Any]) -> str:
 
 def _facts_of(ref: Ref[Any]) -> dict[str, str]:
     """The known facts about a ref, by the names of `_FACTS`."""
-    found, error = ref._state.facts(), ref._state.error
+    # Code that shows the error has seen it.
+    found, error = ref._state.facts(), ref.exception() if ref.done() else None
     state = _standing(ref) if error is None else f"{_standing(ref)}: {message_of(error)}"
     nbytes = "" if found.nbytes is None else amount(found.nbytes)
     return dict(zip(_FACTS, (found.call, state, found.kind, nbytes, found.where), strict=True))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import threading
 import traceback
 import weakref
 from typing import Any
@@ -296,3 +297,23 @@ async def test_a_failed_spawn_argument_fails_the_spawn(rt: aiodaft.Runtime) -> N
         await rt.spawn(Trainer, aiodaft.typing.lazy(failing.raise_value_error()))
     good = await rt.spawn(Trainer, aiodaft.typing.lazy((await rt.spawn(Echo)).echo(2.0)))
     assert await good.step([1]) == 2.0
+
+
+class Picky(aiodaft.Actor):
+    def __init__(self, value: Any) -> None:
+        raise LookupError("a bad argument")
+
+
+async def test_an_error_of_a_spawn_has_the_lines_of_the_program_alone(rt: aiodaft.Runtime) -> None:
+    for spawned, lines in (
+        (rt.spawn(Picky, 1), ['raise LookupError("a bad argument")']),
+        (rt.spawn(Picky, threading.Lock()), []),
+        (rt.on(cpus=10_000).group(2, Echo), []),
+    ):
+        with pytest.raises((LookupError, aiodaft.DaftError)) as caught:
+            await spawned
+        first, *shown = [frame.line for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert first == "await spawned"
+        # One line of aiodaft's own, which notebooks hide.
+        assert [line for line in shown if line not in {"return await starting", "raise"}] == lines
+        assert len(shown) <= len(lines) + 1

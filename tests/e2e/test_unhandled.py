@@ -332,3 +332,17 @@ async def test_calls_of_two_methods_are_no_siblings(log_only: aiodaft.Runtime, e
     await caller.drop()
     await gated.open_gate()
     assert "forgotten" in await ear.hears("its ref was dropped before any code saw the error")
+
+
+@shared_loop
+async def test_an_error_that_a_notebook_shows_counts_as_seen(log_only: aiodaft.Runtime, ear: Ear) -> None:
+    failing = await log_only.spawn(Failing)
+    for text in ("shown", "forgotten"):
+        ref = failing.raise_value_error(text)
+        await ref.ready()
+        if text == "shown":
+            assert "ValueError: shown" in ref._repr_html_()
+        del ref
+    heard = await ear.hears("its ref was dropped before any code saw the error")
+    assert "forgotten" in heard
+    assert "shown" not in heard

@@ -24,6 +24,7 @@ ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 # The folder of the runtime's own code.
 _RUNTIME: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PACKAGE: Final = os.path.dirname(os.path.dirname(_RUNTIME)) + os.sep
 _MAX_ENCODED: Final = 256 << 10
 _MAX_TEXT: Final = 16 << 10
 # Of an error, in that of another call.
@@ -217,17 +218,27 @@ def _is_too_large(problem: BaseException | None) -> bool:
     return problem is not None and (isinstance(problem, TooLong | RecursionError) or _is_too_large(problem.__cause__))
 
 
+def frames_of_program(error: BaseException) -> TracebackType | None:
+    """The frames of an error without those of aiodaft; an error that is none of aiodaft's has at least these."""
+    kept = _without(error.__traceback__, _PACKAGE)
+    return kept if kept is not None or isinstance(error, DaftError) else error.__traceback__
+
+
 def _users_part(frames: TracebackType | None) -> TracebackType | None:
+    return _without(frames, _RUNTIME) or frames
+
+
+def _without(frames: TracebackType | None, folder: str) -> TracebackType | None:
     found: list[TracebackType] = []
     entry = frames
     while entry is not None:
-        if not entry.tb_frame.f_code.co_filename.startswith(_RUNTIME):
+        if not entry.tb_frame.f_code.co_filename.startswith(folder):
             found.append(entry)
         entry = entry.tb_next
     kept: TracebackType | None = None
     for entry in reversed(found):
         kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return kept or frames
+    return kept
 
 
 # Limits of a truncated exception: bytes of one argument, attribute or note; number of notes.

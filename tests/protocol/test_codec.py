@@ -257,7 +257,7 @@ def test_garbage_is_a_protocol_error_or_a_frame(pieces: list[bytes]) -> None:
     assert len(frames) <= sum(map(len, pieces))
 
 
-@settings(_quick, max_examples=200)
+@_quick
 @given(_frames, st.integers(0), st.integers(0, 255))
 def test_a_stream_with_a_wrong_byte_is_a_protocol_error_or_frames(frames: list[Any], where: int, byte: int) -> None:
     stream = bytearray(encoded([*frames, (1, "end")]))

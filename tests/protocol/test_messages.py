@@ -192,7 +192,7 @@ def test_what_the_decoder_refuses_is_passed_on() -> None:
         check_all(FrameDecoder().feed(b"\x92\x07\x05\xc1"))
 
 
-@_quick
+@settings(_quick, max_examples=100)
 @given(st.lists(st.recursive(
     st.none() | st.booleans() | st.integers(-5, 25) | st.floats() | st.text(max_size=3) | st.binary(max_size=3),
     lambda inner: st.lists(inner, max_size=5).map(tuple) | st.just({}), max_leaves=12,

@@ -300,12 +300,12 @@ async def test_a_wait_for_a_step_that_is_cancelled_ends_it_at_the_workers(rt: ai
 
 
 async def test_members_on_several_hosts_run_the_same_steps_and_fail_alike(rt: aiodaft.Runtime) -> None:
-    axes = {"dp": 2, "tp": 2}
+    axes = {"dp": 2}
     async with workers(rt, axes, Extended) as group:
         await group.group.all(Extended.live_apart)
         step = await group.load(mlp(axes, {"rate": 0.1}), start())
         close([await run for run in [step(batch(k)) for k in range(3)]], alone(start(), [0.1] * 3)[0])
-        bad = await group.load(mlp(axes, {"rate": 0.1}, failing(3, 4)), start())
+        bad = await group.load(mlp(axes, {"rate": 0.1}, failing(1)), start())
         with pytest.raises(IndexError):
             await bad(batch(0))
         close(await bad.state(), start())

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from aiodaft.tensor.instructions import Slot, slots_of
+from aiodaft.tensor.instructions import Slot, mapped, slots_of
 from aiodaft.tensor.operations import Cause, Gradient, Input, Mark, Operation, Phase, Role
 from aiodaft.tensor.randoms import drawn
 from aiodaft.tensor.scalars import LiveScalars, Number
@@ -244,15 +244,16 @@ class Tracer(TorchDispatchMode):
                 result = self._drawn(func, args, kwargs)
             if result is not None:
                 return result
-        args, kwargs = self._faked(args), self._faked(kwargs)
-        result = func(*_plain(args), **_plain(kwargs))
+        args, kwargs = mapped(self._faked, (tuple(args), kwargs))
+        plain, options = mapped(_plain, (args, kwargs))
+        result = func(*plain, **options)
         if traits.written:
             return self._dispatch_write(func, traits, args, kwargs, result)
         if traits.viewed is not None:
             return self._dispatch_view(func, traits.viewed, args, kwargs, result)
         tensors = result if isinstance(result, (tuple, list)) else (result,)
         metas = [Meta.of(one) if isinstance(one, torch.Tensor) else None for one in tensors]
-        outs = self._record(func, self._slots(args), self._slots(kwargs), metas)
+        outs = self._record(func, *self._slots(args, kwargs), metas)
         for one, out in zip(tensors, outs, strict=True):
             if isinstance(one, torch.Tensor):
                 self._adopt(one, _Memory(out)).own = self.updating and out not in self._shared
@@ -290,7 +291,7 @@ class Tracer(TorchDispatchMode):
         parent = self.metas[self.read(args[viewed])]
         several = isinstance(result, (tuple, list))
         metas = [Meta.of(one) for one in (result if several else (result,))]
-        outs = self._record(func, self._slots(args), self._slots(kwargs), metas)
+        outs = self._record(func, *self._slots(args, kwargs), metas)
         for index, (one, out) in enumerate(zip(result if several else (result,), outs, strict=True)):
             step = Step(func, tuple(args[1:]), kwargs, index if several else None, parent)
             one.aiodaft = _Value(source.memory, (*source.path, step), out, source.memory.version)
@@ -304,7 +305,7 @@ class Tracer(TorchDispatchMode):
         if target.shape != meta.shape:
             return self._dispatch_view_in_place(func, args, kwargs, target, meta)
         if self.updating and value.memory.own and not value.path and value.slot not in self._shared:
-            outs = self._record(func, self._slots(args), self._slots(kwargs), [meta])
+            outs = self._record(func, *self._slots(args, kwargs), [meta])
             self._write(value, outs[0])
             return result
         rest = {key: one for key, one in kwargs.items() if key != "out"}
@@ -317,7 +318,7 @@ class Tracer(TorchDispatchMode):
         if view is None or traits_of(view).viewed is None:
             raise self.error(f"{func} changes the shape of a tensor in place: write it with the form that does not")
         value = self._value(target)
-        (out,) = self._record(view, self._slots(args), self._slots(kwargs), [Meta.of(target)])
+        (out,) = self._record(view, *self._slots(args, kwargs), [Meta.of(target)])
         step = Step(view, tuple(args[1:]), kwargs, None, meta)
         vars(target)["aiodaft"] = _Value(value.memory, (*value.path, step), out, value.memory.version)
         return target
@@ -336,8 +337,9 @@ class Tracer(TorchDispatchMode):
         functional = functional_of(func)
         if functional is None:
             raise self.error(f"{func} has no form that does not write: write it otherwise")
-        result = functional(*_plain(args), **_plain(kwargs))
-        outs = self._record(functional, self._slots(args), self._slots(kwargs), [Meta.of(result)])
+        plain, options = mapped(_plain, (args, kwargs))
+        result = functional(*plain, **options)
+        outs = self._record(functional, *self._slots(args, kwargs), [Meta.of(result)])
         return self._converted(outs[0], meta, copy=False)
 
     def _converted(self, slot: int, meta: Meta, *, copy: bool = True) -> int:
@@ -396,15 +398,9 @@ class Tracer(TorchDispatchMode):
         return memory
 
     def _faked(self, value: Any) -> Any:
-        """Arguments with fake tensors; other tensors become constants of the program."""
-        kind = type(value)
-        if kind is FakeTensor or kind is int or kind is float or value is None:
-            return value
-        if isinstance(value, torch.Tensor):
-            return value if isinstance(value, FakeTensor) else self._constant(value)
-        if kind in (list, tuple):
-            return kind([self._faked(one) for one in value])
-        return {key: self._faked(one) for key, one in value.items()} if kind is dict else value
+        """A fake tensor in the place of another one, which becomes a constant of the program."""
+        real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+        return self._constant(value) if real else value
 
     def _constant(self, tensor: torch.Tensor) -> FakeTensor:
         if isinstance(tensor, torch.nn.Parameter) or tensor.device.type == "meta":
@@ -417,15 +413,15 @@ class Tracer(TorchDispatchMode):
         self._constants[id(tensor)] = (tensor, fake)
         return fake
 
-    def _slots(self, value: Any) -> Any:
-        """Arguments with `Slot`s for tensors and numbers."""
+    def _slot(self, value: Any) -> Any:
+        """The `Slot` of a tensor or a number."""
         if isinstance(value, torch.Tensor):
             return Slot(self.read(value))
-        if isinstance(value, torch.SymFloat):
-            return Slot(value.node.number.slot)
-        if isinstance(value, (list, tuple)):
-            return type(value)([self._slots(one) for one in value])
-        return {key: self._slots(one) for key, one in value.items()} if isinstance(value, dict) else value
+        return Slot(value.node.number.slot) if isinstance(value, torch.SymFloat) else value
+
+    def _slots(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        slots: tuple[Any, Any] = mapped(self._slot, (args, kwargs))
+        return slots
 
     # recording
 
@@ -507,12 +503,8 @@ def _seeds_backward() -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Arguments for the fake operation: any float does for a number."""
-    if isinstance(value, torch.SymFloat):
-        return 0.5
-    if isinstance(value, (list, tuple)):
-        return type(value)([_plain(one) for one in value])
-    return {key: _plain(one) for key, one in value.items()} if isinstance(value, dict) else value
+    """For the fake operation, any float does as a number."""
+    return 0.5 if isinstance(value, torch.SymFloat) else value
 
 
 def _same(tracer: Tracer, func: Op, args: Any, kwargs: Any) -> tuple[bool, Any]:

@@ -118,7 +118,8 @@ class Entries:
         if known is None:
             shapes = ByRank(tuple(map(list, self.rules.local_shapes(spec))))
             made = Instruction("op", name, (shapes, *args), {"dtype": spec.meta.dtype}, (0,))
-            known = self.known[name, layout, *args] = Entry(name, 0, (), (), (made,), ((0, layout),), 0)
+            scalars = len(_scalars_of(args))
+            known = self.known[name, layout, *args] = Entry(name, scalars, (), (), (made,), ((0, layout),), 0)
         return known
 
     def drawn(self, spec: Spec, kind: str, parameters: tuple[float, ...]) -> Entry:
@@ -208,7 +209,7 @@ class Entries:
         )
         instructions = tuple(lowering.instructions)
         numbers = _scalars_of((args, kwargs))
-        if not {id(one) for one in _scalars_of(instructions)} <= {id(one) for one in numbers}:
+        if {id(one) for one in _scalars_of(instructions)} != {id(one) for one in numbers}:
             return None
         moves = lowering.moves if isinstance(lowering, _Scratch) else {}
         is_same = len(instructions) == 1 and not moves and instructions[0].target in (name_of(func), None)

@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn, cast
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from aiodaft.html import page
 from aiodaft.ref import Refs
@@ -27,8 +28,8 @@ __all__ = ["DistTensor"]
 _MOST_BYTES: Final = 1 << 20
 _DETACH: Final = torch.ops.aten.detach.default
 _FILL: Final = torch.ops.aten.fill_.Tensor
-# Operations of which a number decides more than a value.
-_EXACT: Final[set[OpOverload[..., Any]]] = set()
+# Operations of which a number decides more than a value, by `id`: torch hashes them in Python.
+_EXACT: Final[set[int]] = set()
 _PLAIN: Final = frozenset({
     int,
     bool,
@@ -69,8 +70,8 @@ class DistTensor(Tensor):
     ) -> Any:
         if func is _DETACH:
             return handle(args[0].cell, args[0].recorder)
-        exact = func in _EXACT
-        key: list[Any] = [func]
+        exact = id(func) in _EXACT
+        key: list[Any] = [id(func)]
         cells: list[Cell] = []
         scalars: list[float] = []
         for one in args:
@@ -252,11 +253,13 @@ def _first(
     given = cast("list[DistTensor]", _tensors((args, kwargs)))
     if any(one.recorder is not recorder for one in given):
         raise ValueError(f"{func} takes tensors of several groups: move them to one, as `await x.to(workers)`")
+    if torch.Tag.inplace_view in func.tags:
+        return _view_in_place(func, args, kwargs)
     if any("Tensor" not in str(one.type) for one in func._schema.returns):
         raise RuntimeError(_await_it(given[0]))
     if is_random(func) and (random := drawn(Drawing(recorder, given[0]), func, args, kwargs)) is not None:
         return random
-    exact = func in _EXACT
+    exact = id(func) in _EXACT
     entry = None
     if exact or not (is_random(func) or any(one.name in ("p", "ord") for one in func._schema.arguments)):
         slots, scalars = count(), count()
@@ -267,11 +270,24 @@ def _first(
             return value if exact or type(value) is not float else Scalar.of(value, next(scalars))
 
         plain_args, plain_kwargs = _mapped(plain, (args, dict(kwargs)))
-        entry = recorder.entries.learn(key, func, plain_args, plain_kwargs, [one.cell.layout for one in given])
+        try:
+            entry = recorder.entries.learn(key, func, plain_args, plain_kwargs, [one.cell.layout for one in given])
+        except Exception as error:
+            if type(error).__name__ not in ("DynamicOutputShapeException", "DataDependentOutputException"):
+                raise
+            raise RuntimeError(f"the shape that {func} gives depends on a value: {_await_it(given[0])}") from None
     if entry is None:
         # The values of its numbers belong to the key.
-        _EXACT.add(func)
+        _EXACT.add(id(func))
     return DistTensor.__torch_dispatch__(func, (), args, kwargs)
+
+
+def _view_in_place(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`x.unsqueeze_(0)`: the handle becomes a view, and its shape changes with it."""
+    name = func._schema.name.split("::")[1].removesuffix("_")
+    view = getattr(getattr(torch.ops.aten, name), func._overloadname)
+    args[0].cell = view(*args, **kwargs).cell
+    return return_and_correct_aliasing(func, args, dict(kwargs), args[0])  # type: ignore[no-untyped-call]  # torch's
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
@@ -305,13 +321,13 @@ def _with_plain(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mappi
         if is_written and any(type(one) is not DistTensor for one in _tensors(value)):
             raise TypeError(f"{func} writes a distributed tensor to a plain one: await it first, as `(await x)`")
     numbers = (torch.get_default_dtype(), torch.int64, torch.bool)
-    takes_numbers = func is _FILL or torch.Tag.pointwise in func.tags
+    takes_numbers = func is _FILL or (torch.Tag.pointwise in func.tags and func is not torch.ops.aten.where.self)
 
     def distributed(value: Any, *, is_argument: bool) -> Any:
         if not isinstance(value, Tensor) or type(value) is DistTensor:
             return value
-        if is_argument and takes_numbers and value.dim() == 0 and value.dtype in numbers:
-            return value.item()
+        if value.dim() == 0 and value.dtype in numbers:
+            return value.item() if is_argument and takes_numbers else _number(recorder, value)
         if value.nbytes > _MOST_BYTES:
             raise ValueError(
                 f"{func} takes a plain tensor of {value.nbytes:,} bytes besides distributed ones: make it one of them "
@@ -327,6 +343,12 @@ def _with_plain(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mappi
     if func is _FILL and not isinstance(args[1], Tensor):
         func = torch.ops.aten.fill_.Scalar
     return DistTensor.__torch_dispatch__(func, (), args, kwargs)
+
+
+def _number(recorder: Recorder, value: Tensor) -> DistTensor:
+    """A tensor of one number, which goes to the workers with the block."""
+    entry = recorder.entries.full(Spec(recorder.replicas, Meta.of(value)), "aten.full.default", Scalar.of(0, 0))
+    return handle(recorder.record(entry, (), (value.item(),))[0], recorder)
 
 
 def _recorder(given: Any) -> Recorder:

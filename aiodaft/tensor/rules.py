@@ -178,7 +178,8 @@ class Rules:
         """Whether torch's table is known to be wrong about it.
 
         Of uneven parts it takes the mean of means; it keeps masks in a buffer of its process group; a maximum of sums
-        is not the sum of maxima; rounded terms do not make the rounded sum; and views of unevenly nested parts differ.
+        is not the sum of maxima; filled or rounded terms do not make the filled or rounded sum; and views of unevenly
+        nested parts differ.
         """
         outs = _specs(placing.outputs)
         for placements in (*placing.inputs, *(one.placements for one in outs)):
@@ -186,6 +187,8 @@ class Rules:
             if len(linear) > 1 or any(_flag(one) == "?" for one in placements):
                 return True
         terms = any(one.is_partial() for placements in placing.inputs for one in placements)
+        if terms and placing.target in _FILLS:
+            return True
         if (
             terms
             and placing.target is aten._to_copy.default
@@ -229,6 +232,7 @@ def _moves(axis: int, source: Placement, target: Placement) -> Iterator[Move]:
 
 
 _LEVELS: Final = "rsue"
+_FILLS: Final = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.fill.Scalar, aten.fill.Tensor})
 _VIEWS: Final = frozenset({aten.view.default, aten._unsafe_view.default})
 _TERMS: Final = {"sum": "p", "avg": "a", "max": "m", "min": "m", "product": "q"}
 

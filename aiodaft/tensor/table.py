@@ -25,6 +25,10 @@ __all__ = ["Answer", "Table"]
 _PROPAGATOR = DTensor._op_dispatcher.sharding_propagator
 
 
+# How operations are placed, by axes, operation and arguments.
+_KNOWN: dict[tuple[Any, ...], Any] = {}
+
+
 class Answer(NamedTuple):
     """The cheapest placements of an operation; see `rules.Placing`."""
 
@@ -50,6 +54,7 @@ class Table:
             self._mesh = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(axes), _init_backend=False, _rank=0)
         except TypeError as error:
             raise NotImplementedError(f"a mesh of torch {torch.__version__} needs a process group") from error
+        self._axes = tuple(axes.items())
         self._shapes = shapes
         self._theirs: dict[Spec, DTensorSpec] = {}
 
@@ -58,7 +63,11 @@ class Table:
         info = _schema_info(op, args)
         schema = OpSchema(op, mapped(self._their, args), dict(kwargs), schema_info=info)
         try:
-            sharding = cast(OutputSharding, _PROPAGATOR.propagate_op_sharding(schema))
+            # The cache of torch takes True, 1 and 1.0 for one argument, and dtypes depend on that.
+            key = (self._axes, op, _typed(args), _typed(kwargs))
+            sharding = _KNOWN.get(key)
+            if sharding is None:
+                sharding = _KNOWN[key] = _PROPAGATOR.propagate_op_sharding_non_cached(schema)
         except Exception:  # noqa: BLE001 - the table refuses an operation by errors of many kinds.
             return None
         deep = info is not None and info.needs_pytree
@@ -107,6 +116,15 @@ class Table:
         if isinstance(at, tuple) and index == at[1]:
             by_rank = tuple(_strides_like(out.meta.stride, shape) for shape in by_rank)
         return list(by_rank[0]) if len(set(by_rank)) == 1 else ByRank(tuple(list(one) for one in by_rank))
+
+
+def _typed(value: Any) -> Any:
+    """Arguments with the types of numbers, as a key."""
+    if isinstance(value, Mapping):
+        return tuple((name, _typed(one)) for name, one in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_typed, value))
+    return value if isinstance(value, Spec) else (type(value), value)
 
 
 def _strides_like(strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -360,6 +360,17 @@ async def test_plain_tensors_are_the_same_everywhere(w: Any) -> None:
         torch.zeros(6, 4).add_(x)
 
 
+async def test_numbers_of_other_types_make_other_dtypes(w: Any) -> None:
+    x = w.put(numbers(4, 4) > 0, dp=Shard(0))
+    assert [(x * number).dtype for number in (True, 1, 1.0)] == [torch.bool, torch.int64, torch.float32]
+    y = w.put(numbers(4, 4))
+    assert torch.equal(
+        await torch.where(y > 0, y, torch.tensor(0.5)), torch.where(numbers(4, 4) > 0, numbers(4, 4), 0.5)
+    )
+    for order in (2.0, float("inf"), 1.0, 2.0):
+        close(await torch.linalg.vector_norm(y, order), torch.linalg.vector_norm(numbers(4, 4), order))
+
+
 READERS: dict[str, Callable[[Tensor], object]] = {
     "bool": lambda x: bool(x.sum() > 0),
     "item": lambda x: x.sum().item(),
@@ -383,7 +394,7 @@ async def test_code_that_needs_a_value_is_told_to_await_it(w: Any, reader: str) 
 async def test_shapes_that_depend_on_values_need_an_await(w: Any) -> None:
     x = w.put(numbers(4, 4), dp=Shard(0))
     for reader in (lambda: x.nonzero(), lambda: x[x > 0]):
-        with pytest.raises(RuntimeError, match=r"^test_handles.py:\d+: the shape .*depends on .*`await`"):
+        with pytest.raises(RuntimeError, match=r"the shape .* depends on a value: .*await it first"):
             reader()
 
 
@@ -425,6 +436,20 @@ async def test_operations_in_place_and_views_are_those_of_torch(w: Any) -> None:
     whole[:, 1:3] = 0
     assert torch.equal(await x, whole)
     assert torch.equal(await view, whole.t())
+
+
+async def test_operations_that_change_a_shape_in_place_change_that_of_the_handle(w: Any) -> None:
+    x = w.put(numbers(6, 4), dp=Shard(0))
+    y = x.unsqueeze_(0)
+    assert y is x
+    assert (x.shape, x.stride()) == ((1, 6, 4), (24, 4, 1))
+    assert torch.equal(await (x * 2), numbers(1, 6, 4) * 2)
+    assert torch.equal(await x.squeeze_(0).t_(), numbers(6, 4).t())
+
+
+async def test_a_filled_sum_is_not_a_sum_of_filled_terms(w: Any) -> None:
+    x = w.put(numbers(4, 4), tp=Partial())
+    assert torch.equal(await torch.empty_like(x).fill_(2), torch.full((4, 4), 2.0))
 
 
 async def test_a_copy_of_parts_is_not_written_with_its_source(w: Any) -> None:

@@ -17,8 +17,10 @@ from aiodaft.exceptions import DaftError, OutcomeUnknown
 from aiodaft.group import Group
 from aiodaft.placement import Spawned, Spawner
 from aiodaft.ref import Ref, Refs
+from aiodaft.resharding import Layout, reshard
 from aiodaft.tensor.calls import values_of
 from aiodaft.tensor.handles import DistTensor, handle, random
+from aiodaft.tensor.layouts import sharding_of
 from aiodaft.tensor.modules import ModuleT, distribute
 from aiodaft.tensor.operations import Input
 from aiodaft.tensor.plan import Plan
@@ -88,7 +90,7 @@ class Workers:
     async def load(
         self,
         plan: Plan,
-        state: Mapping[str, Tensor] | None = None,
+        state: Mapping[str, Tensor] | Step | None = None,
         *,
         seed: int = 0,
         compile: bool = False,  # noqa: A002 - the word of torch
@@ -99,8 +101,9 @@ class Workers:
             plan: A plan for the axes of this group.
             state: Whole tensors by name: parameters and buffers, as `model.state_dict()` gives them, and states of the
                 optimizer, which otherwise are as at its beginning. Also what `Step.state()` gives, of a step with any
-                plan of the same program. Other names are ignored.
-            seed: The seed of the random numbers of all steps, unless `state` is that of a step.
+                plan of the same program. Other names are ignored. Or a step, also of other workers and with any plan:
+                each rank gets its parts from the workers that have them, and nothing passes the controller.
+            seed: The seed of the random numbers of all steps, unless `state` is of a step.
             compile: Whether the operations between collectives are given to torch.compile, at the first step. What it
                 cannot compile runs as it is written; `Step.usage` has the reason.
 
@@ -113,17 +116,24 @@ class Workers:
         if list(plan.axes.items()) != list(self.axes.items()):
             raise ValueError(f"the plan is for axes {dict(plan.axes)}, and the workers have {dict(self.axes)}")
         inputs = [one for one in plan.inputs if one.role not in _PER_STEP]
-        state = state or {}
-        values = {one.slot: _first_value(one, plan, state) for one in inputs}
         await self._refresh()
-        random = {_SEED: seed, _STEP: 0} | {name: int(state[name]) for name in (_SEED, _STEP) if name in state}
+        random, given = {_SEED: seed, _STEP: 0}, dict[str, Tensor]()
+        if isinstance(state, Step):
+            random = await state._random_now()
+        elif state is not None:
+            given = dict(state)
+            random |= {name: int(state[name]) for name in (_SEED, _STEP) if name in state}
+        moved = state._same(inputs, plan) if isinstance(state, Step) else {}
+        values = {one.slot: _first_value(one, plan, given) for one in inputs if one.slot not in moved}
         numbers = [(one, next(self._numbers)) for one in inputs]
         step = Step(self, plan, f"{self._session}/{next(self._names)}", numbers, random)
 
         parts: list[dict[int, Tensor | Filled]] = [{} for _ in self.group]
         for one, number in step._state:
-            for at, rank in enumerate(plan.ranks_of(one.stage)):
+            for at, rank in enumerate(plan.ranks_of(one.stage) if one.slot in values else ()):
                 parts[rank][number] = _part(values[one.slot], plan, one.slot, at)
+        if isinstance(state, Step):
+            await state._hand_over(step, moved)
         await values_of([
             *self.group.each(Worker.put, parts, self._session),
             *self.group.each(Worker.load, step._programs(compile), self._session, step.name),
@@ -343,6 +353,35 @@ class Step:
         members = self._workers.group
         return Refs([members[rank].part(self._session, number) for rank in self.plan.ranks_of(stage)])
 
+    def _same(self, inputs: Sequence[Input], plan: Plan) -> dict[int, tuple[Input, int]]:
+        """The tensors of this step that are those of another plan, by its numbers."""
+        here = {
+            (one.name, one.role, self.plan.specs[one.slot].meta.shape): (one, number) for one, number in self._state
+        }
+        found = {
+            one.slot: here.get((one.name, one.role, plan.specs[one.slot].meta.shape))
+            for one in inputs
+            if one.role != "constant"
+        }
+        return {slot: one for slot, one in found.items() if one is not None}
+
+    async def _random_now(self) -> dict[str, int]:
+        self._check()
+        done = (await self._workers.group[0].progress(self._session, self.name)).done
+        return {_SEED: self._random[_SEED], _STEP: self._random[_STEP] + done}
+
+    async def _hand_over(self, to: Step, moved: Mapping[int, tuple[Input, int]]) -> None:
+        """Send tensors to the workers of another step, each part once and from where it is."""
+        there = {str(one.slot): (one, number) for one, number in to._state if one.slot in moved}
+        here = {name: moved[one.slot] for name, (one, _) in there.items()}
+        if not there:
+            return
+        plan = reshard(_layout(self.plan, here), _layout(to.plan, there))
+        given = self._workers.group.each(Worker.give, _by_rank(self.plan, here), self._session)
+        parts = await plan.move(given, to=to._workers.group)
+        members, numbers = to._workers.group, _by_rank(to.plan, there)
+        await values_of([members[rank].take(part, numbers[rank], to._session) for rank, part in enumerate(parts)])
+
     async def unload(self) -> None:
         """Free the memory of the state at the workers. Idempotent; it happens as well once nothing refers to the step.
 
@@ -492,6 +531,25 @@ def _first_value(one: Input, plan: Plan, state: Mapping[str, Tensor]) -> Tensor 
     if one.role == "state":
         return Filled(meta.shape, meta.dtype, one.fill or 0)
     raise ValueError(f"state has no {one.role} {one.name!r}: give state=model.state_dict() or that of another step")
+
+
+def _layout(plan: Plan, tensors: Mapping[str, tuple[Input, int]]) -> Layout:
+    return Layout(
+        plan.axes,
+        {
+            name: sharding_of(plan.specs[one.slot], plan.inner, plan.place_of(one.stage))
+            for name, (one, _) in tensors.items()
+        },
+    )
+
+
+def _by_rank(plan: Plan, tensors: Mapping[str, tuple[Input, int]]) -> list[dict[str, int]]:
+    """The numbers of the tensors that each rank has."""
+    result: list[dict[str, int]] = [{} for _ in range(plan.size)]
+    for name, (one, number) in tensors.items():
+        for rank in plan.ranks_of(one.stage):
+            result[rank][name] = number
+    return result
 
 
 def _part(value: Tensor | Filled, plan: Plan, slot: int, rank: int) -> Any:

@@ -124,12 +124,15 @@ class Plan:
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """The ranks that have a stage, in the order of `inner`."""
-        if self.pipeline is None or not self.pipeline.axis:
-            return tuple(range(self.size))
-        names = list(self.axes)
-        at, place = names.index(self.pipeline.axis), rank_of_stages(self.pipeline.schedule)[stage]
+        where = [(list(self.axes).index(axis), place) for axis, place in self.place_of(stage).items()]
         every = product(*map(range, self.axes.values()))
-        return tuple(rank for rank, coords in enumerate(every) if coords[at] == place)
+        return tuple(rank for rank, at in enumerate(every) if all(at[index] == place for index, place in where))
+
+    def place_of(self, stage: int) -> dict[str, int]:
+        """The coordinate of the ranks of a stage on the axis of the pipeline."""
+        if self.pipeline is None or not self.pipeline.axis:
+            return {}
+        return {self.pipeline.axis: rank_of_stages(self.pipeline.schedule)[stage]}
 
     @property
     def bytes(self) -> dict[str, tuple[int, ...]]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate
 
 from aiodaft.ref import Ref, Refs
-from aiodaft.resharding import Layout, Sharding, reshard
+from aiodaft.resharding import Layout, reshard
 from aiodaft.tensor.blocks import Cell
 from aiodaft.tensor.calls import values_of
+from aiodaft.tensor.layouts import sharding_of
 from aiodaft.tensor.recorder import Recorder
 from aiodaft.tensor.shards import bounds, coords
 from aiodaft.tensor.specs import Meta, Placements, Spec, text
@@ -77,17 +77,7 @@ async def _kept(recorder: Recorder, parts: Iterable[Ref[Any]], spec: Spec) -> tu
 
 
 def _layout(spec: Spec, axes: Mapping[str, int]) -> Layout:
-    dims: dict[int, list[str]] = {}
-    for axis, placement in zip(axes, spec.placements, strict=True):
-        if not isinstance(placement, Replicate):
-            dims.setdefault(placement.dim, []).append(axis)  # type: ignore[attr-defined]  # a shard
-    size = torch.Size(axes.values()).numel()
-    lengths = {}
-    for dim, names in dims.items():
-        along = [index for index, axis in enumerate(axes) if axis in names]
-        ranks = [rank for rank in range(size) if not any(_others(coords(axes, rank), along))]
-        lengths[dim] = [bounds(spec.meta.shape, spec.placements, axes, rank)[dim][1] for rank in ranks]
-    return Layout(axes, {"x": Sharding(shape=spec.meta.shape, dtype=spec.meta.dtype, dims=dims, lengths=lengths)})
+    return Layout(axes, {"x": sharding_of(spec, axes)})
 
 
 def _others(places: tuple[int, ...], along: list[int]) -> list[int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 import aiodaft.tensor.randoms  # noqa: F401 - its operations
 from aiodaft.actor import Actor
 from aiodaft.member import CurrentGroup, Planned, current_group
+from aiodaft.memory import borrow
 from aiodaft.methods import method
 from aiodaft.tensor.code import Code, Pending, Routine, Watch
 from aiodaft.tensor.instructions import Slot, slots_of
@@ -229,6 +230,17 @@ class Worker(Actor):
             raise TypeError(f"the part of rank {current_group().rank} is no tensor: {tensor!r:.100}")
         self._session(session).tensors[number] = tensor.detach()
         return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+    @method
+    def give(self, numbers: dict[str, int], session: str) -> dict[str, Tensor]:
+        """Return local parts by name, for `aiodaft.resharding`; borrowed, since nothing writes to them meanwhile."""
+        here = self._session(session)
+        return borrow({name: here.find(number) for name, number in numbers.items()})
+
+    @method
+    def take(self, parts: dict[str, Tensor], numbers: dict[str, int], session: str) -> None:
+        """Keep parts that a move has made."""
+        self._session(session).tensors.update({numbers[name]: part for name, part in parts.items()})
 
     @method
     def progress(self, session: str, name: str) -> Progress:

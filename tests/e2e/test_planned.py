@@ -127,6 +127,16 @@ async def test_members_that_disagree_are_named_and_the_plan_goes_on(rt: aiodaft.
     assert [one.item() for one in await group.all(Planner.reduce, torch.ones(()))] == [3] * 3
 
 
+async def test_members_that_disagree_in_calls_of_the_group_have_that_error_and_the_plan_goes_on(
+    rt: aiodaft.Runtime,
+) -> None:
+    group = await opened(rt, 2)
+    for error in await errors_of(group.each(Planner.reduce_late, [2, 3])):
+        with pytest.raises(ValueError, match=r"rank 0 has all_reduce sum float32 \[\[2\]\], rank 1 has"):
+            raise error
+    assert [one.item() for one in await group.all(Planner.reduce, torch.ones(()))] == [2, 2]
+
+
 async def test_bad_arguments_are_refused_at_once(rt: aiodaft.Runtime) -> None:
     group = await opened(rt, 2)
     for member in group:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from contextlib import suppress
 from functools import reduce
 from typing import Any
@@ -14,7 +15,9 @@ from torch import Tensor
 
 import aiodaft
 from aiodaft import Actor, current_group, method
+from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.groups import line, planning
+from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.groups.line import Line
 from aiodaft._runtime.groups.planned import Planned
 from aiodaft._runtime.groups.planning import Planning
@@ -176,6 +179,16 @@ class Planner(Actor):
         """Many tasks use the plan."""
         found = await asyncio.gather(*(_awaited(self.plan.all_reduce(torch.tensor(turn))) for turn in range(count)))
         return [one.item() for one in found]
+
+    @method
+    def reduce_late(self, size: int) -> None:
+        """Rank 1 asks for the result when it knows that the call of rank 0 has failed."""
+        exchange, call, told = self.plan.all_reduce(torch.ones(size)).start(), current_call.get(), threading.Event()
+        assert call is not None
+        with current_process().part(Keyed).ending(call, lambda _: told.set()):
+            if current_group().rank == 1:
+                told.wait()
+            exchange.result()
 
     @method
     def reduce_unless(self, fails: bool) -> float:

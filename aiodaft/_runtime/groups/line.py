@@ -189,12 +189,12 @@ class Line:
             # ranks that signal at once, one sees that it is the last.
             with self._fence:
                 pass
-            if not self._all_came():
+            if not self.all_came():
                 return
         for fd in self._others:
             os.eventfd_write(fd, 1)
 
-    def _all_came(self) -> bool:
+    def all_came(self) -> bool:
         """Whether all others have signalled as often as this rank."""
         if not ORDERED:
             return self._came >= self._sent * len(self._others)
@@ -207,9 +207,9 @@ class Line:
     def come_soon(self) -> bool:
         """Whether all others signal within a few microseconds."""
         for _ in range(self._looks):
-            if self._all_came():
+            if self.all_came():
                 return True
-        return self._all_came()
+        return self.all_came()
 
     async def wait_here(self, _: object) -> None:
         """Block this thread until all others have signalled.
@@ -217,7 +217,7 @@ class Line:
         Raises:
             BaseException: The error that has ended the line.
         """
-        while not self._all_came():
+        while not self.all_came():
             self._check()
             self._came += os.eventfd_read(self._mine) % _LOOK
 
@@ -226,7 +226,7 @@ class Line:
         if self._poll is None:
             self._poll = select.epoll()
             self._poll.register(self._mine, select.EPOLLIN)
-        while not self._all_came():
+        while not self.all_came():
             self._check()
             readable = self._loop.create_future()
             self._loop.add_reader(self._poll, _set, readable)

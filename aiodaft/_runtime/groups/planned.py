@@ -253,7 +253,7 @@ class Planned:
             return
         try:
             if line is not None:
-                _enter(line, exchange.title)
+                _enter(line, exchange)
             if not exchange._begun:
                 exchange._begun = True
                 exchange._meeting = next(steps)
@@ -374,12 +374,13 @@ def _bytes_of(given: Sequence[Any]) -> int:
     return sum(one.nbytes for one in given if is_dense_tensor(one))
 
 
-def _enter(line: Line, title: str) -> None:
+def _enter(line: Line, exchange: Exchange[Any]) -> None:
     call = line.call = current_call.get()
-    if call is not None and call.apart is not None:
-        raise apart(title, call.apart)
     if line.error is not None:
         raise copy_error(line.error)
+    # One that was started goes on if all others are there, as in `Planning._withdraw`.
+    if call is not None and call.apart is not None and not (exchange._begun and line.all_came()):
+        raise apart(exchange.title, call.apart)
 
 
 def _failed(line: Line | None, title: str, error: BaseException) -> BaseException:

@@ -187,7 +187,8 @@ class Planning(Actor):
     def _withdraw(self, call: InboundCall, why: DaftError) -> None:
         """A call of a member takes part in nothing any more."""
         for line in self._lines:
-            if line.call is call:
+            # With all others there, it goes on: they may have found together that they disagree, and go on, too.
+            if line.call is call and not line.all_came():
                 line.leave(apart(f"a plan of {line.group}", why), str(why))
 
     def _told(self, actor: ActorId) -> None:

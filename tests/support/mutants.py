@@ -33,7 +33,7 @@ _COORDINATION: Final = "aiodaft/_protocol/coordination"
 _DIAGNOSTICS: Final = "aiodaft/_protocol/diagnostics"
 _NODE: Final = "aiodaft/_protocol/node"
 _OBJECTS: Final = "aiodaft/_protocol/objects"
-_SUPERVISION: Final = "aiodaft/_protocol/supervision"
+_SUPERVISION: Final = "aiodaft/_protocol/supervision.py"
 _ACTOR: Final = "aiodaft/_runtime/actors/hosted_actor.py"
 _CHANNEL: Final = "aiodaft/_protocol/channels/channel.py"
 
@@ -214,21 +214,21 @@ MUTANTS: Final = [
     # Errors that no code sees.
     Mutant(
         "a sibling of a failed await counts as seen",
-        f"{_SUPERVISION}/siblings.py",
+        _SUPERVISION,
         "one.maker == maker and",
         "one.maker != maker and",
         "tests/protocol/test_siblings.py",
     ),
     Mutant(
         "a wait for a call that was given up does not excuse the call's own error",
-        f"{_SUPERVISION}/siblings.py",
+        _SUPERVISION,
         "one.call != call and",
         "True and",
         "tests/protocol/test_siblings.py",
     ),
     Mutant(
         "a hundred unhandled errors are kept",
-        f"{_DIAGNOSTICS}/unhandled.py",
+        f"{_DIAGNOSTICS}/failures.py",
         "        if len(self._kept) >= LIMIT:\n            return False\n",
         "",
         "tests/protocol/test_unhandled.py",
@@ -258,21 +258,21 @@ MUTANTS: Final = [
     # Restarts.
     Mutant(
         "all stop before the first is started again",
-        f"{_SUPERVISION}/child.py",
+        _SUPERVISION,
         "    if stopping:\n        return stopping[-1], None\n",
         "",
         "tests/e2e/test_supervision.py",
     ),
     Mutant(
         "an actor that ended as wanted is not restarted",
-        f"{_SUPERVISION}/child.py",
+        _SUPERVISION,
         "if state is ChildState.UP and not wanted else",
         "if state is ChildState.UP else",
         "tests/protocol/test_supervision.py tests/runtime/test_restarts.py tests/e2e/test_supervision.py",
     ),
     Mutant(
         "each wait for a restart is longer than the one before",
-        f"{_SUPERVISION}/supervision.py",
+        _SUPERVISION,
         "self.base * self.factor ** (count - 1)",
         "self.base",
         "tests/protocol/test_supervision.py",
@@ -287,14 +287,14 @@ MUTANTS: Final = [
     ),
     Mutant(
         "a GPU that is declared and not there is none of another process",
-        f"{_NODE}/gpu_names.py",
+        f"{_NODE}/resources.py",
         "itertools.count(len(machine) if visible else 0)",
         "itertools.count(0)",
         "tests/protocol/test_gpu_names.py",
     ),
     Mutant(
         "a GPU that is named twice is none",
-        f"{_NODE}/gpu_names.py",
+        f"{_NODE}/resources.py",
         "return visible if len(set(visible)) == len(visible) else []",
         "return visible",
         "tests/protocol/test_gpu_names.py",
@@ -310,7 +310,7 @@ MUTANTS: Final = [
     # Leases and names.
     Mutant(
         "a node acts under its lease only until it may be over",
-        f"{_COORDINATION}/holder.py",
+        f"{_COORDINATION}/leases.py",
         "sent_at + good_for - self._skew)",
         "sent_at + good_for + self._skew)",
         "tests/protocol/test_leases.py tests/e2e/test_coordination_histories.py",
@@ -325,7 +325,7 @@ MUTANTS: Final = [
     # Death, and strangers.
     Mutant(
         "one kill of the kernel explains one death",
-        f"{_NODE}/postmortem.py",
+        f"{_NODE}/worker.py",
         "        self._seen[counter] += 1\n",
         "",
         "tests/runtime/test_postmortem.py tests/e2e/test_death.py",

@@ -332,11 +332,7 @@ class _Session:
         if program.first is not None:
             values.append(program.first + loaded.done)
         values += [self.find(one.number) if type(one) is Slot else one for one in order.values]
-        outputs = loaded.run(code, values, tensors)
-        for number, output in zip(program.outs if order.outs is None else order.outs, outputs, strict=True):
-            if number is not None:
-                tensors[number] = output
-        loaded.changed()
+        outputs = loaded.run(code, values, tensors, program.outs if order.outs is None else order.outs)
         return tuple(outputs[at] for at in program.returns)
 
 
@@ -356,8 +352,10 @@ class _Loaded:
         self._changing = False
         self._counts: dict[str, tuple[int, int]] = dict.fromkeys(rows, (0, 0))
 
-    def run(self, code: Code | StageRuns, values: list[Any], tensors: dict[int, Tensor]) -> tuple[Any, ...]:
-        """Run the program, or another form of it."""
+    def run(
+        self, code: Code | StageRuns, values: list[Any], tensors: dict[int, Tensor], outs: Sequence[int | None]
+    ) -> tuple[Any, ...]:
+        """Run the program, or another form of it; the table gets the outputs."""
 
         def update() -> None:
             # From here on, a failure leaves the state neither as it was nor as it is to be.
@@ -373,12 +371,10 @@ class _Loaded:
         for (axis, row), (begun, received) in zip(rows.items(), before, strict=True):
             here = self._counts[axis]
             self._counts[axis] = here[0] + row.begun - begun, here[1] + row.received - received
+        tensors.update((number, one) for number, one in zip(outs, outputs, strict=True) if number is not None)
         self.done += 1
-        return outputs
-
-    def changed(self) -> None:
-        """The table has the outputs of the run."""
         self._changing = False
+        return outputs
 
     def progress(self) -> Progress:
         counts = self._counts.items()
@@ -462,9 +458,11 @@ class _Meter:
     def watch(self, variables: Mapping[str, Any]) -> None:
         """Count what a run has at this moment."""
         here = {name: one for name, one in variables.items() if isinstance(one, Tensor)}
+        held = self.code.held() if self.code is not None else ()
         sizes = {
             one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
-            for one in (*self._table.values(), *here.values(), *(self.code.held() if self.code is not None else ()))
+            for one in (*self._table.values(), *here.values(), *held)
+            if isinstance(one, Tensor)
         }
         # Memory that ended may be that of another tensor now.
         self._parameters &= sizes.keys()

@@ -82,6 +82,8 @@ async def test_rings_and_experts_train_as_one_process(
         found = [float(await step(x, y)) for x, y in batches(STEPS)]
         assert found == pytest.approx(losses, abs=1e-5)
         last = await step.state()
+        # A graph of autograd between forward and backward is no tensor.
+        assert all(one.peak > one.parameters > 0 for one in await step.measure(*batches(1)[0]))
     for name, value in state.items():
         torch.testing.assert_close(last[name], value, atol=1e-5, rtol=1e-5)
 

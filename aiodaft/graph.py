@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, Self
 from aiodaft._protocol.connections.messages import WANT_REPLY
 from aiodaft._protocol.graphs.layout import NO_NOTE, ValueNote, lay_out, listing_of, summary, svg_of
 from aiodaft._protocol.graphs.plan import Dataflow, Step
-from aiodaft._runtime.calls.beside import AlwaysBeside
 from aiodaft._runtime.calls.call import Caller, CallSink, Request, Target
-from aiodaft._runtime.graphs.captured_call import Arguments
+from aiodaft._runtime.calls.following import AlwaysBeside
+from aiodaft._runtime.graphs.graph_value import Arguments
 from aiodaft._runtime.graphs.owner import GraphOwner
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.objects.ref_table import PutState

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from aiodaft._protocol.groups.reshard import Grid, Rule, bundle, lay_out, plan
 from aiodaft._protocol.groups.roster import Axes
 from aiodaft._runtime.calls.call import Caller, Target
-from aiodaft._runtime.graphs.captured_call import Opaque
+from aiodaft._runtime.graphs.graph_value import Opaque
 from aiodaft._runtime.groups.resharding import Expected, Source, resharding_of
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft.actor import target_of

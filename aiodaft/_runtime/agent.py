@@ -25,7 +25,7 @@ from aiodaft._runtime.diagnostics.attach import Visits
 from aiodaft._runtime.diagnostics.process_view import ActorView, ProcessView, Viewer, look_at_actor, stack_here
 from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.diagnostics.wait_graph import Deadlocks
-from aiodaft._runtime.graphs.captured_call import Opaque
+from aiodaft._runtime.graphs.graph_value import Opaque
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.logs.options import set_levels

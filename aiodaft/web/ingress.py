@@ -14,8 +14,7 @@ from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError, DeadlineExceeded, OutcomeUnknown, Overloaded
 from aiodaft.runtime import Runtime
 from aiodaft.web.admission import Admission, Counts, Heap, Outcome, admission_of
-from aiodaft.web.disconnect import App, Receive, Send, answer
-from aiodaft.web.exchange import Exchange
+from aiodaft.web.exchange import App, Exchange, Receive, Send, answer
 from aiodaft.web.probes import Answer, Probes, RunningProbes
 
 _STARTED: Final = "lifespan.startup.complete"

@@ -13,7 +13,7 @@ from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.info import ANSWERING
 from aiodaft.runtime import Runtime
 from aiodaft.web.admission import Counts
-from aiodaft.web.disconnect import Send, answer, answer_with
+from aiodaft.web.exchange import Send, answer, answer_with
 
 if TYPE_CHECKING:
     from aiodaft.prometheus import Metrics

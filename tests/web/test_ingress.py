@@ -17,7 +17,7 @@ from aiodaft.testing import AutojumpLoop
 from aiodaft.testing.in_process import in_process
 from aiodaft.web import Ingress
 from aiodaft.web.admission import OUTCOMES, Counts, Outcome
-from aiodaft.web.disconnect import lasting_requests
+from aiodaft.web.exchange import lasting_requests
 from aiodaft.web.metrics import IngressMetrics
 
 GET = {"body": b"", "more_body": False}

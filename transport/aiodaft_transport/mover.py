@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiodaft_transport.exceptions import PeerGone, TransportError
-from aiodaft_transport.memory.pull import BasePull
+from aiodaft_transport.peers import BasePull
 from aiodaft_transport.system import Doorbell, start_thread, usable_cpus
 
 if TYPE_CHECKING:

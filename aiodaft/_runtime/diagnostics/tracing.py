@@ -21,7 +21,7 @@ from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, current_call
 from aiodaft._runtime.calls.call import Request
 from aiodaft._runtime.calls.outgoing import Outgoing
-from aiodaft._runtime.graphs.captured_call import Arguments
+from aiodaft._runtime.graphs.graph_value import Arguments
 from aiodaft._runtime.graphs.owner import GraphOwner
 from aiodaft._runtime.graphs.owner_run import OwnerRun, Specs
 from aiodaft._runtime.graphs.registry import Graphs

@@ -12,7 +12,7 @@ from aiodaft._runtime.calls.outgoing import Outgoing
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.graphs.captured_call import Opaque
+from aiodaft._runtime.graphs.graph_value import Opaque
 from aiodaft._runtime.objects.transfer import Objects
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError

@@ -16,9 +16,8 @@ from aiodaft._protocol.groups.collective import Cut, Parts, Plan, Step, Work, ru
 from aiodaft._protocol.ids import COLLECTIVES, PeerId, can_share_memory
 from aiodaft._protocol.objects.value import PENDING
 from aiodaft._runtime.actors.hosted_actor import serving
-from aiodaft._runtime.calls.beside import AlwaysBeside, Beside, TargetBeside
 from aiodaft._runtime.calls.call import Caller, CallState, Target
-from aiodaft._runtime.calls.following import FollowingTarget
+from aiodaft._runtime.calls.following import AlwaysBeside, Beside, FollowingTarget, TargetBeside
 from aiodaft._runtime.groups.arithmetic import Reducer, alone, cut, joined, nbytes_of, new_memory, no_gradients, reduced
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store

@@ -25,7 +25,7 @@ from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.channels import QueuedItem
-from aiodaft._runtime.graphs.captured_call import Opaque
+from aiodaft._runtime.graphs.graph_value import Opaque
 from aiodaft._runtime.groups.keyed import Keyed, apart, belongs_to
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store

@@ -25,7 +25,7 @@ from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.hosted_actor import InboundCall, serving
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
-from aiodaft._runtime.graphs.captured_call import Opaque
+from aiodaft._runtime.graphs.graph_value import Opaque
 from aiodaft._runtime.groups.arithmetic import Reducer, bytes_in
 from aiodaft._runtime.groups.collectives import Collectives
 from aiodaft._runtime.groups.meeting_place import MeetingPlaces, Whereabouts, target_of_member, whereabouts_of

@@ -15,7 +15,7 @@ from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.actors.enlisted import Standing
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.calls.call import Caller
-from aiodaft._runtime.graphs.captured_call import Opaque
+from aiodaft._runtime.graphs.graph_value import Opaque
 from aiodaft._runtime.groups.arithmetic import Reducer, kind_of, nbytes_of
 from aiodaft._runtime.groups.collectives import Collectives, Members
 from aiodaft._runtime.objects.ref_state import state_of

@@ -25,7 +25,7 @@ from aiodaft._protocol.diagnostics import trace
 from aiodaft._protocol.groups.reshard import Piece, by_source, filtered, nbytes_in
 from aiodaft._protocol.ids import RESHARDING, PeerId
 from aiodaft._runtime.calls.call import Caller
-from aiodaft._runtime.graphs.captured_call import Opaque
+from aiodaft._runtime.graphs.graph_value import Opaque
 from aiodaft._runtime.objects.ref_state import UnhandledErrors, state_of
 from aiodaft._runtime.objects.store import InPlace, Store
 from aiodaft._runtime.objects.stored import StoredValue

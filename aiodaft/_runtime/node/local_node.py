@@ -12,13 +12,12 @@ from aiodaft._protocol.ids import NODE, ActorId, PeerId, is_attached, node_of
 from aiodaft._protocol.node.resources import Resources, device_named, gpu_names
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.logs.console import Console, Relay
-from aiodaft._runtime.node.exec_launcher import ExecLauncher
 from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.nodes import CoordinatorContact, Nodes
 from aiodaft._runtime.node.shipped_code import host_code
 from aiodaft._runtime.node.worker import NodeOptions, Tenant
-from aiodaft._runtime.node.workers import Launcher
+from aiodaft._runtime.node.workers import ExecLauncher, Launcher
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.capabilities import has_fork_server
 from aiodaft._runtime.platform.env import Env

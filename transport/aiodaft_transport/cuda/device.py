@@ -14,8 +14,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 from aiodaft_transport.abc import Control, Host
 from aiodaft_transport.exceptions import DeviceError, OutOfDeviceMemory, TransportError
 from aiodaft_transport.memory.block_pool import DEFAULT_KEEP, BlockPool, PooledBlock, PooledSegment
-from aiodaft_transport.memory.pull import BasePull
-from aiodaft_transport.peers import SegmentRemote
+from aiodaft_transport.peers import BasePull, SegmentRemote
 
 T = TypeVar("T")
 

@@ -33,8 +33,7 @@ from aiodaft_transport.memory.registered import (
 )
 from aiodaft_transport.peers import GONE, NOTE, RETURN, SEGMENT, SegmentTransport
 from aiodaft_transport.ucx import INTERFACE_VARIABLE
-from aiodaft_transport.ucx.progress import Driver
-from aiodaft_transport.ucx.pull import WORD, Pool, Pull, Remote, RemoteSegment, Stamp
+from aiodaft_transport.ucx.pull import WORD, Driver, Pool, Pull, Remote, RemoteSegment, Stamp
 from aiodaft_transport.ucx.ucp import UcxError, load
 
 if TYPE_CHECKING:

@@ -186,6 +186,15 @@ def test_a_model_for_one_device_trains_under_a_strategy(strategy: str, tmp_path:
 
 
 @pytest.mark.timeout(120)
+def test_one_state_has_four_placements() -> None:
+    pytest.importorskip("torch")
+    output = run_example("reshard_lab.py", "--steps", "3", "--tokens", "3")
+    found = re.search(r"differ by at most (\S+), the tokens are equal: True", output)
+    assert found, output
+    assert float(found[1]) < 1e-5
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "options", [("long_context.py", "--ranks", "3", "--length", "50"), ("moe.py", "--ranks", "3")], ids="-".join
 )

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from aiodaft.tensor.capturing import CaptureError, capture  # noqa: E402
 from aiodaft.tensor.operations import Gradient, Mark, Operation  # noqa: E402
+from aiodaft.tensor.program import Program  # noqa: E402
 from aiodaft.tensor.randoms import manual_seed  # noqa: E402
 
 
@@ -24,6 +25,13 @@ from aiodaft.tensor.randoms import manual_seed  # noqa: E402
 def model() -> Any:
     torch.manual_seed(0)
     return GPT()
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    torch.manual_seed(0)
+    model = GPT()
+    return capture(train, model, torch.optim.AdamW(model.parameters()), *next(batches(1)))
 
 
 def state_of(model: Any) -> dict[str, Any]:
@@ -115,8 +123,7 @@ def test_a_model_without_data_has_the_same_program(model: Any) -> None:
     assert programs[0].inputs == programs[1].inputs
 
 
-def test_each_operation_says_its_module_line_and_phase(model: Any) -> None:
-    program = capture(train, model, torch.optim.AdamW(model.parameters()), *next(batches(1)))
+def test_each_operation_says_its_module_line_and_phase(program: Program) -> None:
     lines = {
         (one.cause.module, one.cause.line.partition(":")[0], one.cause.phase)
         for one in program.operations
@@ -132,8 +139,7 @@ def test_each_operation_says_its_module_line_and_phase(model: Any) -> None:
     assert len(by_line["update"]) == 1
 
 
-def test_marks_stand_at_the_ends_of_modules_and_of_their_gradients(model: Any) -> None:
-    program = capture(train, model, torch.optim.AdamW(model.parameters()), *next(batches(1)))
+def test_marks_stand_at_the_ends_of_modules_and_of_their_gradients(model: Any, program: Program) -> None:
     marks = Counter(
         (one.side, one.gradient) for one in program.operations if isinstance(one, Mark) and one.module == "blocks.1"
     )
@@ -144,8 +150,7 @@ def test_marks_stand_at_the_ends_of_modules_and_of_their_gradients(model: Any) -
     assert gradients == [name for name, _ in model.named_parameters()]
 
 
-def test_only_the_update_writes_and_costs_what_torch_does_for_one_tensor(model: Any) -> None:
-    program = capture(train, model, torch.optim.AdamW(model.parameters()), *next(batches(1)))
+def test_only_the_update_writes_and_costs_what_torch_does_for_one_tensor(model: Any, program: Program) -> None:
     operations = [one for one in program.operations if isinstance(one, Operation)]
     assert {one.cause.phase for one in operations if is_write(one)} == {"update"}
     update = Counter(str(one.target) for one in operations if one.cause.phase == "update")
@@ -528,15 +533,14 @@ def test_a_micro_batch_has_a_program_of_its_own(model: Any) -> None:
         program.micro(3)
 
 
-def test_a_description_counts_inputs_and_operations(model: Any) -> None:
-    program = capture(train, model, torch.optim.AdamW(model.parameters()), *next(batches(1)))
+def test_a_description_counts_inputs_and_operations(model: Any, program: Program) -> None:
     text = program.describe()
     count = sum(one.numel() * 4 for one in model.parameters())
     assert f"37 parameters, {count:,} bytes" in text
     assert "operations in update: 74 aten.mul_.Tensor" in text
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+@pytest.mark.parametrize("name", [pytest.param("Llama", marks=pytest.mark.programs), "GPT2"])
 def test_a_model_of_transformers_trains_as_in_one_process(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

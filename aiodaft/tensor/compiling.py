@@ -106,7 +106,7 @@ def _is_pure(one: Instruction, numbers: set[int]) -> bool:
 def _written(routine: Routine, wanted: dict[int, int]) -> set[int]:
     """Tensors that change with another one, and are used after that: a compiler may give them memory of their own."""
     roots: dict[int, int] = {}
-    writes: dict[int, int] = {}
+    writes: list[tuple[int, int]] = []
 
     def root(number: int) -> int:
         while number in roots:
@@ -119,15 +119,10 @@ def _written(routine: Routine, wanted: dict[int, int]) -> set[int]:
             for source in sources:
                 if number is not None and root(number) != root(source):
                     roots[root(number)] = root(source)
-        for number in written:
-            writes[number] = min(at, writes.get(number, at))
-    first: dict[int, int] = {}
-    for number, at in writes.items():
-        first[root(number)] = min(at, first.get(root(number), at))
+        writes += [(at, number) for number in written]
+    first = {root(number): at for at, number in reversed(writes)}
     shared = {*roots, *roots.values()}
-    return {
-        number for number, last in wanted.items() if number in shared and last >= writes.get(root(number), last + 1)
-    }
+    return {one for one, last in wanted.items() if one in shared and last >= first.get(root(one), last + 1)}
 
 
 def _aliased(one: Instruction) -> tuple[list[int], list[int]]:

@@ -207,10 +207,7 @@ class Workers:
         return checked(placed(placements, self.axes), dims)
 
     async def heal(self) -> list[int]:
-        """Replace the workers that are gone by new ones; then `load` a state again.
-
-        Returns:
-            The ranks of those that were gone.
+        """Replace the workers that are gone by new ones, and return their ranks; then `load` a state again.
 
         Raises:
             Exception: As `Group.heal`.
@@ -291,11 +288,7 @@ class Step:
         return Run(self, refs, attempt)
 
     async def measure(self, *args: Any) -> list[Measure]:
-        """Run the step as a call does, slowly; returns the most memory that it took, by rank.
-
-        Raises:
-            Exception: As a call and its awaitable do.
-        """
+        """Run the step as a call does, slowly; returns the most memory that it took, by rank."""
         refs, attempt = self._begin(Worker.measure, args)
         return [measure for _, measure in await self._finish(refs, attempt)]
 
@@ -418,7 +411,6 @@ class Step:
         return workers.group.each(method, orders), workers._attempt
 
     async def _finish(self, refs: Refs[Any], attempt: int) -> list[Any]:
-        """Wait for a run, or for its error and the fate of the state."""
         try:
             return await values_of(refs)
         except asyncio.CancelledError:

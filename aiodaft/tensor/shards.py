@@ -24,11 +24,7 @@ def coords(axes: Mapping[str, int], rank: int) -> tuple[int, ...]:
 
 
 def bounds(shape: Sequence[int], placements: Placements, axes: Mapping[str, int], rank: int) -> list[tuple[int, int]]:
-    """The start and the length of a rank's part in each dimension.
-
-    Raises:
-        ValueError: A placement is no shard of contiguous rows.
-    """
+    """The start and the length of a rank's part in each dimension."""
     part = [(0, length) for length in shape]
     for size, place, placement in zip(axes.values(), coords(axes, rank), placements, strict=True):
         if placement.is_shard():

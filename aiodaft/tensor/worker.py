@@ -122,10 +122,7 @@ class Worker(Actor):
         self._sessions: dict[str, _Session] = {}
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """The local parts of the state of a loaded step, by name.
-
-        Args:
-            name: The `name` of the step.
+        """The local parts of the state of the loaded step with this `name`, by name.
 
         Raises:
             KeyError: No such step is loaded.
@@ -138,12 +135,7 @@ class Worker(Actor):
 
     @method
     def run(self, order: Order) -> tuple[Any, ...]:
-        """Run a program; returns the results that this rank has to give.
-
-        Raises:
-            Exception: That of an operation, with a note of the instruction. The collectives of this attempt end for
-                all members.
-        """
+        """Run a program; returns the results that this rank has to give. An error ends the attempt for all members."""
         return self._run(order, None)
 
     @method
@@ -168,7 +160,7 @@ class Worker(Actor):
 
     @method
     def load(self, program: Program, session: str, name: str) -> None:
-        """Take a program in, for the orders that follow."""
+        """Take a program in."""
         self._session(session).load(name, program)
 
     @method
@@ -198,11 +190,7 @@ class Worker(Actor):
 
     @method
     def get(self, numbers: list[int], session: str) -> list[Tensor]:
-        """Return local parts.
-
-        Raises:
-            KeyError: There is no tensor of this number.
-        """
+        """Return local parts."""
         here = self._session(session)
         return [here.find(number) for number in numbers]
 
@@ -267,16 +255,12 @@ class _Session:
         self.loaded: dict[str, _Loaded] = {}
 
     def begin(self, attempt: int) -> None:
-        """Have collectives for an attempt.
-
-        Raises:
-            Refused: It has failed.
-        """
+        """Have collectives for an attempt, unless it has failed."""
         if attempt > self._attempt:
             self._attempt, self._failed = attempt, ""
             group = current_group()
             for axis, row in self._rows.items():
-                row.open(group.along(axis).plan(key=("tensor", self._name, attempt)).result())
+                row.plan = group.along(axis).plan(key=("tensor", self._name, attempt)).result()
         elif self._failed or attempt < self._attempt:
             raise Refused(f"not run at rank {self._rank}: an earlier run has failed: {self._failed}")
 
@@ -285,7 +269,8 @@ class _Session:
         if not self._failed:
             self._failed = f"{type(error).__name__}: {error}"
             for row in self._rows.values():
-                row.close()
+                if row.plan is not None:
+                    row.plan.close()
 
     def load(self, name: str, program: Program) -> _Loaded:
         routine, segments = program.routine, list["Compiled"]()
@@ -311,11 +296,6 @@ class _Session:
         return make(routine, self._rank, self._rows, watch)  # type: ignore[arg-type]  # each takes its own routine
 
     def find(self, number: int) -> Tensor:
-        """A tensor of the table.
-
-        Raises:
-            KeyError: There is none of this number.
-        """
         try:
             return self.tensors[number]
         except KeyError:
@@ -396,15 +376,7 @@ class _Axis:
         self.size = size
         self.begun = 0
         self.received = 0
-        self._plan: Planned | None = None
-
-    def open(self, plan: Planned) -> None:
-        self._plan = plan
-
-    def close(self) -> None:
-        """End the collectives that the others wait in."""
-        if self._plan is not None:
-            self._plan.close()
+        self.plan: Planned | None = None
 
     def all_reduce(self, tensor: Tensor, op: Any) -> Pending[Tensor]:
         return self._begin(2 * tensor.nbytes * (self.size - 1) // self.size).all_reduce(tensor, op).start()
@@ -421,8 +393,8 @@ class _Axis:
     def _begin(self, received: int) -> Planned:
         self.begun += 1
         self.received += received
-        assert self._plan is not None
-        return self._plan
+        assert self.plan is not None
+        return self.plan
 
 
 class _Parts(NamedTuple):

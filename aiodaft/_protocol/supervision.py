@@ -4,6 +4,7 @@ The rules are those of OTP supervisors (https://www.erlang.org/doc/system/sup_pr
 period, and for each child whether it is permanent, transient or temporary. The back-off is an addition of ours.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
 from __future__ import annotations
 
 import enum

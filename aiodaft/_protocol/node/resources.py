@@ -1,5 +1,6 @@
 """The resources of a node and their holders: counted, never overcommitted. Pure."""
 
+# pyright: reportUnnecessaryIsInstance=false
 from __future__ import annotations
 
 import itertools

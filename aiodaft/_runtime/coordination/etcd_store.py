@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Final, NamedTuple, TypeVar
 
-import aetcd
+import aetcd  # pyright: ignore[reportMissingTypeStubs]
 
 from aiodaft._protocol.coordination.records import Change, Kind, Record, plain_of, record_of
 from aiodaft._protocol.coordination.registry import Stored

@@ -6,6 +6,8 @@ A plain future would wake them in the next turn, and a turn takes longer than th
 from __future__ import annotations
 
 import asyncio
+
+# The API for other implementations of tasks: https://docs.python.org/3/library/asyncio-extending.html
 from asyncio.tasks import _enter_task, _leave_task
 from collections import deque
 from collections.abc import Callable, Coroutine

@@ -112,7 +112,7 @@ async def run(bench: Bench) -> None:
             for clock, title in (("wall", "wall"), ("cpu", "CPU of a rank")):
                 floor = partial(_first, theirs, Rank.steps, clock)
                 steps = partial(ours.steps, clock, _STEPS)
-                await bench.compare(f"{kind.upper()}2 step, {title}", steps, floor, "torch, gloo", f"<= {limit}")
+                await bench.compare(f"{kind.upper()}2 step, {title}", steps, floor, "torch, gloo", f"<= {limit}", "s")
         await theirs.all(Rank.leave)
     for title, seconds, limit in planning(layers=24):
         bench.add(title, seconds, "s", f"<= {limit}")

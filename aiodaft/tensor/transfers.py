@@ -15,7 +15,7 @@ from aiodaft.tensor.calls import values_of
 from aiodaft.tensor.layouts import sharding_of
 from aiodaft.tensor.recorder import Recorder
 from aiodaft.tensor.shards import bounds, coords
-from aiodaft.tensor.specs import Meta, Placements, Spec, text
+from aiodaft.tensor.specs import Meta, Placements, Spec, checked, text
 from aiodaft.tensor.worker import Worker
 
 __all__ = ["adopted", "moved"]
@@ -52,6 +52,9 @@ async def adopted(recorder: Recorder, refs: Iterable[Ref[Tensor]], placements: P
         raise ValueError(f"there are {len(parts)} refs, and the group has {size} ranks: give one for each")
     made, metas = await _kept(recorder, parts, Spec(placements, Meta((), (), torch.float32)))
     shapes = [meta.shape for meta in metas]
+    if len({len(shape) for shape in shapes}) > 1:
+        raise ValueError(f"the parts differ in their numbers of dimensions: {', '.join(map(str, shapes))}")
+    placements = checked(placements, len(shapes[0]))
     whole = list(shapes[0])
     for dim in range(len(whole)):
         along = [index for index, one in enumerate(placements) if one.is_shard(dim)]

@@ -137,6 +137,9 @@ async def test_refs_are_the_parts_by_rank(w: Any) -> None:
 async def test_results_of_a_method_become_a_tensor(w: Any) -> None:
     x = await w.of(w.group.all(Extended.rows, [2, 2, 1, 1]), dp=Shard(0))
     assert x.shape == (3, 3)
+    assert (await w.of(w.group.all(Extended.rows, [2] * 4), tp=Shard(-1))).shape == (2, 6)
+    with pytest.raises(ValueError, match=r"S\(2\) cuts a dimension that a tensor with 2 has not"):
+        await w.of(w.group.all(Extended.rows, [2] * 4), tp=Shard(2))
     assert torch.equal(await x, torch.tensor([0.0, 0.0, 2.0])[:, None].expand(3, 3))
     with pytest.raises(ValueError, match=r"the part of rank 3 is torch.float32 \(2, 3\); .* it has \(1, 3\)"):
         await w.of(w.group.all(Extended.rows, [2, 2, 1, 2]), dp=Shard(0))

@@ -190,7 +190,6 @@ class Controller(Owner):
                 await self.site.aclose()
 
     def abandon(self) -> None:
-        """End the processes of a runtime without a running loop. Blocks until they have ended."""
         why = "the event loop it was opened on is gone"
         if self._end(why):
             self.peer.abandon(why)
@@ -216,7 +215,6 @@ class Controller(Owner):
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether this process was forked from the one that has the runtime."""
         return self._stage is Stage.LEFT_BEHIND
 
     @property
@@ -225,7 +223,6 @@ class Controller(Owner):
         return self.is_left_behind or (self._loop is not None and not self._loop.is_running())
 
     def check_running(self, what: str) -> None:
-        """Raise RuntimeClosed unless it is open; RuntimeError unless this is its loop."""
         if self._stage is not Stage.OPEN:
             raise RuntimeClosed(f"{what}: {self._why_closed}")
         self.check_loop(what)
@@ -252,7 +249,6 @@ class Controller(Owner):
         return self.process.tasks.start(coro, name=name)
 
     def _has_calls(self) -> bool:
-        """Whether the program waits for actors. Any thread."""
         connections, graphs = self.connections.items(), self.peer.graphs.own.values()
         calls = (call for _, connection in connections for call in connection.session.under_way())
         runs = (graph.in_flight_with(remote) for remote, _ in connections for graph in graphs)

@@ -186,7 +186,6 @@ _open: dict[Process, Callable[[], object]] = {}
 
 
 def opened(process: Process, stay_behind: Callable[[], object]) -> None:
-    """Make a process current here, and call `stay_behind` in forked children."""
     when_forked(_stay_behind)
     _open[process] = stay_behind
     _context_process.set(process)

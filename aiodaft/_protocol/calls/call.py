@@ -105,7 +105,6 @@ class Life:
     outcome = ""
 
     def handle(self, event: Event) -> bool:
-        """Move on; False if the event comes too late."""
         after = NEXT[event].get(self.stage)
         if after is None:
             return False

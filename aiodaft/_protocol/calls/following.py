@@ -46,7 +46,6 @@ class Whereabouts:
         self.told = told
 
     def move(self, place: Location) -> bool:
-        """Note a location from the owner; False if it is old news."""
         known = self.place
         if known.ended is not None or (place.ended is None and epoch_of(place.actor) < epoch_of(known.actor)):
             return False

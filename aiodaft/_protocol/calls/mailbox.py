@@ -91,7 +91,6 @@ class Mailbox(Generic[EntryT]):
         return [entry for entry in waiting if entry.stage not in GONE]
 
     def arrive(self, entry: EntryT) -> bool:
-        """Add a call: True if it starts now, else it waits."""
         rules = entry.rules
         caller = entry.caller
         if (
@@ -120,7 +119,6 @@ class Mailbox(Generic[EntryT]):
         return False
 
     def take_ready(self, entry: EntryT) -> bool:
-        """Take out a call that became ready, if it starts now and blocks no other; else see `startable`."""
         if not entry.rules.ordered:
             if not self._may_start(entry):
                 return False
@@ -136,7 +134,6 @@ class Mailbox(Generic[EntryT]):
         return True
 
     def finished(self, entry: EntryT) -> bool:
-        """Remove a started call that ended: True if calls wait that may be `startable` now."""
         rules = entry.rules
         if self._last.get(entry.caller) is entry:
             del self._last[entry.caller]

@@ -239,7 +239,6 @@ class Keeper:
         return self._take_out()
 
     def drop(self) -> list[Command]:
-        """Forget a channel in its maker: no process holds it, as far as the maker knows."""
         if self.place in {Place.MOVING, Place.AWAY}:
             self._tell(self._at, Kind.DROP, 0)
         return self._take_out()
@@ -357,7 +356,6 @@ class Keeper:
         self._senders.pop(peer, None)
 
     def _pump(self) -> None:
-        """Take offers while there is room, lend items to receivers, and end receives that will get no item."""
         while True:
             while self._offers and len(self._items) < self._capacity:
                 peer, ticket, item = self._offers.popleft()

@@ -133,7 +133,6 @@ class End:
         self._asked.pop(self._want_ticket, None)
 
     def stop_receiving(self) -> list[Command]:
-        """Give up the receive under way; an item that came goes back."""
         self._next_want = None
         match self._want:
             case Want.CONFIRMING:
@@ -290,7 +289,6 @@ class ChannelTable:
         return others
 
     def handle(self, channel_id: ChannelId, sender: PeerId, message: Message) -> list[Command]:
-        """Handle a message about a channel that this process may not know any more."""
         if message.kind not in FOR_KEEPERS:
             end = self.ends.get(channel_id)
             if end is not None:
@@ -330,7 +328,6 @@ class ChannelTable:
         return [] if keeper is None else keeper.drop()
 
     def leave(self, channel_id: ChannelId) -> list[Command]:
-        """This process no longer holds a channel: forget its end, unless something is under way there."""
         end = self.ends.get(channel_id)
         if end is None or not end.is_idle:
             return []

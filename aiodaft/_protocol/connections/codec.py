@@ -132,7 +132,6 @@ _spare: Final[list[Any]] = []
 
 
 def pack(value: Any) -> bytes:
-    """Encode plain data: None, bool, int, float, str, bytes, list, dict and `Ext`."""
     try:
         packer = _spare.pop()
     except IndexError:

@@ -149,7 +149,6 @@ class Session(Generic[CallT]):
 
     @property
     def waiting(self) -> int:
-        """The number of waiting calls, without the runtime's own."""
         return len(self._waiting) - self._others
 
     @property
@@ -294,7 +293,6 @@ class Session(Generic[CallT]):
         return True
 
     def settle(self, call_id: CallId) -> CallT | None:
-        """End an answered call, and send the next ones. Returns its `CallT`; None if the call is unknown."""
         if self._own and call_id in self._own:
             return self._settle_own(call_id)
         if self._waiting and call_id in self._waiting:

@@ -55,7 +55,6 @@ class LeaseTable:
         self._looked_at = now
 
     def begin(self, epoch: int, now: float, *, seen: bool) -> None:
-        """Start a lease; not `seen`: of a member that was there before the coordinator."""
         self._leases[epoch] = Lease(LeaseState.HELD if seen else LeaseState.UNSEEN, now + self.ttl)
 
     def keep(self, epoch: int, now: float) -> None:
@@ -181,7 +180,6 @@ class LeaseHolder:
         self._send_at = now + self._ttl / _PER_LEASE
 
     def state(self, now: float) -> HolderState:
-        """The state of the lease now. Ask for each act under it: a process that was stopped has no timers."""
         if self._state is HolderState.HOLDING and now >= self.fence_at:
             self._handle(HolderEvent.SILENT)
         return self._state

@@ -217,7 +217,6 @@ class History:
             self._floor = self._changes.popleft().revision
 
     def since(self, revision: int, kind: Kind, prefix: str) -> Sequence[Change] | None:
-        """The changes after a revision; None if they are not all known."""
         if not self._floor <= revision <= self.revision:
             return None
         found: list[Change] = []
@@ -236,7 +235,6 @@ class View:
         self.records: dict[str, Record] = {}
 
     def take(self, batch: Batch) -> list[Change]:
-        """Take an answer in; returns the changes that are news: each once, however often it comes."""
         if batch.whole:
             there = {change.key for change in batch.changes}
             gone = [Change(batch.revision, self._kind, key, None) for key in self.records if key not in there]

@@ -393,7 +393,6 @@ class Registry:
         return []
 
     def leave(self, epoch: int) -> list[Change]:
-        """End a node's lease, and the names under it; those of programs that are attached to it go on with another."""
         kept: dict[str, NamedActor] = {}
         for held in self.names.under(epoch):
             heir = self._heir(held, epoch)
@@ -417,7 +416,6 @@ class Registry:
     # Changes.
 
     def _changes(self, there: Iterable[Record] = (), gone: Iterable[Record] = ()) -> list[Change]:
-        """The changes that make records `there` and others `gone`; no change for a record that is so already."""
         changes: list[Change] = []
         for record in there:
             known = self.names.get(record.name) if isinstance(record, NamedActor) else self.members.get(record.name)

@@ -159,12 +159,10 @@ class Search:
 
     @property
     def questions(self) -> dict[PeerId, list[CallAt]]:
-        """The calls to be asked about now, by the process that runs them; none once the search is over."""
         hosts = groupby(sorted(self._asked), attrgetter("host"))
         return {host: list(calls) for host, calls in hosts}
 
     def handle_answers(self, answers: Mapping[CallAt, Waiting | None]) -> None:
-        """Take the answers; None for a call that does not wait, is over, or waits for something not visible."""
         if not answers.keys() <= self._asked:
             raise LocalProtocolError(f"no question was asked about {answers.keys() - self._asked}")
         self._asked -= answers.keys()
@@ -189,7 +187,6 @@ class Search:
 
 
 def reduced(waiting: dict[CallAt, Waiting]) -> dict[CallAt, Waiting]:
-    """The calls among some waiting calls that wait only for each other."""
     stuck = {call: one for call, one in waiting.items() if one.on}
     # The calls to look at again when a call turns out to be alive.
     behind: dict[CallAt, list[CallAt]] = {}

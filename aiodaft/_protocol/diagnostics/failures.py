@@ -197,7 +197,6 @@ class Unhandled:
         return self._count
 
     def add(self, error: BaseException) -> bool:
-        """Count an error; True if it is kept. The same object counts once."""
         if any(error is known for known in self._kept):
             return False
         self._count += 1

@@ -27,7 +27,6 @@ class Printed:
         self._rest = b""
 
     def take(self, data: bytes) -> list[str]:
-        """The lines that this data completes; b"" is the end of the stream."""
         *lines, rest = (self._rest + data).split(b"\n")
         state = _last_state(rest)
         if state and (not data or len(state) > MAX_LINE):
@@ -41,7 +40,6 @@ class Printed:
 
     @property
     def line(self) -> str:
-        """The incomplete line as it looks now, without an incomplete last character."""
         return codecs.getincrementaldecoder("utf-8")("backslashreplace").decode(_last_state(self._rest))
 
     @property
@@ -85,7 +83,6 @@ class Screen:
     def show(
         self, writer: Hashable, stream: int, line: str, now: float, *, complete: bool, is_bar: bool = False
     ) -> list[tuple[int, str]]:
-        """The texts to write, each with its stream, when the current line of a writer looks like this."""
         written: list[tuple[int, str]] = []
         if writer != self._writer:
             if self._writer is not None and self._is_bar and complete:
@@ -107,7 +104,6 @@ class Screen:
         return written
 
     def leave(self) -> list[tuple[int, str]]:
-        """The texts that end an incomplete line, because something else is written to the terminal."""
         if self._writer is None:
             return []
         self._writer = None
@@ -194,7 +190,6 @@ class Merging(Generic[T]):
             self.flush(member.group)
 
     def take(self, member: Member, stream: int, key: Hashable, line: T, now: float) -> None:
-        """A member has written a line to a stream; those with equal keys are equal."""
         group, rank = member
         waiting = self._waiting.setdefault((group, stream), [])
         same = next((one for one in waiting if one.key == key and rank not in one.ranks), None)
@@ -265,7 +260,6 @@ class Sieve:
         self._parts = Latest[int, tuple[int, list[bytes]]](_MAX_WRITERS)
 
     def take(self, data: bytes) -> Iterator[bytes | Record]:
-        """The output and the records, in order; b"" is the end of the stream."""
         stream, self._rest = self._rest + data, b""
         # `printed` is where the text begins that is not yielded yet.
         printed = at = 0

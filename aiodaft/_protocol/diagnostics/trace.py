@@ -39,17 +39,14 @@ class TraceContext(NamedTuple):
 
     @property
     def trace_id(self) -> str:
-        """The id of the trace: 32 hexadecimal digits."""
         return self.traceparent.split("-")[1]
 
     @property
     def span_id(self) -> str:
-        """The id of the operation that the calls belong to: 16 hexadecimal digits."""
         return self.traceparent.split("-")[2]
 
     @property
     def sampled(self) -> bool:
-        """Whether the caller may have recorded the trace."""
         return bool(int(self.traceparent.split("-")[3], 16) & _SAMPLED)
 
     def headers(self) -> dict[str, str]:

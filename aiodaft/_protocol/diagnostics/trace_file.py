@@ -186,7 +186,6 @@ def trace_file(
 
 
 def _titles(parts: Sequence[tuple[ProcessTrace, float]]) -> dict[PeerId, str]:
-    """The names of processes: those of their actors. One may have handed over its events more than once."""
     actors: dict[PeerId, dict[str, None]] = {}
     for part, _ in parts:
         users = (name for actor, name in part.actors.items() if actor >= FIRST_USER_ACTOR)
@@ -238,7 +237,6 @@ class _Tracks:
         self._taken: list[tuple[float, int]] = []
 
     def take(self, began: float, ended: float) -> int:
-        """The place of the first track that is free, or of a new one. Calls come in the order of their beginnings."""
         while self._taken and self._taken[0][0] <= began:
             heappush(self._free, heappop(self._taken)[1])
         place = heappop(self._free) if self._free else len(self.tids)

@@ -246,7 +246,6 @@ def _sub_plan(
 
 
 def _segments(flow: Dataflow[DataT], mine: Sequence[int]) -> tuple[Segment, ...]:
-    """Join the steps of one process that cannot overlap."""
     segments: list[tuple[list[int], list[int]]] = []
     last: dict[ActorKey, int] = {}
     for position, index in enumerate(mine):

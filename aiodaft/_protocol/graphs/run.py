@@ -183,7 +183,6 @@ class GraphRuns(Generic[RunT]):
         self.state, self.broken = GRAPH[self.state][event], broken
 
     def enter(self, run: RunT, *, must_wait: bool) -> bool:
-        """Number a run. Returns whether it begins at once; else it waits for `turn_came`."""
         runs = self.all
         at_once = self.state is _READY and not (must_wait or self.waiting) and len(runs) < self._max_in_flight
         self._last = run.number = number = self._last + 1
@@ -208,7 +207,6 @@ class GraphRuns(Generic[RunT]):
         run.on(RunEvent.ENDED)
 
     def over(self, run: RunT) -> bool:
-        """Forget a run that waits no more, and has no reports to come; False if it is forgotten."""
         if self.all.pop(run.number, None) is None:
             return False
         if run.state in _SENT:
@@ -342,7 +340,6 @@ class Share(Generic[ValueT]):
         return ()
 
     def take(self, value: int, content: ValueT) -> Sequence[int]:
-        """A value of another process is here. Returns the segments that have everything now."""
         if value in self.values:
             return ()
         self.to_come -= 1

@@ -161,7 +161,6 @@ class Inbox:
     # Receives.
 
     def ask(self, wish: Wish, senders: Iterable[ActorId]) -> tuple[Receive, list[Command]]:
-        """A receive begins; these senders may send a message that it wants."""
         receive = Receive(self._next(), wish, senders)
         here = [message for message in self._heads(wish) if message.stage is Stage.HERE]
         if here:
@@ -176,7 +175,6 @@ class Inbox:
             self._stop_waiting(receive)
 
     def put_back(self, message: Message) -> list[Command]:
-        """A message was given to a receive that could not take it any more: the next one gets it."""
         self._insert(message)
         self._note_admitted(message)
         return self._serve(message)
@@ -222,7 +220,6 @@ class Inbox:
         return [self._admit(min(heads, key=_NUMBER))]
 
     def _serve(self, message: Message) -> list[Command]:
-        """Give a message to a receive that waits for it, or admit it for that receive."""
         receive = self._receive_for(message) if self._waiting else None
         if receive is None or message.stage is Stage.ADMITTED:
             return []
@@ -259,7 +256,6 @@ class Inbox:
     # Room.
 
     def _admit_more(self, freed: _Line | None = None) -> list[Command]:
-        """Admit the messages that fit, in order; `freed` is the line of a message that is gone."""
         commands: list[Command] = []
         while self._announced:
             waiting = [next(iter(some.values())) for some in self._announced.values()]
@@ -305,13 +301,11 @@ class Inbox:
 
 
 def _first(line: dict[int, Message] | None, within: Hashable) -> Message | None:
-    """The first message of some that a receive within this may get."""
     meets = {None, within}
     return next((one for one in (line or {}).values() if within is None or one.within in meets), None)
 
 
 def _enter(table: dict[K, dict[int, Message]], key: K, message: Message) -> None:
-    """Enter a message, in the order of announcement: one that was put back comes before later ones."""
     line = table.setdefault(key, {})
     is_last = not line or next(reversed(line)) < message.number
     line[message.number] = message

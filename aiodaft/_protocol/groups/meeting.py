@@ -87,7 +87,6 @@ class _Meeting(Generic[T]):
         self.within = self.within or one.coming.within
 
     def clear(self) -> list[_Waiting[T]]:
-        """Those that wait have not come."""
         taken = list(self.waiting.values())
         self.done.difference_update(self.waiting)
         self.waiting, self.within = {}, None
@@ -230,7 +229,6 @@ class Meetings(Generic[T]):
         return f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}", len(late) > 1
 
     def lose(self, rank: int, error: Exception) -> list[Outcome[T]]:
-        """A member is lost: the meetings that are open fail. Those that others open now have to be closed."""
         self._lost.setdefault(rank, error)
         outcomes = self._fail_all(error)
         for name in list(self._meetings):
@@ -250,7 +248,6 @@ class Meetings(Generic[T]):
         return [self._fail(name, one, error) for name, one in found]
 
     def _fail(self, name: Hashable, meeting: _Meeting[T], error: Exception) -> Outcome[T]:
-        """Fail a meeting, and forget one that failed long ago: members whose calls have ended never come to it."""
         if meeting.within is not None:
             self._failed.append((name, meeting))
             if len(self._failed) > KEPT:

@@ -137,7 +137,6 @@ class Turns:
         return False
 
     def began(self, entry: Entry) -> None:
-        """A call begins."""
         asked = asked_of(entry)
         key = asked.key
         self._running[key] = asked
@@ -151,7 +150,6 @@ class Turns:
             self._line.gone(key)
 
     def left(self, entry: Entry) -> None:
-        """A call has ended, or will never begin."""
         key = asked_of(entry).key
         if self._running.pop(key, None) is not None:
             if key in self._watched:
@@ -162,7 +160,6 @@ class Turns:
     # What the lead says.
 
     def hold(self, round_: Hashable) -> Held:
-        """Begin no more calls without a grant."""
         self._free, self._is_open, self._round = None, False, round_
         self._watched = frozenset(self._running)
         begun = (*self._begun, *self._granted)
@@ -175,13 +172,11 @@ class Turns:
             self._granted[key] = asked
 
     def release(self, caller: PeerId) -> None:
-        """The calls of a caller begin as they come."""
         self._free = caller
         for key in [key for key in self._waiting if key[0] == caller]:
             del self._waiting[key]
 
     def forget(self, caller: PeerId) -> None:
-        """A caller is gone."""
         self._floor.pop(caller, None)
 
     # What becomes of the lead.
@@ -193,7 +188,6 @@ class Turns:
         self._granted.clear()
 
     def begin_again(self, free: PeerId) -> None:
-        """Another member is the lead."""
         self._free, self._is_open, self._round = free, False, None
         self.release(free)
         for asked in self._waiting.values():
@@ -244,13 +238,11 @@ class Lead:
         self._last: tuple[PeerId | None, int] = (None, 0)
 
     def change(self, members: Collection[Hashable], roster: int) -> None:
-        """The group has changed."""
         self._members, self._roster = members, roster
         if self._round:
             self._hold()
 
     def ask(self, member: Hashable, round_: Hashable, asked: Asked) -> None:
-        """A call could begin at a member."""
         if self._pass(member, asked):
             return
         if self._missing is None:
@@ -262,7 +254,6 @@ class Lead:
             self._grant()
 
     def held(self, member: Hashable, round_: int, held: Held) -> None:
-        """A member is held."""
         if round_ != self._round or self._missing is None or member not in self._missing:
             return
         self._missing.discard(member)

@@ -65,7 +65,6 @@ _acquire, _release = _lock.acquire, _lock.release
 
 
 def barrier() -> None:
-    """A full barrier: later loads are not made before earlier stores."""
     # Taking a lock is a locked instruction, also without contention.
     _acquire()
     _release()
@@ -95,7 +94,6 @@ class RingWriter(_Direction):
         self.head = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write as much as there is room for, wake a sleeping reader, and return the number of bytes written."""
         words, head = self.words, self.head
         count, room = len(data), CAPACITY - (head - words[_TAIL])
         if count > room:

@@ -100,11 +100,9 @@ class Loopback:
         self.lost: Exception | None = None
 
     def send(self, message: Message) -> None:
-        """Handle a message of a graph in the loop's next turn."""
         self._loop.call_soon(self._handlers[message[0]], self, message)
 
     def send_in_turn(self, message: Message) -> None:
-        """Handle a message of a graph now: the next calls of this process do not wait for a turn of the loop."""
         self._handlers[message[0]](self, message)
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:

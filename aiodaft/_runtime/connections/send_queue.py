@@ -141,7 +141,6 @@ class SendQueue:
             self._broken(error)
 
     def _put(self, connection: socket.socket, ring: RingPair, data: memoryview, fds: tuple[int, ...]) -> bool:
-        """Write the first entry to the ring; False if the ring is full, and will ring when it is not."""
         if fds:
             # Before their message, so that the reader of the message finds them.
             socket.send_fds(connection, [b"\0"], list(fds))
@@ -169,7 +168,6 @@ class SendQueue:
         self._waiting.clear()
 
     def close(self) -> None:
-        """Drop the queue, the socket and the ring. Their owner closes them."""
         self.drop()
         self._socket = None
         self.ring = None

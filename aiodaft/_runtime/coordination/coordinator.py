@@ -107,7 +107,6 @@ class Coordinator(Actor):
             await self._opened()
 
     async def run(self) -> None:
-        """End leases when their time is over, until another coordinator takes over the store."""
         if self._store is not None:
             self._tasks.create_task(self._watch_charge(self._store), name="watch the store")
         while not self._deposed:
@@ -121,7 +120,6 @@ class Coordinator(Actor):
                 await asyncio.sleep(self._lease / 4)
 
     async def aclose(self) -> None:
-        """Finish storing, if the store answers soon, and close it. Idempotent."""
         # Requests that wait for the store fail now.
         self._deposed = True
         self._forget("it is closed")
@@ -184,7 +182,6 @@ class Coordinator(Actor):
 
     @method
     async def release(self, peer: str, actor: int | None) -> None:
-        """Free the names of an actor that is gone, or of every actor of a process."""
         gone = None if actor is None else ActorId(actor)
         if gone is None and is_worker(PeerId(peer)):
             self._ended[peer] = None
@@ -192,7 +189,6 @@ class Coordinator(Actor):
 
     @method
     async def release_name(self, name: str, epoch: int) -> None:
-        """Free a name, or a reservation, if it still is that grant."""
         check_name(name)
         await self._change(lambda registry, now: registry.release_name(name, epoch), lambda registry: None)
 
@@ -233,7 +229,6 @@ class Coordinator(Actor):
 
     @method
     async def leave(self, epoch: int) -> None:
-        """End a node's lease, and free the names under it."""
         await self._change(lambda registry, now: registry.leave(epoch), lambda registry: None)
 
     @method
@@ -282,7 +277,6 @@ class Coordinator(Actor):
     # Changing.
 
     async def _change(self, decide: Callable[[Registry, float], list[Change]], answer: Callable[[Registry], T]) -> T:
-        """Carry out a decision. Cancellation: it may be carried out."""
         if self._store is not None:
             return await asyncio.shield(self._tasks.start_ahead(self._store_change(decide, answer), name="change"))
         registry, now = self._here(), self._clock()
@@ -356,7 +350,6 @@ class Coordinator(Actor):
         return CoordinatorUnavailable(f"the coordinator does not answer: {self._why_unknown}")
 
     def _forget(self, why: str) -> None:
-        """Answer nothing any more, because the stored records are not known."""
         self._registry = None
         self._why_unknown = why
         self._failures += 1

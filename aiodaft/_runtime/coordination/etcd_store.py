@@ -153,7 +153,6 @@ class EtcdStore:
         return Stored(json.loads(self._mine)["term"], tuple(record for records in found for record in records))
 
     async def _take_charge(self) -> bool:
-        """Returns whether no other coordinator has come in between."""
         owner = await self._link.ask(lambda client: client.get(self._owner_key))
         term, owner_id = (0, "") if owner is None else self._owner_in(owner.value)
         if self._has_opened.is_set() and owner_id != self._id:
@@ -237,7 +236,6 @@ class EtcdStore:
             pass
 
     async def _is_lost(self) -> bool:
-        """Returns False if it is to be asked again."""
         try:
             owner = await self._watch_link.ask(lambda client: client.get(self._owner_key))
             if owner is None or self._owner_in(owner.value)[1] != self._id:

@@ -64,12 +64,10 @@ class ActorPdb(pdb.Pdb):
             self._line.close()
 
     def do_continue(self, arg: str) -> bool | None:
-        """Go on; a breakpoint that is hit later opens the debugger again."""
         self._leave()
         return bool(super().do_continue(arg))
 
     def do_quit(self, arg: str) -> bool | None:
-        """Leave the debugger; the call goes on as if there were no breakpoints."""
         self.clear_all_breaks()
         return self.do_continue(arg)
 

@@ -62,7 +62,6 @@ class Messages:
         self._whole: deque[bytes] = deque()
 
     async def receive(self) -> Any:
-        """The next one; None if the other end is gone. Cancellation: nothing is lost."""
         loop = asyncio.get_running_loop()
         while not self._whole:
             try:

@@ -47,7 +47,6 @@ def has_provider() -> bool:
 
 
 def shut_down() -> None:
-    """End the tracer provider of this process, which sends its spans. Blocks."""
     with suppress(AttributeError):
         # Only that of the SDK can be ended.
         otel.get_tracer_provider().shutdown()  # type: ignore[attr-defined]  # as above

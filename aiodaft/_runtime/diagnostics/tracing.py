@@ -55,7 +55,6 @@ class Tracing:
         self.handed_over: list[ProcessTrace] = []
 
     def begin(self, collector: PeerId, number: int, limit: int) -> bool:
-        """Begin to record. Idempotent; False if this process records a trace for another one."""
         if self.session == (collector, number):
             return True
         if self.session is not None and self.session[0] != collector:
@@ -86,7 +85,6 @@ class Tracing:
         )
 
     def _parts(self) -> list[Any]:
-        """The objects whose class changes while a trace is recorded."""
         graphs, actors = self._graphs.own.values(), self._host.actors.values()
         return [self._host, self._outgoing, self._graphs, *graphs, *actors]
 

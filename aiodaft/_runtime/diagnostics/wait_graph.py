@@ -97,7 +97,6 @@ class WaitGraph:
         return self._find_call(at.owner, at.number) or self._graphs.find(at)
 
     def look(self, at: CallAt) -> Waiting | None:
-        """The wait of a call; None if it does not wait, is not here, or waits for something not known."""
         if at.member:
             return self._look_at_member(at)
         call = self.find(at)
@@ -143,7 +142,6 @@ class WaitGraph:
         return f"{'a call' if state is None else state.label} in {at.host}"
 
     def in_the_way(self, hosted: HostedActor) -> list[InboundCall]:
-        """The calls of an actor that its other calls wait for."""
         found = hosted.mailbox.in_the_way(hosted.under_way) if hosted.mailbox.holds_some else []
         if hosted.thread.backlog:
             occupant, _ = on_thread(hosted)
@@ -195,9 +193,9 @@ class SearchAgent(Protocol):
 
     def waits_of(self, calls: list[CallAt]) -> Awaitable[list[Waiting | None]]: ...
 
-    def give_up(self, at: CallAt, waiting: Waiting, story: str, cycle: tuple[WaitingCall, ...]) -> Awaitable[object]:
-        """End a deadlock by an error in a call, if the call waits as it did."""
-        ...
+    def give_up(
+        self, at: CallAt, waiting: Waiting, story: str, cycle: tuple[WaitingCall, ...]
+    ) -> Awaitable[object]: ...
 
 
 class Investigate(Protocol):

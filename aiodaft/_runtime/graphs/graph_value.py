@@ -82,7 +82,6 @@ class Arguments:
 
     @property
     def is_bare(self) -> bool:
-        """Whether the arguments are the values of the slots, and nothing else."""
         return self.flat is not None and all(is_slot for is_slot, _ in self.flat)
 
     def make(self, store: Store, values: list[Any], *, patient: bool) -> tuple[list[Any], dict[str, Any]]:
@@ -163,7 +162,6 @@ class GraphValue:
         return value
 
     def error_for(self, label: str, source: str) -> BaseException:
-        """The error of the step `label`, which needs this failed result of the step `source`."""
         assert self.failure is not None
         error = decode_failure(self.failure, self.executed)
         add_note(error, f"needed by {label}, which did not run: its argument is the result of {self.source or source}")

@@ -104,7 +104,6 @@ class GraphOwner:
         self._pump()
 
     def _redeploy(self) -> None:
-        """Make a new deployment. The old one ends when its last run is over."""
         old = self._deployment
         self._deployment = Deployment(self._context, old.dataflow, self.specs)
         self._own[self._deployment.number] = self
@@ -394,7 +393,6 @@ class GraphOwner:
         await asyncio.shield(self._one_over)
 
     def drop(self) -> None:
-        """Close the graph without waiting. Safe in any thread. Idempotent."""
         if not self._runs.closed:
             self._runs.closed = True
             # If the loop is closed, the processes are gone.

@@ -73,7 +73,6 @@ class Deployment:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a supervised actor was restarted, or it is cut, so that the next run needs another deployment."""
         if self.is_cut or not self.followed:
             return self.is_cut
         return self._failed or any(_place(host) != place for host, place in self._places)
@@ -144,7 +143,6 @@ class ResultState(CallState):
     run: OwnerRun
 
     def _cancel(self, why: str) -> bool:
-        """Give up this result. The run is cancelled with its last wanted result."""
         if self._cancelling:
             return True
         self.expect_cancellation()
@@ -221,7 +219,6 @@ class OwnerRun(OwnedRun):
         return GraphValue(stored=stored)
 
     def drop_inputs(self) -> None:
-        """The inputs were sent, or never will be."""
         if not self.is_plain:
             for value in self.inputs:
                 if type(value) is GraphValue and value.stored is not None:
@@ -231,7 +228,6 @@ class OwnerRun(OwnedRun):
     # Results.
 
     def cancel(self, why: str) -> bool:
-        """Cancel the run. False if it was not sent, and so is over at once."""
         for state in self.states.values():
             state.expect_cancellation()
         if self.state in UNSENT:

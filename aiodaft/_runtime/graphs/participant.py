@@ -107,7 +107,6 @@ class Participant:
             self._next = ParticipantRun(self)
 
     def finish(self, finished: Callable[[], object]) -> None:
-        """Call `finished` when the runs under way are over. No more runs begin."""
         self._finished = finished
         self._end()
 
@@ -263,7 +262,6 @@ class ParticipantRun(Share[Flowing]):
     def _report(
         self, step: BoundStep, value: Flowing, stored: StoredValue | None
     ) -> tuple[m.GraphItem, StoredValue | None]:
-        """The report of a result to the owner, and the value to release, unless it stays here for the owner."""
         participant, result = self.participant, step.result
         objects = participant.context.objects
         stays = stored is not None and not (stored.ready and stored.is_inline)
@@ -295,7 +293,6 @@ class ParticipantRun(Share[Flowing]):
                 call.hosted.undone(call, why)
 
     def skip(self) -> None:
-        """Cancel the strands: the owner needs no result any more."""
         for call in self.calls:
             if not call.answered:
                 call.hosted.cancel(call)

@@ -70,7 +70,6 @@ class Graphs:
         return await fetch(self._context.objects, self._context.connections.loopback, item)
 
     def notes(self, owner: PeerId, number: int) -> dict[int, ValueNote]:
-        """The notes on the results that this process makes in a timed graph, by value; empty for other graphs."""
         participant = self.participants.get((owner, number))
         steps = [] if participant is None else [step for strand in participant.strands for step in strand.steps]
         return {step.index: step.timing.note for step in steps if step.timing is not None}

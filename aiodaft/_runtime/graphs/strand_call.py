@@ -249,7 +249,6 @@ class StrandCall(InboundCall):
         return [needs.maker_of(self.run.number, value) for value in self.run.awaits(segment.needs)]
 
     def handle(self, event: Event) -> bool:
-        """Move on. A strand that was given up holds up no later call, also if its step does not end."""
         moves = super().handle(event)
         if moves and event is CANCEL and self.begun:
             self.hosted.last_begun(self)
@@ -325,7 +324,6 @@ class StrandCall(InboundCall):
         return wakeup
 
     def _collect(self, step: BoundStep, value: Flowing) -> None:
-        """On the thread: leave a result to the loop."""
         self._batch.append(value)
         if step is not self.strand.steps[-1] and step.leaves_segment:
             self.hosted.thread.to_loop(self.flush)
@@ -339,7 +337,6 @@ class StrandCall(InboundCall):
         return (self.given_up and isinstance(error, asyncio.CancelledError)) or self.hosted.is_late(self, error)
 
     async def _store(self, step: BoundStep, result: Any) -> StoredValue:
-        """Encode a result and copy its buffers before the actor can change it."""
         store = self.strand.context.objects.store
         if self.rules.on_thread:
             stored = store.capture_from_thread(result, step.label, "result", step.transport)
@@ -358,7 +355,6 @@ class StrandCall(InboundCall):
                 await value.fetch_own(self.strand.context.objects)
 
     async def _arguments(self, step: BoundStep) -> tuple[Any, Any]:
-        """Make the arguments of a step. Waits only on the loop."""
         on_thread = self.rules.on_thread
         try:
             return self._decode(step, patient=on_thread)
@@ -394,7 +390,6 @@ class StrandCall(InboundCall):
         return f"{step.label} of {self.hosted.name}"
 
     def _caught(self, step: BoundStep, error: BaseException, executed: bool) -> GraphValue:
-        """The error of a step as its value; raised again if it ends the strand."""
         if self._is_ended_by(error):
             raise
         if isinstance(error, InputFailed):

@@ -65,7 +65,6 @@ def combine_into(total: Any, values: Sequence[Any], op: str) -> None:
 
 
 def combined(values: Sequence[Any], op: str, out: Any) -> Any:
-    """Combine small dense CPU tensors from the left, into a given tensor or a new one."""
     first, *others = values
     if not others:
         return first.clone() if out is None else out.copy_(first)
@@ -119,7 +118,6 @@ def cut(value: Any, how: Cut, part: int, parts: Parts) -> Any:
 
 
 def alone(value: Any) -> Any:
-    """A copy of a cut value, which travels without the rest of its tensor."""
     if isinstance(value, Piece):
         return Piece(value.kind, alone(value.value))
     if not _is_array(value):
@@ -157,7 +155,6 @@ def joined(pattern: Any, parts: Sequence[Piece], allocate: Allocate) -> Any:
 
 
 def new_memory(shape: Any, dtype: Any) -> Any:
-    """As `Allocate`, in memory of this process alone."""
     torch: Any = loaded_torch()
     return torch.empty(shape, dtype=dtype)
 
@@ -169,7 +166,6 @@ def no_gradients() -> AbstractContextManager[object]:
 
 
 def nbytes_of(value: Any) -> int:
-    """About how much there is to compute."""
     if isinstance(value, Piece):
         return nbytes_of(value.value)
     if _is_tensor(value):
@@ -179,7 +175,6 @@ def nbytes_of(value: Any) -> int:
 
 
 def bytes_in(value: Any) -> int:
-    """The same, of a value or of all values of a list."""
     return sum(map(nbytes_of, value)) if isinstance(value, list) else nbytes_of(value)
 
 
@@ -258,7 +253,6 @@ def _like(value: Any, allocate: Allocate) -> Any:
 
 
 def _bounds(length: int, part: int, parts: Parts) -> tuple[int, int]:
-    """The bounds of a part; the first ones are longer by one if the length cannot be divided."""
     if isinstance(parts, tuple):
         if sum(parts) != length:
             raise ValueError(f"the lengths {list(parts)} are not those of parts of {length} rows")
@@ -300,7 +294,6 @@ def _numpy_sees_tensors() -> bool:
 
 @cache
 def _quiet(name: str) -> Callable[..., Any]:
-    """A function of numpy that does not warn of infinite results; torch does not."""
     quiet: Callable[..., Any] = _numpy().errstate(all="ignore")(getattr(_numpy(), name))
     return quiet
 

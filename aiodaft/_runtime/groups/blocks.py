@@ -160,7 +160,6 @@ class Blocks(Actor):
         self._left.pop((number_of(actor), block), None)
 
     def _told(self, actor: ActorId) -> None:
-        """The group of an actor may have changed: waits for members of an earlier epoch are in vain."""
         standing = self._enlisted.find(actor)
         assert standing is not None
         for place in [place for place in self._gatherings if place[0] == number_of(actor)]:

@@ -38,7 +38,6 @@ class Collectives(Actor):
     # Unordered: a step of one collective does not wait for the inputs of another.
     @method(ordered=False)
     async def step(self, work: int, how: int, part: int, parts: Parts, op: Reducer, title: str, *inputs: Any) -> Any:
-        """Do a step; `inputs` are ranks, each with its value. Plain arguments and refs need no encoding."""
         values = inputs[1::2]
         do = partial(self._do, (work, how, part, parts), inputs[::2], op, title, values)
         if runs_on_loop(Work(work), sum(map(nbytes_of, values)), by_function=callable(op)):
@@ -112,7 +111,6 @@ class Members:
 
     @property
     def nbytes(self) -> int | None:
-        """The bytes of the largest value, as its producer stores it; None if one does not exist yet."""
         if not all(ref.done() for ref in self._refs):
             return None
         return max(_stored_bytes(ref) for ref in self._refs)
@@ -130,7 +128,6 @@ class Members:
         return [values[number] for number in plan.results]
 
     def make(self, plan: Plan, op: Reducer, title: str) -> list[Ref[Any]]:
-        """The same; returns refs of all its values."""
         caller, values = self._process.part(Caller), list(self._refs)
         sink = state_of(self._refs[0]).sink
         targets = [

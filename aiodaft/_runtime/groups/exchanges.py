@@ -88,21 +88,18 @@ class Exchanges:
         return mail
 
     def planning(self, plan: Planned) -> Planned:
-        """Have a plan end with the block."""
         self._plans.append(plan)
         if self.over is not None:
             plan.end(self.over)
         return plan
 
     def reason(self, error: BaseException) -> BaseException:
-        """Note that an exchange has failed; returns the reason."""
         if self.over is not None:
             return copy_error(self.over)
         self.failed = self.failed or error
         return error
 
     def end(self, why: Exception) -> None:
-        """End all exchanges, those under way and later ones, in any thread."""
         self.over = self.over or why
         with self._gate:
             under_way = list(self._under_way)
@@ -210,7 +207,6 @@ class Among:
         return self._post("isend", partial(self.mailing().send, value, to, tag))
 
     def recv(self, source: int | None, tag: int, finish: Finish) -> Ref[int]:
-        """Receive a message; the ref gives the rank of its sender."""
         mail = self.mailing()
 
         async def rank() -> int | None:

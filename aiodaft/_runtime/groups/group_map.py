@@ -121,7 +121,6 @@ class GroupMap:
             self._begin(unit, item)
 
     def _has_item(self, unit: Unit) -> bool:
-        """Whether the next item is there; asks asynchronous items for it."""
         if isinstance(self._items, Iterator):
             return True
         if self._asking is None:

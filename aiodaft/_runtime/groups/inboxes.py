@@ -212,8 +212,6 @@ class Inboxes(Actor):
             return await asked
 
     def _wait(self, waiter: asyncio.Future[Any], what: str) -> AbstractContextManager[None]:
-        """The same: the waiter fails."""
-
         def end(why: DaftError) -> None:
             if not waiter.done():
                 waiter.set_exception(apart(what, why))
@@ -390,7 +388,6 @@ class Mail:
         self._inboxes.limit(self._group, self._numbers[self._rank], messages, nbytes)
 
     async def finish(self) -> None:
-        """The member receives nothing more, and sends nothing more but for that which is under way."""
         # So no sender waits for room.
         self.limit(sys.maxsize, sys.maxsize)
         for sent in list(self._sending):

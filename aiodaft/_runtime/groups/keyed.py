@@ -157,7 +157,6 @@ class Keyed(Actor):
         return taking.call is not None and self._process.is_past(taking.call.deadline)
 
     def _take_back(self, taking: Taking, state: Any, why: DaftError) -> None:
-        """The member has not come; it may come again."""
         taking.withdrawn = why
         # The call itself fails.
         if taking.outcome is not None:
@@ -328,7 +327,6 @@ class Keyed(Actor):
                 del answer
 
     async def _excuse(self, taking: Taking, fault: Exception) -> None:
-        """Come with a fault, so that the others do not wait for this member."""
         part = taking.part
         # This may be a task that begins when a deadline has passed.
         current_terms.set(_terms_without_end())
@@ -395,7 +393,6 @@ async def _in_time(part: Part, waiting: Awaitable[T]) -> T:
 
 
 async def _ready_in_time(part: Part, answer: Ref[Any]) -> None:
-    """The same, for the answer to a member that has come: if that is late, it is not cancelled."""
     if part.timeout is None:
         return
     state_of(answer).mark_seen()

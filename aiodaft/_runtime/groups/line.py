@@ -65,7 +65,6 @@ def make_line(size: int) -> list[int]:
 
 
 def _first(size: int) -> int:
-    """The start of the memory of rank 0, behind the words."""
     return -(-size * _WORDS * _WORD // PAGESIZE) * PAGESIZE
 
 
@@ -128,15 +127,12 @@ class Line:
     # An exchange, by the holder of the turn.
 
     def put(self, at: int, address: int, nbytes: int) -> None:
-        """Copy bytes into the window of this rank."""
         copy_memory(self._address + self._start(self.rank) + TERMS + at, address, nbytes)
 
     def get(self, rank: int, at: int, address: int, nbytes: int) -> None:
-        """Copy bytes out of the window of a rank."""
         copy_memory(address, self._address + self._start(rank) + TERMS + at, nbytes)
 
     def keep(self, key: Any, make: Callable[[], T]) -> T:
-        """What was made for a key before, or is made now."""
         found: T | None = self.kept.get(key)
         if found is None:
             if len(self.kept) >= _MAX_KEPT:
@@ -145,12 +141,10 @@ class Line:
         return found
 
     def views(self, at: int, count: int, dtype: Any) -> list[Any]:
-        """Some elements in the windows of all ranks, as flat tensors."""
         key = self.half, at, count, dtype
         return self.keep(key, lambda: [self.view(rank, at, count, dtype) for rank in range(self.size)])
 
     def view(self, rank: int, at: int, count: int, dtype: Any) -> Any:
-        """Some elements in the window of a rank, as a flat tensor."""
         import torch  # noqa: PLC0415 - optional package
 
         # Inside of such a mode it could only be read outside.
@@ -160,7 +154,6 @@ class Line:
             return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=self._start(rank) + TERMS + at)
 
     def tell(self, number: int, terms: bytes) -> None:
-        """Write the terms of an exchange, which have this number."""
         half = self.half
         self._words[self._at + _NUMBER + half] = number
         if self._told[half] is not terms:
@@ -169,7 +162,6 @@ class Line:
             self._told[half] = terms
 
     def numbers(self) -> tuple[int, ...]:
-        """Those of the terms of all ranks."""
         words, at = self._words, _NUMBER + self.half
         return tuple([words[place + at] for place in self._places])
 
@@ -181,7 +173,6 @@ class Line:
         return _first(self.size) + rank * _RANK + PAGESIZE + self.half * _HALF
 
     def signal(self) -> None:
-        """Tell all others that this rank is as far as this."""
         self._sent += 1
         self._words[self._at + _SENT] = self._sent
         if ORDERED:
@@ -195,7 +186,6 @@ class Line:
             os.eventfd_write(fd, 1)
 
     def all_came(self) -> bool:
-        """Whether all others have signalled as often as this rank."""
         if not ORDERED:
             return self._came >= self._sent * len(self._others)
         words, sent = self._words, self._sent
@@ -222,7 +212,6 @@ class Line:
             self._came += os.eventfd_read(self._mine) % _LOOK
 
     async def wait_on_loop(self, _: object) -> None:
-        """The same, in a task."""
         if self._poll is None:
             self._poll = select.epoll()
             self._poll.register(self._mine, select.EPOLLIN)
@@ -237,7 +226,6 @@ class Line:
             self._came += os.eventfd_read(self._mine) % _LOOK
 
     def _check(self) -> None:
-        """Raise the error that has ended the line."""
         for rank in range(self.size):
             at = rank * _WORDS
             # One that has left after this step has come to it.
@@ -270,7 +258,6 @@ class Line:
                 os.eventfd_write(self._mine, _LOOK)
 
     def release(self) -> None:
-        """End a turn."""
         self.call = None
         self.turn.release()
         if self._closing:

@@ -95,7 +95,6 @@ class _Form:
             line.half ^= 1
 
     def write(self, half: int, given: Sequence[Tensor]) -> None:
-        """Write small parts."""
         for place, one in zip(self._places[half], given, strict=True):
             place.copy_(one.detach() if one.requires_grad else one)
 
@@ -298,7 +297,6 @@ class Room:
         self.flat = torch.empty(size, dtype=dtype) if small else allocate(torch.Size([size]), dtype)
 
     def filled(self, given: Tensor | None = None) -> Tensor:
-        """The result; `given` is copied there first."""
         if self._out is None:
             return self.flat.view(self._shape).to(self._device or "cpu") if given is None else given
         if given is not None or not self._in_place:
@@ -319,7 +317,6 @@ def _is_writable(title: str, dtype: Any, shape: Sequence[int], out: Any) -> bool
 
 
 def _copied(title: str, view: Tensor, out: Tensor | None, device: Any) -> Tensor:
-    """A result that is not combined."""
     if out is None:
         return view.clone() if device is None else view.to(device)
     _is_writable(title, view.dtype, view.shape, out)
@@ -328,14 +325,12 @@ def _copied(title: str, view: Tensor, out: Tensor | None, device: Any) -> Tensor
 
 
 def _put(line: Line, at: int, flat: Tensor, start: int, most: int) -> None:
-    """Copy bytes of a tensor from `start` into the window of this rank."""
     nbytes = min(most, flat.nbytes - start)
     if nbytes > 0:
         line.put(at, flat.data_ptr() + start, nbytes)
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements as one row in memory of the host."""
     flat = tensor.detach()
     if flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg()
@@ -343,7 +338,6 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def parts_of(given: Sequence[Tensor], lengths: tuple[int, ...]) -> Sequence[Tensor]:
-    """The parts of a tensor of which so many rows each are given; or those that are given."""
     return given[0].split(lengths) if lengths else given  # type: ignore[no-untyped-call]  # without types
 
 
@@ -370,6 +364,5 @@ def _dtype(terms: Terms) -> Any:
 
 
 def _longest(terms: Terms) -> int:
-    """The bytes of the longest part."""
     _, _, shapes = terms
     return max(map(math.prod, shapes), default=0) * (_dtype(terms).itemsize if shapes else 0)

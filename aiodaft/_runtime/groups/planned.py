@@ -317,7 +317,6 @@ class Planned:
         lanes: int,
         out: Sequence[Tensor] | None,
     ) -> Steps[list[Tensor]]:
-        """Move one part of each rank."""
         outs: Sequence[Tensor | None] = [None] * self._size if out is None else out
         if len(outs) != self._size:
             raise ValueError(f"{name}: `out` has {len(outs)} tensors, and there are {self._size} results")
@@ -356,7 +355,6 @@ class Planned:
     def _cut(
         self, name: str, tensor: Tensor | Sequence[Tensor], lengths: Sequence[int] | None
     ) -> tuple[Sequence[Tensor], tuple[int, ...]]:
-        """What a member gives, and the rows of each part of it, if it is a tensor."""
         if is_dense_tensor(tensor):
             whole = cast("Tensor", tensor)
             if not whole.shape:
@@ -384,7 +382,6 @@ def _enter(line: Line, exchange: Exchange[Any]) -> None:
 
 
 def _failed(line: Line | None, title: str, error: BaseException) -> BaseException:
-    """The error of an exchange, which ends the line if not all members have it at this step."""
     if isinstance(error, Disagreement):
         return ValueError(f"{title} of {error}")
     if line is not None:
@@ -396,7 +393,6 @@ def _failed(line: Line | None, title: str, error: BaseException) -> BaseExceptio
 
 
 def _done(work: Coroutine[Any, Any, None]) -> None:
-    """Run something that does not suspend."""
     try:
         work.send(None)
     except StopIteration:
@@ -421,7 +417,6 @@ def _title(name: str, op: str) -> str:
 
 @lru_cache
 def _rows(name: str, rows: int, size: int, lengths: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The rows of each part of a tensor."""
     if lengths is None:
         return tuple(part.stop - part.start for part in even_shares(rows, size))
     if len(lengths) != size or sum(lengths) != rows or min(lengths) < 0:

@@ -77,7 +77,6 @@ class Planning(Actor):
         enlisted.on_forgotten.append(self._forgotten)
 
     def __len__(self) -> int:
-        """The number of lines."""
         return len(self._lines)
 
     async def open(self, part: Part, meet: Meet) -> Line | None:

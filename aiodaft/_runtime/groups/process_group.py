@@ -120,14 +120,12 @@ class Membership:
         self.blocks.forget(self._place[0], self._block)
 
     async def find_out(self) -> None:
-        """Learn which members are lost by now: each other one is asked."""
         if self.others.lost is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_ANSWERS_WITHIN):
                     await asyncio.gather(*(self._ask(rank) for rank in range(len(self._places)) if rank != self.rank))
 
     def leave(self, how: Left) -> None:
-        """Leave early, and let go of the others, in the thread of the block."""
         self.process.call_soon(partial(self._leave, how))
         # The loop may come to it when this member is out of the block, and breaks nothing then.
         self._shut()

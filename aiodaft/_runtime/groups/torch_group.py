@@ -250,14 +250,12 @@ class Groups:
         self._executor = ThreadPoolExecutor(_THREADS, "aiodaft process group")
 
     def make(self, options: Any, _: object) -> TorchGroup:
-        """Make a group for torch."""
         ranks = list(options.global_ranks_in_group) or range(options.group_size)
         among = self._exchanges.among(ranks, f"group {options.group_id}")
         block_on(self._exchanges.process, among.open_plan(self._executor), f"the group {options.group_id} of torch")
         return TorchGroup(among, options.group_size, options.group_id, self._executor)
 
     def close(self) -> None:
-        """The block is over."""
         self._executor.shutdown(wait=False)
 
 
@@ -293,7 +291,6 @@ class OwnStore(dist.Store):  # type: ignore[misc]  # without types
 
 @contextmanager
 def opened(exchanges: Exchanges, rank: int, size: int) -> Generator[Any]:
-    """The default process group of torch, for a block."""
     # torch keeps no more of the store than what C++ needs.
     groups, store = Groups(exchanges), OwnStore()
     # The name is registered once in a process, for whatever block there is.
@@ -318,7 +315,6 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
 
 
 def _value(x: torch.Tensor) -> torch.Tensor:
-    """A tensor as it travels."""
     if x.device.type != "cpu":
         raise ValueError(
             f"the process group of aiodaft is for tensors of the CPU, not of {x.device}: use process_group('nccl') for "
@@ -338,7 +334,6 @@ def _room(x: torch.Tensor, rows: int = 0) -> torch.Tensor | None:
 
 
 def _rooms(x: torch.Tensor, count: int, shape: torch.Size) -> list[torch.Tensor] | None:
-    """The same, for results of a shape."""
     room = _room(x)
     return None if room is None or room.numel() != count * shape.numel() else list(room.view(count, *shape).unbind())
 
@@ -348,14 +343,12 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor, lengths: Sequence[int], parts: int) -> list[torch.Tensor]:
-    """The parts of a tensor along its first dimension: of these lengths, or equal ones."""
     if not lengths and x.shape[0] % parts:
         raise ValueError(f"all_to_all_single: {x.shape[0]} rows cannot be divided among {parts} ranks: give the sizes")
     return list(torch.split(x.detach(), list(lengths) or x.shape[0] // parts)) if x.shape[0] or lengths else [x] * parts
 
 
 def _root(opts: Any) -> int:
-    """The root among the options of torch, or the root itself."""
     return opts if isinstance(opts, int) else int(getattr(opts, "rootRank", 0))
 
 
@@ -373,7 +366,6 @@ def _nothing(_: object) -> None:
 
 
 def _set(x: torch.Tensor, divide: int, value: torch.Tensor | None) -> None:
-    """Write into a tensor of the program, which autograd must not see: it sees no write of another backend either."""
     if value is None:
         return
     with torch.inference_mode(x.is_inference()), torch.no_grad():
@@ -398,7 +390,6 @@ def _set_each(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | 
 
 
 def _set_parts_each(output: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-    """Write equal parts of a tensor."""
     if output.is_contiguous():
         _set_each(output.data.view(len(values), -1).unbind(), values)
     else:

@@ -64,7 +64,6 @@ class TorchSockets:
 
     @contextmanager
     def _opened(self) -> Generator[_Opened]:
-        """The listeners that were opened since, and the connections that they have accepted."""
         with ExitStack() as stack:
             found: list[socket.socket] = []
             for fd, inode in _sockets().items():
@@ -84,7 +83,6 @@ class _Opened(NamedTuple):
 
 
 def _sockets() -> dict[int, int]:
-    """The sockets of this process: their descriptors and inodes."""
     found: dict[int, int] = {}
     for name in os.listdir(_DESCRIPTORS):
         with suppress(OSError):

@@ -49,29 +49,23 @@ class Handle(Work):
         return True
 
     def synchronize(self) -> None:
-        """As `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
         return all(ref.done() for ref in self.refs)
 
     def exception(self) -> BaseException | None:
-        """Its error, if it is over and has failed."""
         errors = [ref.exception() for ref in self.refs if ref.done()]
         return next((error for error in errors if error is not None), None)
 
     def is_success(self) -> bool:
-        """Whether it is over and has not failed."""
         return self.is_completed() and self.exception() is None
 
     def result(self) -> Any:
-        """Wait for it; returns the tensors that it has written to."""
         self.wait()
         return self._outputs
 
     def get_future(self) -> Future[Any]:
-        """Its future, which has the tensors that it has written to."""
         future: Future[Any] = Future()
         if self.is_completed():
             self._settle(future)
@@ -90,7 +84,6 @@ class Received(Handle):
     """A message that is received."""
 
     def source_rank(self) -> int:
-        """The rank of its sender."""
         (ref,) = self.refs
         return int(ref.result())
 
@@ -98,7 +91,6 @@ class Received(Handle):
 
 
 def _when_done(refs: list[Begun], done: Callable[[], object]) -> None:
-    """Call back on the loop when all are over."""
     if refs:
         refs.pop().add_done_callback(lambda _: _when_done(refs, done))
     else:

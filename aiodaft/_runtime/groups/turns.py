@@ -133,7 +133,6 @@ class TurnKeeper(Actor):
 
     @method
     async def hold(self, member: ActorId, lead: ActorId, round_: int) -> None:
-        """Hold a member."""
         asker, standing = serving().caller, self._enlisted.find(member)
         if standing is None:
             self.tell(asker, "unheld", (lead, round_))
@@ -145,21 +144,18 @@ class TurnKeeper(Actor):
 
     @method
     async def grant(self, member: ActorId, key: Key) -> None:
-        """A call may begin."""
         if member in self._turns:
             self._turns[member][0].grant(key)
             self.look_again(member)
 
     @method
     async def release(self, member: ActorId, caller: PeerId) -> None:
-        """The calls of a caller may begin."""
         if member in self._turns:
             self._turns[member][0].release(caller)
             self.look_again(member)
 
     @method
     async def open(self, member: ActorId) -> None:
-        """All calls may begin."""
         self.lead_lost(member)
 
     # The lead.
@@ -171,7 +167,6 @@ class TurnKeeper(Actor):
 
     @method
     async def ask(self, lead: ActorId, member: ActorId, round_: int, asked: Asked) -> None:
-        """A call could begin at a member."""
         found = self._leads.get(lead)
         if found is None:
             standing = self._enlisted.find(lead)
@@ -186,33 +181,28 @@ class TurnKeeper(Actor):
 
     @method
     async def held(self, lead: ActorId, member: ActorId, round_: int, held: Held) -> None:
-        """A member is held."""
         if lead in self._leads:
             self._leads[lead][1].heard[member] = serving().caller
             self._leads[lead][0].held(member, round_, held)
 
     @method
     async def unheld(self, lead: ActorId, round_: int) -> None:
-        """A member cannot be held."""
         if lead in self._leads and self._leads[lead][0].is_in(round_):
             self.member_lost(lead)
 
     @method
     async def ended(self, lead: ActorId, member: ActorId, key: Key) -> None:
-        """A call has ended at a member."""
         if lead in self._leads:
             self._leads[lead][0].ended(member, key)
 
     @method
     async def gone(self, lead: ActorId, member: ActorId, key: Key) -> None:
-        """A call does not wait at a member any more."""
         if lead in self._leads:
             self._leads[lead][0].gone(key)
 
     # News.
 
     def connection_lost(self, remote: PeerId) -> None:
-        """A process is gone, or cannot be reached."""
         for member, (turns, line) in list(self._turns.items()):
             turns.forget(remote)
             if line.lead[0] == remote:
@@ -222,7 +212,6 @@ class TurnKeeper(Actor):
                 lead.give_up()
 
     def _told(self, actor: ActorId) -> None:
-        """The group of an actor may have changed."""
         standing = self._enlisted.find(actor)
         if standing is None or not standing.roster.is_complete:
             return

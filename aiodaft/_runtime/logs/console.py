@@ -163,7 +163,6 @@ class Console:
         self._texts += self._screen.show(writer, stream, text, time.monotonic(), complete=complete, is_bar=is_bar)
 
     def _log(self, record: logging.LogRecord, source: Source, title: str) -> None:
-        """Give a record to the handlers of this process, as if it had been logged here."""
         target = logging.getLogger(record.name)
         if not target.isEnabledFor(record.levelno):
             return
@@ -227,7 +226,6 @@ class Relay:
         self._process.call_soon(self._begin)
 
     async def wait_idle(self) -> None:
-        """Wait until the program has shown all entries from before this call."""
         self._begin()
         await self._idle.wait()
 
@@ -270,8 +268,6 @@ class ConsoleThread:
         self._timer: asyncio.TimerHandle | None = None
 
     async def show(self, written: Sequence[Written]) -> None:
-        """Show new entries of processes, and those that have waited for long enough."""
-
         def show() -> bool:
             for source, entries in written:
                 self._console.write(source, entries)
@@ -293,7 +289,6 @@ class ConsoleThread:
         self.abandon()
 
     def abandon(self) -> None:
-        """The same without a running loop. Blocks."""
         if self._timer is not None:
             self._timer.cancel()
         self._thread.abandon()

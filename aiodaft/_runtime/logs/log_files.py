@@ -61,7 +61,6 @@ class LogFiles:
         self._missing = 0
 
     def write(self, source: Source, entry: Line | Mapping[str, Any]) -> None:
-        """Add a complete line or a record. One that cannot be written is counted and left out."""
         if isinstance(entry, Line):
             text, name = self._line(source, entry), source.label
         else:
@@ -122,7 +121,6 @@ class LogFiles:
 
 
 def file_name(actor: str) -> str:
-    """The name of an actor's file: without characters that shells expand."""
     plain = actor.replace("[", ".").replace("]", "")
     return re.sub(r"[^\w.@+-]", "_", plain) + ".log"
 

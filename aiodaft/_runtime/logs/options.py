@@ -123,5 +123,4 @@ def json_time(seconds: float) -> str:
 
 
 def json_line(fields: Mapping[str, Any]) -> str:
-    """A JSON object in one line; of anything that JSON does not know, the text."""
     return json.dumps(fields, ensure_ascii=False, default=str)

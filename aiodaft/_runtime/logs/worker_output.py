@@ -59,7 +59,6 @@ class WorkerOutput:
                     break
 
     def read(self, stream: int) -> bytes | None:
-        """Read a part of a stream: empty at its end, None if there is nothing yet. Any thread."""
         with self._lock:
             if stream not in self._reading:
                 return b""
@@ -96,7 +95,6 @@ class WorkerOutput:
         self._unwritten.append(record)
 
     def pass_on(self) -> None:
-        """Have the output that was read shown; blocks while the reader of this process's output is slow."""
         with self._passing:
             entries: list[Entry] = []
             with suppress(IndexError):

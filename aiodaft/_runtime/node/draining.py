@@ -105,7 +105,6 @@ class Draining:
         self.on_over()
 
     async def _evict(self, worker: Worker) -> None:
-        """End a process that outstays the grace: for its actors, that is an accident."""
         reason = f"its node {self._name!r} was drained, and the grace was over"
         if worker.state is not WorkerState.STOPPING:
             worker.given_up = ActorDied(f"{worker} was ended: {reason}")

@@ -72,7 +72,6 @@ class WorkerEnvironment(NamedTuple):
         return variables
 
     def changes(self, base: dict[str, str]) -> dict[str, str | None]:
-        """The changes from an earlier environment; None for a variable that is gone."""
         changes: dict[str, str | None] = dict.fromkeys(base.keys() - self.environment.keys())
         changes.update((name, value) for name, value in self.environment.items() if base.get(name) != value)
         return changes

@@ -88,7 +88,6 @@ def map_refs(value: Any, replace: Callable[[Ref[Any]], Any]) -> Any:
 
 
 def reduced(value: Any) -> tuple[Any, ...]:
-    """The arguments of `rebuild`, as its class says for pickle."""
     reduce = dispatch_table.get(type(value))
     found: Any = value.__reduce_ex__(5) if reduce is None else reduce(value)
     if isinstance(found, str):

@@ -41,7 +41,6 @@ _OWN_CALL: Final = (
 
 
 def encode_error(error: BaseException) -> bytes:
-    """Encode an exception. Never raises, even if methods of the exception do."""
     type_name = f"{type(error).__module__}.{type(error).__qualname__}"
     # An exception may refuse to have its attributes set, as frozen dataclasses do.
     BaseException.with_traceback(error, _users_part(error.__traceback__))
@@ -113,7 +112,6 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def copy_error(error: ErrorT) -> ErrorT:
-    """A separate exception for another waiter: of aiodaft, or a plain built-in one."""
     copied: Any = error.__reduce__()
     twin: ErrorT = copied[0](*copied[1])
     twin.__cause__ = error.__cause__

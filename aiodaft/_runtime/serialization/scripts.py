@@ -52,7 +52,6 @@ class Names:
         return self._known[name][0]
 
     def take(self, name: str, number: int) -> bool:
-        """A name came with a number: whether its value is news."""
         if self.at_home or number <= self._known.get(name, (-1, None))[0]:
             return False
         self._known[name] = number, None
@@ -176,7 +175,6 @@ def importable(value: Any) -> bool:
 
 
 def mark_of(value: Any, progress: Callable[[int], object] = bool) -> object:
-    """A mark that differs from before when a value was changed; `progress` hears of the bytes that it looked at."""
     if isinstance(value, _THINGS) and _parts_of(value) is None:
         return _told(value)
     if type(value) in _ATOMS:

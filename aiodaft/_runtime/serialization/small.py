@@ -271,7 +271,6 @@ def _flat_parts(parts: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any
 
 
 def _flat(value: Any) -> Any:
-    """A list, a tuple, or a dict with names as keys, of numbers, texts and the like, as plain data; else None."""
     kind = type(value)
     parts: Collection[Any]
     if kind is dict:

@@ -31,7 +31,6 @@ _SPAN_SLACK: Final = 2
 
 
 def loaded_torch() -> ModuleType | None:
-    """The torch module, if this process has imported it; not while a thread imports it, which can have no tensor."""
     torch = sys.modules.get("torch")
     return None if torch is None or getattr(torch.__spec__, "_initializing", False) else torch
 
@@ -241,7 +240,6 @@ def same_strides(size: Any, first: Any, second: Any) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a CPU tensor that fills its span; it keeps the tensor alive."""
     return view_at(tensor.data_ptr(), tensor.nbytes, tensor)
 
 
@@ -251,7 +249,6 @@ def _storage_key(tensor: torch.Tensor, index: int) -> tuple[str, int]:
 
 
 def _groups(members: list[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
-    """Tensors of one storage that travel as one span: all of them, unless that sends too much between them."""
     if len(members) == 1:
         return [members]
     extents = [_extent(tensor) for _, tensor in members]
@@ -315,7 +312,6 @@ def _gathered_source(tensor: torch.Tensor, device: int) -> Source:
 
 
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory under a dtype that has a copy kernel; each element size has one."""
     torch = loaded_torch()
     assert torch is not None
     carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

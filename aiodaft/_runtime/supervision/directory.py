@@ -149,7 +149,6 @@ class Directory(OwnerContact):
         self.ended(PeerId(peer), error, wanted=wanted)
 
     def ended(self, peer: PeerId, error: OutcomeUnknown, *, wanted: bool) -> None:
-        """The same, for the node agent of this process."""
         if self._caller.process.closed is not None:
             return
         for child in [child for child in self._children.values() if child.place.peer == peer]:
@@ -171,7 +170,6 @@ class Directory(OwnerContact):
         return [*known, *islice(self._dead(), _MAX_DEAD)]
 
     def _dead(self) -> Iterator[ChildView]:
-        """The dead actors that no code has stopped, and whose scope is open."""
         for target in self._root.all_actors():
             if isinstance(target, FollowingTarget):
                 if target.number in self._missed:

@@ -120,12 +120,10 @@ class Child:
         return self.homeless
 
     async def settled(self) -> None:
-        """Wait until its supervisor is done with it."""
         while self.state not in SETTLED:
             await self.changed()
 
     async def stopped(self) -> None:
-        """Wait until its process has stopped it, if that is to be."""
         while self.state is ChildState.LEAVING:
             await self.changed()
 

@@ -19,7 +19,7 @@ import pytest_asyncio
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402, N812 - its usual name
-from tensor_workers import Extended  # noqa: E402
+from tensor_workers import Extended, doubled  # noqa: E402
 from tiny_gpt import GPT, batches, loss_of  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: E402
@@ -28,6 +28,7 @@ import aiodaft  # noqa: E402
 from aiodaft import ActorDied  # noqa: E402
 from aiodaft.tensor.handles import DistTensor  # noqa: E402
 from aiodaft.tensor.loading import Workers, workers  # noqa: E402
+from aiodaft.tensor.local_functions import local  # noqa: E402
 from aiodaft.tensor.randoms import manual_seed  # noqa: E402
 from aiodaft.tensor.recorder import immediate  # noqa: E402
 from aiodaft.tensor.strategy import Strategy, first  # noqa: E402
@@ -235,6 +236,15 @@ async def test_a_block_in_parts_needs_two_all_reduces_in_each_direction(w: Any) 
     want.backward()
     for one, other in zip(spread.parameters(), alone.parameters(), strict=True):
         close(await value(one.grad), other.grad)
+
+
+async def test_functions_of_local_tensors_are_differentiable(w: Any) -> None:
+    twice = local(doubled, whole=doubled, inputs=[{"tp": Shard(0)}], outputs=[{"tp": Shard(0)}])
+    x = w.put(numbers(4, 2), tp=Shard(0)).requires_grad_()
+    (y,) = twice(x)
+    assert torch.equal(await y, 2 * numbers(4, 2))
+    y.square().sum().backward()
+    close(await x.grad, 8 * numbers(4, 2))
 
 
 async def test_what_distribute_cannot_place_is_named(w: Any) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from aiodaft_transport import Grant, Unreachable, check_name
-from aiodaft_transport.memory.registered import address_of
+from aiodaft_transport.memory import address_of
 
 from . import footprint
 from .far_end import FarEnd, configure, open_far_end

@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 
 from aiodaft import __version__
-from aiodaft.cli.output import Failed
+from aiodaft.cli.options import Failed
 
 # The commands in the order of `aiodaft --help`, and the modules that have them.
 _MODULES: Final = {
@@ -21,11 +21,11 @@ _MODULES: Final = {
     "ps": ".running.looks",
     "top": ".running.looks",
     "memory": ".running.looks",
-    "logs": ".running.logs",
-    "stack": ".running.stack",
-    "trace": ".running.trace",
-    "debug": ".running.debug",
-    "kill": ".running.kill",
+    "logs": ".running.actors",
+    "stack": ".running.actors",
+    "trace": ".running.actors",
+    "debug": ".running.actors",
+    "kill": ".running.actors",
     "doctor": ".doctor",
     "key": ".key",
     "up": ".node",

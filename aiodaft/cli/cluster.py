@@ -22,8 +22,7 @@ from aiodaft.program import run
 from aiodaft.ref import Ref
 from aiodaft.runtime import Runtime
 
-from .options import address_argument, completing, key_file_option, seconds
-from .output import Failed, Output, json_option
+from .options import Failed, Output, address_argument, completing, json_option, key_file_option, seconds
 
 T = TypeVar("T")
 

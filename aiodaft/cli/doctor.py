@@ -11,12 +11,15 @@ import platform
 import resource
 import time
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from functools import partial
 from itertools import permutations
+from statistics import median
 from typing import Any, Final, NamedTuple, TypeVar
 
 import click
 
+import aiodaft
 from aiodaft._protocol.connections.address import parse_address
 from aiodaft._protocol.connections.versions import Software
 from aiodaft._protocol.coordination.records import Member
@@ -24,8 +27,9 @@ from aiodaft._protocol.node.resources import gpu_names
 from aiodaft._runtime.connections.identity import Identity, find_key_file, load_identity
 from aiodaft._runtime.platform.capabilities import missing
 from aiodaft._runtime.platform.gpu_claims import machine_gpus
-from aiodaft._runtime.platform.interfaces import interfaces
+from aiodaft._runtime.platform.interfaces import interface_to, interfaces
 from aiodaft.actor import Actor
+from aiodaft.cli.options import FAILED, Output, address_argument, json_option, key_file_option
 from aiodaft.exceptions import DaftError, VersionMismatch
 from aiodaft.methods import method
 from aiodaft.program import run
@@ -33,10 +37,109 @@ from aiodaft.runtime import Runtime
 from aiodaft_transport import NAMES, TransportError, default_name
 from aiodaft_transport.cuda.libcuda import CudaDriver
 from aiodaft_transport.system import usable_cpus
+from aiodaft_transport.ucx import INTERFACE_VARIABLE
 
-from .options import address_argument, key_file_option
-from .output import FAILED, Output, json_option
-from .probe import Facts, Probe, call, facts, fetch, way
+# The most calls that are measured, and the most seconds that they may take, unless one takes longer.
+_CALLS: Final = 100
+_SECONDS: Final = 0.1
+_FEWEST: Final = 3
+# Bytes of the first value, and of the largest one.
+_SMALLEST: Final = 1 << 20
+_LARGEST: Final = 64 << 20
+
+
+class Facts(NamedTuple):
+    """The facts that a process reports on its machine."""
+
+    python: str
+    aiodaft: str
+    interfaces: dict[str, list[str]]
+    # The interface that it names for `ucx`; empty: none.
+    ucx: str
+
+    def __str__(self) -> str:
+        shown = [f"{name} {' '.join(ips)}" for name, ips in self.interfaces.items() if name != "lo"]
+        if self.ucx:
+            shown.append(f"ucx over {self.ucx}")
+        return "  ".join([f"python {self.python}, aiodaft {self.aiodaft}", *shown])
+
+
+def facts() -> Facts:
+    return Facts(platform.python_version(), aiodaft.__version__, interfaces(), os.environ.get(INTERFACE_VARIABLE) or "")
+
+
+class Probe(Actor, cpus=0):
+    def __init__(self) -> None:
+        self._value = b""
+
+    @method
+    async def facts(self) -> Facts:
+        return facts()
+
+    @method
+    async def echo(self) -> None: ...
+
+    @method
+    async def prepare(self, size: int) -> None:
+        self._value = bytes(size)
+
+    @method(transport="tcp")
+    async def give_tcp(self) -> bytes:
+        return self._value
+
+    @method(transport="ucx")
+    async def give_ucx(self) -> bytes:
+        return self._value
+
+    @method
+    async def call(self, other: Probe) -> float:
+        return await call(other)
+
+    @method
+    async def fetch(self, other: Probe, transport: str) -> float:
+        return await fetch(other, transport)
+
+    @method
+    async def way(self, address: str) -> str:
+        return way(address)
+
+
+async def call(other: Probe) -> float:
+    """Seconds of a call of another process: the median."""
+    await other.echo()
+    taken: list[float] = []
+    while len(taken) < _FEWEST or (sum(taken) < _SECONDS and len(taken) < _CALLS):
+        taken.append(await _timed(other.echo))
+    return median(taken)
+
+
+async def fetch(other: Probe, transport: str) -> float:
+    """Bytes per second at which a large value comes from another process: the best that was seen."""
+    give, size, best = {"tcp": other.give_tcp, "ucx": other.give_ucx}[transport], _SMALLEST, 0.0
+    while True:
+        await other.prepare(size)
+        # The first one opens the connections and memory that the others use.
+        await give()
+        seconds = min([await _timed(give) for _ in range(_FEWEST)])
+        best = max(best, size / seconds)
+        if size == _LARGEST or seconds > _SECONDS:
+            return best
+        size *= 4
+
+
+async def _timed(step: Callable[[], Awaitable[object]]) -> float:
+    start = time.perf_counter()
+    await step()
+    return time.perf_counter() - start
+
+
+def way(address: str) -> str:
+    """The interface that leads to a node; empty if that is not known."""
+    with suppress(OSError):
+        here = interface_to(address)
+        return next((name for name, ips in interfaces().items() if here in ips), "")
+    return ""
+
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from aiodaft._runtime.connections.identity import find_key_file, load_identity, 
 from aiodaft.exceptions import KeyFileError
 from aiodaft_transport.handshake import KEY_SIZE
 
-from .output import Failed, Output, json_option
+from .options import Failed, Output, json_option
 
 # A key is replaced, it does not expire: clocks of machines may be wrong. The second date means "never", see RFC 5280.
 _FROM: Final = datetime(2020, 1, 1)

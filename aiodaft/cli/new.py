@@ -8,7 +8,7 @@ from typing import Final
 
 import click
 
-from .output import Failed, Output, json_option
+from .options import Failed, Output, json_option
 
 _TEMPLATES: Final = Path(__file__).parent / "templates"
 # A name that a Python project may have.

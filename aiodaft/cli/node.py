@@ -34,8 +34,7 @@ from aiodaft.program import run
 from aiodaft.runtime import has_uvloop
 from aiodaft_transport import TransportError, default_name
 
-from .options import key_file_option, seconds
-from .output import Failed, json_option
+from .options import Failed, json_option, key_file_option, seconds
 
 # The width of the random part of a coordinator's number, below the milliseconds of its beginning.
 _LOT_BITS: Final = 22

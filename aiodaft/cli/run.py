@@ -31,8 +31,7 @@ from aiodaft_transport.handshake import KEY_SIZE
 
 from .key import new_certificate
 from .node import Offers, make_node, new_term, offers_options
-from .options import seconds
-from .output import Failed
+from .options import Failed, seconds
 
 
 class _Job(NamedTuple):

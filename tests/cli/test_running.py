@@ -58,7 +58,7 @@ aiodaft.run(main())
 AS_NOBODY = """
 import os, sys, uvloop
 from aiodaft.cli.__main__ import main
-from aiodaft.cli.running import stack
+from aiodaft.cli.running import actors
 os.setuid(65534)
 main(sys.argv[1:])
 """

@@ -16,7 +16,7 @@ from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft.exceptions import BorrowError
 from aiodaft_transport import Unreachable
-from aiodaft_transport.memory.block_pool import Arena, ArenaBlock
+from aiodaft_transport.memory import Arena, ArenaBlock
 
 LARGE = 1 << 20  # elements, so that it is not inline
 

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from aiodaft_transport.abc import Control, Grant, Transport
 from aiodaft_transport.exceptions import TransportError
-from aiodaft_transport.memory.registered import Block, address_of
+from aiodaft_transport.memory import Block, address_of
 
 POISON: Final = b"\xee"
 SIZES: Final = (1, 63, 64, 4096, 65_537, (1 << 20) + 1, 8 << 20, (17 << 20) + 5)

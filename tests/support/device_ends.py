@@ -24,7 +24,7 @@ from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft_transport import Block, Grant, TransportError, Unreachable
 from aiodaft_transport.cuda.device import DeviceBlock, Driver, Landing, Span
 from aiodaft_transport.cuda.transport import CudaTransport
-from aiodaft_transport.memory.registered import ALIGNMENT, address_of, check_target
+from aiodaft_transport.memory import ALIGNMENT, address_of, check_target
 
 T = TypeVar("T")
 

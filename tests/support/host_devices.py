@@ -25,7 +25,7 @@ from aiodaft._runtime.serialization.small import host_accelerators
 from aiodaft_transport.cuda.device import IDENTITY_SIZE, Event, Export, Landing, Span
 from aiodaft_transport.cuda.transport import Reading
 from aiodaft_transport.exceptions import DeviceError, OutOfDeviceMemory, Unreachable
-from aiodaft_transport.memory.registered import view_at
+from aiodaft_transport.memory import view_at
 
 if TYPE_CHECKING:
     import torch

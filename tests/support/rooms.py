@@ -17,7 +17,7 @@ from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft._runtime.process import Process, ProcessOptions
 from aiodaft._runtime.serialization.errors import decode_failure
 from aiodaft_transport import Key
-from aiodaft_transport.memory.block_pool import Arena
+from aiodaft_transport.memory import Arena
 
 HERE, THERE, ELSEWHERE = PeerId("here"), PeerId("there"), PeerId("elsewhere")
 

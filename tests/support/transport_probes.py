@@ -11,7 +11,7 @@ from pathlib import Path
 
 from leaks import open_files
 
-from aiodaft_transport.memory.block_pool import DEFAULT_KEEP, Arena, ArenaBlock
+from aiodaft_transport.memory import DEFAULT_KEEP, Arena, ArenaBlock
 
 _NAME = "memfd:aiodaft"
 

@@ -11,7 +11,7 @@ from ends import LocalPair, open_pair
 from transport_desk import opened_office
 from transports import needs_ucx
 
-from aiodaft_transport.memory.block_pool import Arena, ArenaBlock
+from aiodaft_transport.memory import Arena, ArenaBlock
 
 MIB = 1 << 20
 SENDERS = ["tcp", pytest.param("ucx", marks=needs_ucx)]

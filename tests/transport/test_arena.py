@@ -11,7 +11,7 @@ import pytest
 from transport_probes import memfds, opened_arena, segments_mapped
 
 from aiodaft_transport import TransportError
-from aiodaft_transport.memory.block_pool import Arena, ArenaBlock
+from aiodaft_transport.memory import Arena, ArenaBlock
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transport_probes import memfds, no_more_files, opened_arena, segments_mapped, spans
 
-from aiodaft_transport.memory.block_pool import ArenaBlock
-from aiodaft_transport.memory.registered import exposed_view
+from aiodaft_transport.memory import ArenaBlock, exposed_view
 
 MIB = 1 << 20
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiodaft_transport.memory.registered import ALIGNMENT, address_of, aligned, copy_memory, exposed_view
+from aiodaft_transport.memory import ALIGNMENT, address_of, aligned, copy_memory, exposed_view
 
 CHUNK = 4 << 20
 

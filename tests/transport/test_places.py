@@ -7,7 +7,7 @@ from transport_desk import opened_office
 from transport_probes import mappings
 
 from aiodaft_transport import GrantError
-from aiodaft_transport.memory.block_pool import Arena
+from aiodaft_transport.memory import Arena
 
 MIB = 1 << 20
 

@@ -20,8 +20,7 @@ from transport_desk import Office, opened_office
 from transport_probes import descriptors_of_segments, mappings, no_more_files, segments_mapped
 
 from aiodaft_transport import Block, GrantError
-from aiodaft_transport.memory.block_pool import ArenaBlock
-from aiodaft_transport.memory.registered import address_of
+from aiodaft_transport.memory import ArenaBlock, address_of
 from aiodaft_transport.shm import PageMap
 
 MIB = 1 << 20

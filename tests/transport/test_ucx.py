@@ -17,7 +17,7 @@ from leaks import in_shared_memory, left_in_shared_memory
 from transports import needs_ucx
 
 from aiodaft_transport import PeerGone, TransportError, open_transport
-from aiodaft_transport.memory.registered import address_of
+from aiodaft_transport.memory import address_of
 from aiodaft_transport.ucx.transport import UcxSettings, UcxTransport
 
 pytestmark = needs_ucx

@@ -12,8 +12,7 @@ from aiodaft_transport.exceptions import (
     Unreachable,
 )
 from aiodaft_transport.handshake import Key
-from aiodaft_transport.memory.block_pool import Pullable
-from aiodaft_transport.memory.registered import Block
+from aiodaft_transport.memory import Block, Pullable
 from aiodaft_transport.registry import (
     DEVICE_NAME,
     NAMES,

@@ -12,8 +12,7 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias, cast
 
-from aiodaft_transport.memory.block_pool import BlockPool
-from aiodaft_transport.memory.registered import Block
+from aiodaft_transport.memory import Block, BlockPool
 
 Grant: TypeAlias = tuple[int | str | bytes, ...]
 

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar, cast
 
 from aiodaft_transport.abc import Control, Grant, Host
 from aiodaft_transport.exceptions import GrantError, TransportError
-from aiodaft_transport.memory.block_pool import PooledBlock, Pullable
-from aiodaft_transport.memory.registered import Block, LentBlock, Regions
+from aiodaft_transport.memory import Block, LentBlock, PooledBlock, Pullable, Regions
 
 ResultT = TypeVar("ResultT")
 

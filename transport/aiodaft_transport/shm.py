@@ -26,8 +26,7 @@ from typing import ClassVar, Final, cast
 
 from aiodaft_transport.abc import Control, Grant, Host, size_of
 from aiodaft_transport.exceptions import GrantError
-from aiodaft_transport.memory.block_pool import DEFAULT_KEEP, Arena, ArenaBlock, Segment
-from aiodaft_transport.memory.registered import Block, check_target, exposed_view
+from aiodaft_transport.memory import DEFAULT_KEEP, Arena, ArenaBlock, Block, Segment, check_target, exposed_view
 from aiodaft_transport.peers import GONE, RETURN, SEGMENT, SegmentRemote, SegmentTransport
 from aiodaft_transport.system import fork_count
 

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 from aiodaft_transport.abc import size_of
 from aiodaft_transport.exceptions import GrantError, PeerGone
-from aiodaft_transport.memory.block_pool import Arena, ArenaBlock, Unmapped
-from aiodaft_transport.memory.registered import Block, Regions, check_target, exposed_view
+from aiodaft_transport.memory import Arena, ArenaBlock, Block, Regions, Unmapped, check_target, exposed_view
 from aiodaft_transport.mover import Mover
 from aiodaft_transport.peers import PeerTransport, Remote
 

@@ -26,7 +26,7 @@ from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.exceptions import CallCancelled
-from aiodaft_transport.memory.registered import address_of, copy_memory
+from aiodaft_transport.memory import address_of, copy_memory
 
 T = TypeVar("T")
 

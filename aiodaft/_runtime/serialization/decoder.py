@@ -28,7 +28,7 @@ from aiodaft._runtime.serialization.small import NAMED, SIZE_BYTES, SMALL
 from aiodaft._runtime.serialization.tensors import Spec, TensorMaker, as_bytes, tensor_in
 from aiodaft.exceptions import SerializationError
 from aiodaft.ref import Ref
-from aiodaft_transport.memory.registered import address_of, copy_memory
+from aiodaft_transport.memory import address_of, copy_memory
 
 _new_bytes: Final = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.restype = ctypes.py_object

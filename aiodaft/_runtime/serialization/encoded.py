@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 from aiodaft.exceptions import BorrowError
 from aiodaft_transport import Pullable
-from aiodaft_transport.memory.registered import address_of, copy_memory
+from aiodaft_transport.memory import address_of, copy_memory
 
 # The layout of a value's buffers in blobs.
 #

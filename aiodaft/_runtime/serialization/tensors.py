@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.encoded import Source
 from aiodaft_transport import Block
-from aiodaft_transport.memory.registered import view_at
+from aiodaft_transport.memory import view_at
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,7 @@ from rich.live import Live
 from aiodaft._protocol.ids import PeerId, is_node
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.cli.cluster import PATIENCE, address_of, answer_of, attached
-from aiodaft.cli.options import address_argument, key_file_option, seconds
-from aiodaft.cli.output import Failed, Output, json_option, print_json
+from aiodaft.cli.options import Failed, Output, address_argument, json_option, key_file_option, print_json, seconds
 from aiodaft.program import run
 from aiodaft.questions import overviews
 

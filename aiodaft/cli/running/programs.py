@@ -19,8 +19,7 @@ from aiodaft._runtime.diagnostics.attach import END, FAILED, ITEM, Messages, enc
 from aiodaft._runtime.diagnostics.loop_watch import offers_dump
 from aiodaft._runtime.platform.capabilities import can_be_asked, missing
 from aiodaft._runtime.platform.command_address import VISIT, asking, other_end
-from aiodaft.cli.options import completing
-from aiodaft.cli.output import Failed, escaped
+from aiodaft.cli.options import Failed, completing, escaped
 
 from .view import Plain, names_of, natural
 

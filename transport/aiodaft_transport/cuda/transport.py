@@ -41,7 +41,7 @@ from aiodaft_transport.cuda.device import (
 )
 from aiodaft_transport.cuda.event_poller import EventWatch
 from aiodaft_transport.exceptions import DeviceError, GrantError, PeerGone, TransportError
-from aiodaft_transport.memory.block_pool import Unmapped
+from aiodaft_transport.memory import Unmapped
 from aiodaft_transport.peers import GONE, RETURN, SEGMENT, SegmentTransport
 
 

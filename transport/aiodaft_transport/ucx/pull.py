@@ -13,14 +13,13 @@ from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from aiodaft_transport.exceptions import PeerGone
-from aiodaft_transport.memory.block_pool import Arena, ArenaBlock, Segment
-from aiodaft_transport.memory.registered import Region
+from aiodaft_transport.memory import Arena, ArenaBlock, Region, Segment
 from aiodaft_transport.peers import BasePull, SegmentRemote
 from aiodaft_transport.ucx.ucp import Library, UcxError, Worker
 
 if TYPE_CHECKING:
     from aiodaft_transport.abc import Control
-    from aiodaft_transport.memory.registered import Block
+    from aiodaft_transport.memory import Block
 
 
 # Seconds that closing waits, at most, for operations in flight. They need milliseconds: two pieces of each transfer.

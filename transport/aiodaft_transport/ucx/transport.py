@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, ClassVar, Final, cast
 from aiodaft_transport.abc import size_of
 from aiodaft_transport.exceptions import GrantError, TransportError, Unreachable
 from aiodaft_transport.folders import folder
-from aiodaft_transport.memory.block_pool import ArenaBlock, Segment
-from aiodaft_transport.memory.registered import (
+from aiodaft_transport.memory import (
+    ArenaBlock,
     Block,
     LentBlock,
     LoanedBlock,
     Region,
     Regions,
+    Segment,
     check_target,
     exposed_view,
 )

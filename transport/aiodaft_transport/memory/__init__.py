@@ -1,1 +1,0 @@
-"""Memory to send from and to receive into."""

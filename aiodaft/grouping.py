@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final, Protocol, TypeAlias, TypeVar, cast
 
-from aiodaft._protocol.calls.following import NOWHERE
+from aiodaft._protocol.calls.outgoing import NOWHERE
 from aiodaft._protocol.groups.roster import Axes, Roster, seats_after
 from aiodaft._protocol.ids import node_of
 from aiodaft._protocol.node.resources import Demand

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from aiodaft._protocol.calls.following import NOWHERE
+from aiodaft._protocol.calls.outgoing import NOWHERE
 from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.supervision import REACHABLE
 from aiodaft._runtime.calls.call import Target

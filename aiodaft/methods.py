@@ -15,8 +15,8 @@ from functools import update_wrapper
 from types import FunctionType, MethodDescriptorType, MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
-from aiodaft._protocol.calls.following import check_retries
 from aiodaft._protocol.calls.mailbox import Rules, check_concurrency, check_max_queue
+from aiodaft._protocol.calls.outgoing import check_retries
 from aiodaft.reading import is_read_only
 from aiodaft_transport import check_name
 

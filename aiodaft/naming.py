@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from aiodaft._protocol.calls.following import NOWHERE, Location
+from aiodaft._protocol.calls.outgoing import NOWHERE, Location
 from aiodaft._protocol.coordination.records import NamedActor
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget

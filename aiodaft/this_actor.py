@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from aiodaft._protocol.calls.following import Location
+from aiodaft._protocol.calls.outgoing import Location
 from aiodaft._runtime.actors.host import start_background
 from aiodaft._runtime.agent import acting
 from aiodaft._runtime.calls.call import Caller, Target

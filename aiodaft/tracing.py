@@ -13,8 +13,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from aiodaft._protocol.coordination.records import Member
-from aiodaft._protocol.diagnostics.trace import Ping, ProcessTrace, offset_of
-from aiodaft._protocol.diagnostics.trace_file import trace_file
+from aiodaft._protocol.diagnostics.trace import Ping, ProcessTrace, offset_of, trace_file
 from aiodaft._protocol.ids import PeerId, node_of
 from aiodaft._runtime.diagnostics.process_view import answer_to
 from aiodaft._runtime.diagnostics.tracing import Tracing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from aiodaft._protocol.calls.following import Location
+from aiodaft._protocol.calls.outgoing import Location
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.logs.entries import Written

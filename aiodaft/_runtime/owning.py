@@ -13,7 +13,7 @@ from contextvars import copy_context
 from itertools import chain, count
 from typing import Any, TypeVar, cast
 
-from aiodaft._protocol.calls.following import Location
+from aiodaft._protocol.calls.outgoing import Location
 from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.ids import (
     FIRST_USER_ACTOR,

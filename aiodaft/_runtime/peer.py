@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, cast
 
-from aiodaft._protocol.calls.following import Location
+from aiodaft._protocol.calls.outgoing import Location
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import (

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from aiodaft._protocol.calls.following import Location
+from aiodaft._protocol.calls.outgoing import Location
 from aiodaft._protocol.diagnostics.failures import Unhandled
 from aiodaft._protocol.ids import ActorId, PeerId, epoch_of, incarnation, node_of
 from aiodaft._protocol.node.resources import Wish

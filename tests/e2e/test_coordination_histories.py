@@ -16,8 +16,7 @@ import sim_coordination
 from seeds import of_the_day
 from sim_coordination import LEASE, Broken, Node, SharedStore, history
 
-from aiodaft._protocol.coordination.leases import HolderState, LeaseHolder, LeaseTable
-from aiodaft._protocol.coordination.records import History, View
+from aiodaft._protocol.coordination.records import History, HolderState, LeaseHolder, LeaseTable, View
 from aiodaft._protocol.coordination.registry import NameTable, Registry
 from aiodaft._runtime.coordination import coordinator
 from aiodaft._runtime.coordination.coordinator import Coordinator

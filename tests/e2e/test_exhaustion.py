@@ -16,7 +16,7 @@ from transport_probes import no_more_files, no_more_threads
 from transports import needs_ucx
 
 import aiodaft
-from aiodaft._protocol.connections.rings import Way
+from aiodaft._protocol.connections.session import Way
 from aiodaft.actor import target_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

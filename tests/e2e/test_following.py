@@ -19,7 +19,7 @@ from supervised import AT_ONCE, Mortal, Responder
 
 import aiodaft
 from aiodaft import Restart
-from aiodaft._protocol.calls.following import NOWHERE, Location
+from aiodaft._protocol.calls.outgoing import NOWHERE, Location
 from aiodaft._protocol.ids import ActorId
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.objects.ref_state import state_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.node.code import MAX_BYTES, MAX_FILES, File, check_files
+from aiodaft._protocol.node.worker import MAX_BYTES, MAX_FILES, File, check_files
 
 
 def test_modules_in_packages_are_taken() -> None:

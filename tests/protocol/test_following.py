@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.calls.following import NOWHERE, Failure, Location, Whereabouts, check_retries, failure_of
+from aiodaft._protocol.calls.outgoing import NOWHERE, Failure, Location, Whereabouts, check_retries, failure_of
 from aiodaft._protocol.ids import ActorId, PeerId, incarnation
 from aiodaft._protocol.node.liveness import Health
 from aiodaft.exceptions import (

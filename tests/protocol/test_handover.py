@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.calls.handover import FORWARDED, IN_MESSAGE, IN_PLACE, PULLED, Handover, Way, choose
+from aiodaft._protocol.calls.outgoing import FORWARDED, IN_MESSAGE, IN_PLACE, PULLED, Handover, Way, choose
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.objects.value import Key
 

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 import pytest
 
-from aiodaft._protocol.calls.handover import Handover
+from aiodaft._protocol.calls.outgoing import Handover
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.objects.value import Key
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import pytest
 
-from aiodaft._protocol.coordination.leases import HolderState, LeaseHolder, LeaseTable
+from aiodaft._protocol.coordination.records import HolderState, LeaseHolder, LeaseTable
 
 TTL: Final = 8.0
 SKEW: Final = 1.0

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import pytest
 
-from aiodaft._protocol.coordination.leases import LeaseState
 from aiodaft._protocol.coordination.records import (
     Change,
     Kind,
+    LeaseState,
     Member,
     NamedActor,
     Record,

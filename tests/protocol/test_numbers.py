@@ -10,8 +10,8 @@ import pytest
 
 import aiodaft
 from aiodaft import Patience, Restart
-from aiodaft._protocol.calls.following import check_retries
 from aiodaft._protocol.calls.mailbox import check_concurrency, check_max_queue
+from aiodaft._protocol.calls.outgoing import check_retries
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.numbers import is_count, is_number
 from aiodaft.logs import Logs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from aiodaft._protocol.calls.order import Order
+from aiodaft._protocol.calls.outgoing import Order
 
 
 @dataclass(eq=False)

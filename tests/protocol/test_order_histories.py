@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from aiodaft._protocol.calls.order import Order
+from aiodaft._protocol.calls.outgoing import Order
 
 _ACTORS: Final = ["a", "b", "c"]
 # Entries that are ready and not answered, of which there may be so many.

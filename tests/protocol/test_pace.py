@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aiodaft._protocol.connections.rings import ALONE, POLL, SLICE, SWITCH, Idle, Pace
+from aiodaft._protocol.connections.session import ALONE, POLL, SLICE, SWITCH, Idle, Pace
 
 
 def paced(gap: float, count: int = 100) -> tuple[Pace, float]:

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.objects.pull import MAX_HOPS, Pull, Questions
+from aiodaft._protocol.objects.broadcast import MAX_HOPS, Pull, Questions
 from aiodaft.exceptions import OwnerDied, RemoteProtocolError
 
 LOCAL, OWNER, PRODUCER, RELAY = (PeerId(name) for name in ("local", "owner", "producer", "relay"))

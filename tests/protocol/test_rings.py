@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiodaft._protocol.connections.messages import RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED
-from aiodaft._protocol.connections.rings import Step, Upgrade
+from aiodaft._protocol.connections.session import Step, Upgrade
 from aiodaft.exceptions import RemoteProtocolError
 
 

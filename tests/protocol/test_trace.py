@@ -19,8 +19,8 @@ from aiodaft._protocol.diagnostics.trace import (
     outcome_of,
     ran,
     submitted,
+    trace_file,
 )
-from aiodaft._protocol.diagnostics.trace_file import trace_file
 from aiodaft._protocol.ids import AGENT, COLLECTIVES, FIRST_USER_ACTOR, KEYED, ActorId, PeerId
 from aiodaft.exceptions import CallCancelled
 

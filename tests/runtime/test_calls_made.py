@@ -15,7 +15,7 @@ from rooms import ELSEWHERE, THERE, Bench, turns
 
 import aiodaft
 from aiodaft import Actor, method
-from aiodaft._protocol.calls.following import NOWHERE, Location
+from aiodaft._protocol.calls.outgoing import NOWHERE, Location
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.codec import FrameDecoder
 from aiodaft._protocol.ids import (

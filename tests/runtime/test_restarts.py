@@ -11,7 +11,7 @@ import pytest
 from actors import Echo
 from rooms import ELSEWHERE, HERE, THERE, Bench, turns
 
-from aiodaft._protocol.calls.following import NOWHERE, Location
+from aiodaft._protocol.calls.outgoing import NOWHERE, Location
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, incarnation, node_of
 from aiodaft._protocol.supervision import Backoff, Restart
 from aiodaft._runtime.calls.call import Caller, CallSink, PendingCall, Request, Target

@@ -12,7 +12,7 @@ from rooms import Bench
 
 from aiodaft._protocol.connections.codec import pack
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.node.code import Code, digest_of
+from aiodaft._protocol.node.worker import Code, digest_of
 from aiodaft._runtime.node.shipped_code import ShippedCode
 from aiodaft.exceptions import PeerLost, SpawnFailed
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rooms import Bench
 
-from aiodaft._protocol.calls.following import Location
+from aiodaft._protocol.calls.outgoing import Location
 from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId
 from aiodaft._protocol.node.liveness import LastHeartbeat

@@ -41,21 +41,21 @@ MUTANTS: Final = [
     # Every call ends once.
     Mutant(
         "a call that may have run is not made again",
-        f"{_CALLS}/following.py",
+        f"{_CALLS}/outgoing.py",
         "or error.executed:\n",
         "and error.executed:\n",
         "tests/protocol/test_following.py tests/e2e/test_following.py",
     ),
     Mutant(
         "an overloaded actor is not called again",
-        f"{_CALLS}/following.py",
+        f"{_CALLS}/outgoing.py",
         "if isinstance(error, Overloaded):",
         "if False:",
         "tests/protocol/test_following.py",
     ),
     Mutant(
         "only an idempotent method has retries",
-        f"{_CALLS}/following.py",
+        f"{_CALLS}/outgoing.py",
         "    if not idempotent:\n        if retries is not None:",
         "    if not idempotent:\n        if False:",
         "tests/protocol/test_following.py tests/e2e/test_following.py tests/e2e/test_mistakes.py",
@@ -310,14 +310,14 @@ MUTANTS: Final = [
     # Leases and names.
     Mutant(
         "a node acts under its lease only until it may be over",
-        f"{_COORDINATION}/leases.py",
+        f"{_COORDINATION}/records.py",
         "sent_at + good_for - self._skew)",
         "sent_at + good_for + self._skew)",
         "tests/protocol/test_leases.py tests/e2e/test_coordination_histories.py",
     ),
     Mutant(
         "a coordinator that was stopped ends no lease for that",
-        f"{_COORDINATION}/leases.py",
+        f"{_COORDINATION}/records.py",
         "lease.deadline = max(lease.deadline, now + _STOPPED * self.ttl)",
         "pass",
         "tests/protocol/test_leases.py",

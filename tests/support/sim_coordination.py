@@ -13,8 +13,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar, cast
 
-from aiodaft._protocol.coordination.leases import HolderState, LeaseHolder
-from aiodaft._protocol.coordination.records import Change, Kind, Member, NamedActor, Record, View
+from aiodaft._protocol.coordination.records import (
+    Change,
+    HolderState,
+    Kind,
+    LeaseHolder,
+    Member,
+    NamedActor,
+    Record,
+    View,
+)
 from aiodaft._protocol.coordination.registry import Stored
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.coordination.coordinator import Coordinator

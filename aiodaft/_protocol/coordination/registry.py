@@ -16,12 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from aiodaft._protocol.coordination.leases import LeaseTable
 from aiodaft._protocol.coordination.records import (
     Batch,
     Change,
     History,
     Kind,
+    LeaseTable,
     Member,
     NamedActor,
     Record,

@@ -1,17 +1,23 @@
-"""The events that one process records for a trace. Pure.
+"""The events that processes record for a trace, and the file of them for Chrome and Perfetto. Pure.
 
-Events are plain tuples, because traced programs make one or two of them per call: the functions here build them, and
-`trace_file` reads them. Times are seconds on the clock of the process that records.
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+Events are plain tuples, because traced programs make one or two of them per call. Times are seconds on the clock of the
+process that records. Slices ("X") on one track must lie beside or inside each other. Calls of one actor may overlap, so
+an actor has as many tracks as its calls need. The submissions of a call, and the steps of a strand, lie inside of their
+slice.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from aiodaft._protocol.ids import COLLECTIVES, FIRST_USER_ACTOR, KEYED, RESHARDING, ActorId, PeerId
+from aiodaft._protocol.numbers import amount
 
 # version-trace_id-parent_id-flags. Versions after 00 may append fields.
 _TRACEPARENT: Final = re.compile(
@@ -172,3 +178,297 @@ def offset_of(pings: Sequence[Ping]) -> float:
     """
     quickest = min(pings, key=lambda ping: ping.came - ping.sent)
     return quickest.theirs - (quickest.sent + quickest.came) / 2
+
+
+Json: TypeAlias = dict[str, Any]
+
+_PROGRAM: Final = "program"
+_TRANSFERS: Final = "transfers"
+# Of calls that outlive their actor, which was stopped before the trace.
+_GONE: Final = "stopped actors"
+_RETURNED: Final = "returned"
+# The length of the key of a run.
+_RUN: Final = 3
+
+
+@dataclass(eq=False)
+class Slice:
+    """Something that took time, on a track of a process. Times are seconds on the clock of the trace.
+
+    Attributes:
+        track: The actor, or another kind of work.
+        category: Its kind: "submit", "call", "step", "graph", "collective" or "transfer".
+    """
+
+    process: int
+    track: str
+    began: float
+    ended: float
+    name: str
+    category: str
+    args: Json
+    inside: Key | None = None
+    tid: int = 0
+
+
+@dataclass
+class _Wait:
+    """The time that a call has waited: for its turn, or for its arguments."""
+
+    name: str
+    category: str
+    process: int
+    track: str
+    began: float
+    ended: float
+
+
+class _Merge:
+    """Finds slices and waits in the events of all processes, on the clock of the trace."""
+
+    def __init__(self, began: float, ended: float, titles: Mapping[PeerId, str]) -> None:
+        self._began = began
+        self._ended = ended
+        self._titles = titles
+        # Of the process whose events are read.
+        self._offset = 0.0
+        self._number = 0
+        self._actors: Mapping[int, str] = {}
+        self._failures: Mapping[Key, str] = {}
+        self.slices: list[Slice] = []
+        self.waits: list[_Wait] = []
+        # A call that was made again has run more than once.
+        self.runs: dict[Key, list[Slice]] = {}
+        self.submissions: dict[Key, Slice] = {}
+        # The method of each call.
+        self._calls: dict[Key, str] = {}
+        # The results that each run needed.
+        self.needs: list[tuple[Key, Sequence[Key]]] = []
+
+    def read(self, part: ProcessTrace, offset: float, number: int) -> None:
+        self._offset, self._number, self._actors = offset, number, part.actors
+        self._failures = {event[1]: event[2] for event in part.events if event[0] == FAILED}
+        for event in part.events:
+            if event[0] == SUBMITTED:
+                self._submitted(event)
+            elif event[0] == RAN:
+                self._ran(event)
+            elif event[0] == FETCHED:
+                self._fetched(event)
+
+    def _clip(self, time: float) -> float:
+        return min(max(time - self._offset, self._began), self._ended)
+
+    def _is_outside(self, began: float, ended: float) -> bool:
+        return ended - self._offset < self._began or began - self._offset > self._ended
+
+    def _submitted(self, event: Event) -> None:
+        _, began, ended, key, what, target, maker, needs = event
+        if self._is_outside(began, ended):
+            return
+        outcome = self._failures.get(key, "")
+        inside, actor = maker or (None, None)
+        track = _PROGRAM if actor is None else self._actors.get(actor, _GONE)
+        args = {"outcome": outcome} if outcome else {}
+        name = _named(f"{what} of {self._titles.get(target, target)}" if target else what, outcome)
+        times = self._clip(began), self._clip(ended)
+        one = self.submissions[key] = Slice(self._number, track, *times, name, "submit", args, inside)
+        self.slices.append(one)
+        self.needs.append((key, needs))
+        self._calls[key] = what
+
+    def name_collectives(self) -> None:
+        for key, slices in self.runs.items():
+            for one in slices:
+                if one.category == "collective" and key in self._calls:
+                    one.name = _named(self._calls[key], one.args["outcome"].removeprefix(_RETURNED))
+
+    def _ran(self, event: Event) -> None:
+        _, came, complete, began, ended, key, actor, what, outcome, inside, needs = event
+        if self._is_outside(came, ended):
+            return
+        track = self._actors.get(actor, _GONE)
+        since, ready, begun, until = map(self._clip, (came, complete, ended if began is None else began, ended))
+        if since < ready:
+            self.waits.append(_Wait(f"{what} needs arguments", "arguments", self._number, track, since, ready))
+        if ready < begun:
+            self.waits.append(_Wait(f"{what} is queued", "queued", self._number, track, ready, begun))
+        if began is None:
+            return
+        args = {"outcome": outcome or _RETURNED, "caller": self._titles.get(key[0], key[0])}
+        name, category = _named(what, outcome), _category(actor, key)
+        one = Slice(self._number, track, begun, until, name, category, args, inside)
+        self.slices.append(one)
+        self.runs.setdefault(key, []).append(one)
+        if inside is not None:
+            # A step without arguments waits for the run alone.
+            self.needs.append((key, needs or (key[:_RUN],)))
+
+    def _fetched(self, event: Event) -> None:
+        _, began, ended, kind, nbytes, source = event
+        if not self._is_outside(began, ended):
+            args = {"bytes": nbytes, "kind": kind, "from": self._titles.get(source, source)}
+            times, name = (self._clip(began), self._clip(ended)), f"{kind} {amount(nbytes)}"
+            self.slices.append(Slice(self._number, _TRANSFERS, *times, name, "transfer", args))
+
+
+def trace_file(
+    parts: Sequence[tuple[ProcessTrace, float]], began: float, ended: float, left_out: Mapping[str, str]
+) -> Json:
+    """The content of the file.
+
+    Args:
+        parts: The record of each process, the program first, and the seconds by which its clock is ahead of the
+            trace's.
+        began: The beginning of the trace. Earlier events are left out, and calls that were under way are cut.
+        left_out: Processes whose events are missing, and why.
+    """
+    numbers = {process: number for number, process in enumerate(dict.fromkeys(part.id for part, _ in parts), 1)}
+    titles = _titles(parts)
+    merged = _Merge(began, ended, titles)
+    for part, offset in parts:
+        merged.read(part, offset, numbers[part.id])
+    merged.name_collectives()
+    dropped: dict[str, int] = {}
+    for part, _ in parts:
+        if part.dropped:
+            dropped[titles[part.id]] = dropped.get(titles[part.id], 0) + part.dropped
+    names = _lay_out(merged)
+    events = [
+        *_metadata(parts, numbers, titles, names),
+        *(_slice_event(one, began) for one in merged.slices),
+        *_wait_events(merged.waits, began),
+        *_flow_events(merged, began),
+    ]
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"dropped events": dropped, "left out": dict(left_out)},
+    }
+
+
+def _titles(parts: Sequence[tuple[ProcessTrace, float]]) -> dict[PeerId, str]:
+    actors: dict[PeerId, dict[str, None]] = {}
+    for part, _ in parts:
+        users = (name for actor, name in part.actors.items() if actor >= FIRST_USER_ACTOR)
+        actors.setdefault(part.id, {}).update(dict.fromkeys(users))
+    first = parts[0][0].id
+    return {one: " and ".join(names) or ("controller" if one == first else "worker") for one, names in actors.items()}
+
+
+def _named(what: str, outcome: str) -> str:
+    return f"{what}: {outcome}" if outcome and outcome != UNFINISHED else what
+
+
+def _category(actor: int, key: Key) -> str:
+    if actor < FIRST_USER_ACTOR:
+        return "collective"
+    return {_RUN - 1: "call", _RUN + 1: "step"}.get(len(key), "graph")
+
+
+# Tracks.
+
+
+def _lay_out(merged: _Merge) -> dict[tuple[int, int], str]:
+    """Give each slice a track on which it lies beside or inside of the others. Returns the names of the tracks."""
+    names: dict[tuple[int, int], str] = {}
+    tracks: dict[tuple[int, str], _Tracks] = {}
+    counts: dict[int, int] = {}
+    for one in sorted(merged.slices, key=lambda one: (one.began, -one.ended)):
+        outer = _outer(merged, one)
+        if outer is not None:
+            one.tid = outer.tid
+            continue
+        own = tracks.setdefault((one.process, one.track), _Tracks())
+        place = own.take(one.began, one.ended)
+        if place == len(own.tids):
+            tid = counts[one.process] = counts.get(one.process, 0) + 1
+            names[one.process, tid] = one.track if not place else f"{one.track} ({place + 1})"
+            own.tids.append(tid)
+        one.tid = own.tids[place]
+    return names
+
+
+class _Tracks:
+    """The tracks of an actor: as many as it has calls at a time."""
+
+    def __init__(self) -> None:
+        self.tids: list[int] = []
+        self._free: list[int] = []
+        # Until when others are taken.
+        self._taken: list[tuple[float, int]] = []
+
+    def take(self, began: float, ended: float) -> int:
+        while self._taken and self._taken[0][0] <= began:
+            heappush(self._free, heappop(self._taken)[1])
+        place = heappop(self._free) if self._free else len(self.tids)
+        heappush(self._taken, (ended, place))
+        return place
+
+
+def _outer(merged: _Merge, one: Slice) -> Slice | None:
+    """The slice that another one lies inside of; it has its track already, because it began before."""
+    outers = merged.runs.get(one.inside, ()) if one.inside is not None else ()
+    for outer in outers:
+        if outer.process == one.process and outer.tid and outer.began <= one.began and one.ended <= outer.ended:
+            return outer
+    return None
+
+
+# Events of the file.
+
+
+def _micros(time: float, began: float) -> float:
+    return round((time - began) * 1e6, 3)
+
+
+def _metadata(
+    parts: Sequence[tuple[ProcessTrace, float]],
+    numbers: Mapping[PeerId, int],
+    titles: Mapping[PeerId, str],
+    names: Mapping[tuple[int, int], str],
+) -> Iterator[Json]:
+    for part, _ in parts:
+        pid, name = numbers[part.id], f"{titles[part.id]} (pid {part.pid}, {part.node})"
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+    for (pid, tid), name in names.items():
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+
+
+def _slice_event(one: Slice, began: float) -> Json:
+    start, end = _micros(one.began, began), _micros(one.ended, began)
+    where = {"pid": one.process, "tid": one.tid, "ts": start, "dur": round(end - start, 3)}
+    return {"ph": "X", "name": one.name, "cat": one.category, **where, "args": one.args}
+
+
+def _wait_events(waits: Iterable[_Wait], began: float) -> Iterator[Json]:
+    """Waits overlap: they are asynchronous events, for which viewers find room."""
+    for number, wait in enumerate(waits, 1):
+        # An `id` would be that of an event of all processes, which Perfetto shows apart from them.
+        same = {"name": wait.name, "cat": wait.category, "id2": {"local": hex(number)}, "pid": wait.process, "tid": 0}
+        yield {"ph": "b", **same, "ts": _micros(wait.began, began), "args": {"actor": wait.track}}
+        yield {"ph": "e", **same, "ts": _micros(wait.ended, began), "args": {}}
+
+
+def _flow_events(merged: _Merge, began: float) -> Iterator[Json]:
+    """Arrows: from each submission to its run, and from results to the calls and steps that needed them."""
+    arrows: list[tuple[str, Slice, float, Slice]] = []
+    for key, one in merged.submissions.items():
+        arrows += [("call", one, one.began, run) for run in merged.runs.get(key, ())]
+    for key, needed in ((key, needed) for key, needs in merged.needs for needed in needs):
+        made, submitted = merged.runs.get(needed, ()), merged.submissions.get(needed[:_RUN])
+        for run in merged.runs.get(key, ()):
+            if made:
+                arrows.append(("value", made[-1], made[-1].ended, run))
+            elif submitted is not None and len(needed) >= _RUN:
+                # An input of a graph.
+                arrows.append(("call", submitted, submitted.began, run))
+    for number, (name, source, at, target) in enumerate(arrows, 1):
+        same = {"name": name, "cat": name, "id": number}
+        # Inside of the slice, of which the end is not a part.
+        start = max(_micros(source.began, began), min(_micros(at, began), _micros(source.ended, began) - 0.001))
+        yield {"ph": "s", **same, "pid": source.process, "tid": source.tid, "ts": round(start, 3)}
+        where = {"pid": target.process, "tid": target.tid, "ts": _micros(target.began, began)}
+        yield {"ph": "f", "bp": "e", **same, **where}

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextvars import copy_context
 from typing import Any, Final, TypeVar
 
-from aiodaft._protocol.connections.rings import Pace
+from aiodaft._protocol.connections.session import Pace
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.tasks import see_through
 from aiodaft._runtime.platform.threads import HelperThread

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias, cast
 
-from aiodaft._protocol.calls.following import NOWHERE, Failure, Location, Whereabouts, failure_of
+from aiodaft._protocol.calls.outgoing import NOWHERE, Failure, Location, Whereabouts, failure_of
 from aiodaft._protocol.connections.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, epoch_of, number_of
 from aiodaft._protocol.node.liveness import Health

@@ -7,8 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, Final, Protocol
 from weakref import ref
 
-from aiodaft._protocol.calls.handover import IN_MESSAGE, PULLED, choose
-from aiodaft._protocol.calls.order import Entry, Order
+from aiodaft._protocol.calls.outgoing import IN_MESSAGE, PULLED, Entry, Order, choose
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import CALL, TELL, WANT_NOTHING, WANT_REPLY, Awaited, Message
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, serial_of

@@ -38,8 +38,7 @@ from weakref import finalize, ref
 
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import Message
-from aiodaft._protocol.connections.rings import Upgrade
-from aiodaft._protocol.connections.session import STALL, Definitions, Session
+from aiodaft._protocol.connections.session import STALL, Definitions, Session, Upgrade
 from aiodaft._protocol.ids import CallId, PeerId, can_share_memory
 from aiodaft._runtime.connections.ring_poller import RingPair, RingPoller
 from aiodaft._runtime.connections.route import Traffic

@@ -12,8 +12,7 @@ from typing import Any, Final, Protocol, cast
 
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED, Message
-from aiodaft._protocol.connections.rings import Step
-from aiodaft._protocol.connections.session import Session
+from aiodaft._protocol.connections.session import Session, Step
 from aiodaft._protocol.ids import PeerId, is_attached, node_of
 from aiodaft._runtime.connections.connection import Connection, Handler
 from aiodaft._runtime.connections.data_streams import FROM_AFAR, UNASKED, DataStreams

@@ -13,7 +13,7 @@ State     `polling`    Writers ring the doorbell   In each turn of the loop
 asleep    False        yes                         nothing
 polling   True         no                          `_turn`: look, read, or yield the processor
 
-`_protocol.connections.rings` decides whether polling pays. A process without traffic uses no processor time.
+`_protocol.connections.session` decides whether polling pays. A process without traffic uses no processor time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from contextvars import copy_context
 from mmap import mmap
 from typing import Final, Protocol
 
-from aiodaft._protocol.connections.rings import Idle, Pace
+from aiodaft._protocol.connections.session import Idle, Pace
 from aiodaft._runtime.platform.wakeup import Wakeups
 from aiodaft_transport.system import usable_cpus
 

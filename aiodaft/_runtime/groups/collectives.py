@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, Final, TypeAlias, cast
 
-from aiodaft._protocol.calls.following import NOWHERE
+from aiodaft._protocol.calls.outgoing import NOWHERE
 from aiodaft._protocol.groups.collective import Cut, Parts, Plan, Step, Work, runs_on_loop
 from aiodaft._protocol.ids import COLLECTIVES, PeerId, can_share_memory
 from aiodaft._protocol.objects.value import PENDING

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Container
 from typing import Final, Protocol
 
-from aiodaft._protocol.calls.following import Location
+from aiodaft._protocol.calls.outgoing import Location
 from aiodaft._protocol.ids import ActorId, PeerId, can_share_memory, node_of
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.contacts import Addresses, NodeContact, OwnerContact

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, Protocol
 from weakref import WeakValueDictionary
 
-from aiodaft._protocol.calls.following import Location
+from aiodaft._protocol.calls.outgoing import Location
 from aiodaft._protocol.ids import NODE, ActorId, PeerId, is_attached, node_of
 from aiodaft._protocol.node.resources import Resources, device_named, gpu_names
 from aiodaft._runtime.connections.connection import Connection

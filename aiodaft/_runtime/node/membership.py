@@ -9,8 +9,7 @@ from dataclasses import replace
 from itertools import chain, repeat
 from typing import Final, NamedTuple, TypeAlias
 
-from aiodaft._protocol.coordination.leases import HolderState, LeaseHolder
-from aiodaft._protocol.coordination.records import Batch, Kind, Member, NamedActor, View
+from aiodaft._protocol.coordination.records import Batch, HolderState, Kind, LeaseHolder, Member, NamedActor, View
 from aiodaft._protocol.ids import PeerId, node_of
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.far import FarConnections, Network, Welcome, who_listens

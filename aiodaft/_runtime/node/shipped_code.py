@@ -11,7 +11,7 @@ from typing import Final, cast
 
 from aiodaft._protocol.connections.codec import pack, unpack
 from aiodaft._protocol.ids import CODE, PeerId
-from aiodaft._protocol.node.code import MAX_BYTES, MAX_FILES, Code, File, check_files, digest_of
+from aiodaft._protocol.node.worker import MAX_BYTES, MAX_FILES, Code, File, check_files, digest_of
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.process import Process
 from aiodaft.actor import Actor

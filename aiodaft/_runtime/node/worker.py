@@ -9,10 +9,9 @@ from typing import NamedTuple, Protocol
 
 from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.ids import ActorId, PeerId, number_of
-from aiodaft._protocol.node.code import Code
 from aiodaft._protocol.node.liveness import LastHeartbeat, Patience
 from aiodaft._protocol.node.resources import Resources
-from aiodaft._protocol.node.worker import TRANSITIONS, Ending, WorkerEvent, WorkerState
+from aiodaft._protocol.node.worker import TRANSITIONS, Code, Ending, WorkerEvent, WorkerState
 from aiodaft._protocol.numbers import next_state
 from aiodaft._runtime.contacts import Addresses, NodeContact
 from aiodaft._runtime.logs.console import Relay

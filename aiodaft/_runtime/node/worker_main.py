@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn, TextIO, cast
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
-from aiodaft._protocol.node.code import Code
+from aiodaft._protocol.node.worker import Code
 from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.agent import acting

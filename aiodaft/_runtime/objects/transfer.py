@@ -1,4 +1,4 @@
-"""Moves values between processes: the consumer pulls by key, from the process that `_protocol.objects.pull` chooses.
+"""Moves values between processes: the consumer pulls by key, from the process that `objects.broadcast` chooses.
 
 A process may ask for a value before it exists; the producer answers when it does.
 """
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, TypeAlias
 
-from aiodaft._protocol.calls.handover import Handover
+from aiodaft._protocol.calls.outgoing import Handover
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.diagnostics import trace
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.objects.pull import Pull, Questions
+from aiodaft._protocol.objects.broadcast import Pull, Questions
 from aiodaft._protocol.objects.value import Key, Where
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections

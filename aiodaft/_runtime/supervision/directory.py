@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Final, Literal, Protocol, cast
 
-from aiodaft._protocol.calls.following import NOWHERE, Location
+from aiodaft._protocol.calls.outgoing import NOWHERE, Location
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import ActorId, PeerId, node_of
 from aiodaft._protocol.node.liveness import Health

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final, TypeAlias, TypeVar
 
-from aiodaft._protocol.calls.following import NOWHERE, Location
+from aiodaft._protocol.calls.outgoing import NOWHERE, Location
 from aiodaft._protocol.ids import ActorId, PeerId, epoch_of, incarnation, node_of
 from aiodaft._protocol.numbers import next_state
 from aiodaft._protocol.supervision import (

@@ -22,6 +22,7 @@ from aiodaft.tensor.randoms import drawn, is_random, next_place
 from aiodaft.tensor.recorder import Recorder
 from aiodaft.tensor.specs import Meta, Placement, Placements, Spec, checked, placed
 from aiodaft.tensor.transfers import moved
+from aiodaft.tensor.views import functional_of
 
 __all__ = ["DistTensor"]
 
@@ -122,7 +123,8 @@ class DistTensor(Tensor):
     def redistribute(self, **placements: Placement) -> DistTensor:
         """The same tensor with other placements; an axis that is not named gets replicas.
 
-        Its gradient comes back in the placements of this tensor.
+        It is a copy, or a view if these are its placements already. Its gradient comes back in the placements of this
+        tensor.
 
         Raises:
             ValueError: There is no such axis.
@@ -163,15 +165,19 @@ class DistTensor(Tensor):
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DistTensor, target: Placements) -> Tensor:
-        recorder = tensor.recorder
-        ctx.source = recorder.plain(tensor.cell.layout.spec.placements)
-        return handle(recorder.redistributed(tensor.cell, target), recorder)
+        ctx.source = tensor.recorder.plain(tensor.cell.layout.spec.placements)
+        return _redistributed(tensor, target)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: DistTensor) -> tuple[Tensor, None]:
         (gradient,) = grad_outputs
-        recorder = gradient.recorder
-        return handle(recorder.redistributed(gradient.cell, ctx.source), recorder), None
+        return _redistributed(gradient, ctx.source), None
+
+
+def _redistributed(tensor: DistTensor, target: Placements) -> DistTensor:
+    """Itself, if it is placed so: to autograd, another handle of its memory would be another tensor."""
+    cell = tensor.recorder.redistributed(tensor.cell, target)
+    return tensor if cell is tensor.cell else handle(cell, tensor.recorder)
 
 
 class Drawing:
@@ -284,8 +290,8 @@ def _first(
 
 def _view_in_place(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """`x.unsqueeze_(0)`: the handle becomes a view, and its shape changes with it."""
-    name = func._schema.name.split("::")[1].removesuffix("_")
-    view = getattr(getattr(torch.ops.aten, name), func._overloadname)
+    view = functional_of(func)
+    assert view is not None, func
     args[0].cell = view(*args, **kwargs).cell
     return return_and_correct_aliasing(func, args, dict(kwargs), args[0])  # type: ignore[no-untyped-call]  # torch's
 
@@ -316,9 +322,11 @@ def _result(result: Any, outs: Sequence[Cell], recorder: Recorder, given: Any) -
 def _with_plain(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """An operation with plain tensors among the handles: they are the same for all ranks."""
     recorder = _recorder((args, kwargs))
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+    names = [one.name for one in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    for argument in func._schema.arguments:
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if is_written and any(type(one) is not DistTensor for one in _tensors(value)):
+        if is_written and any(type(one) is not DistTensor for one in _tensors(given.get(argument.name))):
             raise TypeError(f"{func} writes a distributed tensor to a plain one: await it first, as `(await x)`")
     numbers = (torch.get_default_dtype(), torch.int64, torch.bool)
     takes_numbers = func is _FILL or (torch.Tag.pointwise in func.tags and func is not torch.ops.aten.where.self)

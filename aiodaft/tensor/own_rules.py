@@ -129,7 +129,7 @@ def _but(placements: Placements, axes: Sequence[int], placement: Any) -> Placeme
 def _mean(call: _Call) -> Any:
     spec = call.spec("self")
     rank = len(spec.meta.shape)
-    dims = [dim % rank for dim in call.given.get("dim") or range(rank)]
+    dims = [dim % max(rank, 1) for dim in call.given.get("dim") or range(rank)]
     if not any(isinstance(one, Shard) and one.dim in dims for one in spec.placements):
         return NotImplemented
     dtype = call["dtype"] or spec.meta.dtype

@@ -108,6 +108,8 @@ class Recorder:
             cell, new = cells[position], outs[at_out]
             cell.number, new.number = new.number, cell.number
             cell.layout, new.layout = new.layout, cell.layout
+            # Its views are gone: see `check_write`.
+            cell.family = None
         if len(block.places) >= _MOST_OPERATIONS or _IMMEDIATE.get():
             self.flush()
         return outs

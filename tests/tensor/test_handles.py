@@ -116,6 +116,17 @@ async def test_a_gradient_comes_back_in_the_placement_of_the_source(w: Any) -> N
     assert torch.equal(await value(x.grad), torch.full((6, 4), 3.0))
 
 
+async def test_gradients_through_redistributions_to_the_same_placements_have_memory_of_their_own(w: Any) -> None:
+    a, b = (w.put(numbers(4, 2), dp=Shard(0)).requires_grad_() for _ in range(2))
+    for _ in range(2):
+        (a.redistribute(dp=Shard(0)) + b.redistribute(dp=Shard(0))).sum().backward()
+    assert torch.equal(await value(a.grad), torch.full((4, 2), 2.0))
+    assert torch.equal(await value(b.grad), torch.full((4, 2), 2.0))
+    y = a * 2
+    with pytest.raises(RuntimeError, match="a view and is being modified inplace"):
+        y.redistribute(dp=Shard(0)).mul_(3)
+
+
 @pytest.mark.parametrize("target", [{}, {"tp": Shard(0)}, {"tp": Shard(1)}])
 @pytest.mark.parametrize("source", [{"dp": Shard(0), "tp": Shard(0)}, {"tp": Partial()}, {"dp": Shard(1)}])
 async def test_a_tensor_goes_to_another_group_and_back(
@@ -371,6 +382,8 @@ async def test_plain_tensors_are_the_same_everywhere(w: Any) -> None:
         x @ torch.zeros(4, 250_000)
     with pytest.raises(TypeError, match="writes a distributed tensor to a plain one"):
         torch.zeros(6, 4).add_(x)
+    with pytest.raises(TypeError, match="aten.add.out writes a distributed tensor to a plain one"):
+        torch.add(x, x, out=torch.empty(6, 4))
 
 
 async def test_numbers_of_other_types_make_other_dtypes(w: Any) -> None:
@@ -458,6 +471,8 @@ async def test_operations_that_change_a_shape_in_place_change_that_of_the_handle
     assert (x.shape, x.stride()) == ((1, 6, 4), (24, 4, 1))
     assert torch.equal(await (x * 2), numbers(1, 6, 4) * 2)
     assert torch.equal(await x.squeeze_(0).t_(), numbers(6, 4).t())
+    assert x.transpose_(0, 1).swapaxes_(0, 1).shape == (4, 6)
+    assert torch.equal(await x, numbers(6, 4).t())
 
 
 async def test_a_filled_sum_is_not_a_sum_of_filled_terms(w: Any) -> None:
@@ -494,6 +509,10 @@ async def test_a_write_that_needs_other_placements_is_an_error_only_if_a_view_is
     close(await value(view), (numbers(4, 4) @ numbers(4, 4)).t())
     del view
     close(await value(x.relu_()), want)
+    # Views of it from now on share its memory.
+    x[0].add_(1)
+    want[0] += 1
+    close(await x, want)
 
 
 async def test_a_write_to_a_view_that_was_redistributed_is_an_error(w: Any) -> None:

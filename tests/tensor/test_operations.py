@@ -192,6 +192,10 @@ def test_each_rank_draws_its_part_of_a_random_tensor(dim: int) -> None:
     assert torch.equal(torch.cat(tables[part], dim), tables[draw.number][0])
 
 
+def test_a_mean_over_a_dimension_of_one_number_is_the_number() -> None:
+    assert run(of(lambda x: x.mean(-1) + x.mean(0), lambda _: torch.tensor(2.0)), Replicate()) == []
+
+
 def test_a_random_tensor_that_was_written_is_not_drawn_again() -> None:
     lowering = Lowering(Rules(THREE))
     draw = lowering.apply(torch.ops.aiodaft.random.default, ("normal", [7], torch.float32, [0.0, 1.0], 5, 1, 0), {})

@@ -27,7 +27,7 @@ def flops_of(instructions: Sequence[Instruction], specs: Mapping[int, Spec], rul
         count = flop_registry.get(op.overloadpacket)
         if count is None:
             continue
-        outs = [rules.local_shapes(specs[out]) for out in one.outs if out is not None]
+        outs = [None if out is None else rules.local_shapes(specs[out]) for out in one.outs]
         shapes = [rules.local_shapes(specs[number]) for number in slots_of((one.args, one.kwargs)) if number in specs]
         known: dict[Any, int] = {}
         for rank in range(rules.size):
@@ -39,7 +39,8 @@ def flops_of(instructions: Sequence[Instruction], specs: Mapping[int, Spec], rul
                     return _shaped(rules.local_shapes(specs[value.number])[rank]) if is_tensor else value
 
                 args, kwargs = tree_map(local, (one.args, dict(one.kwargs)))
-                known[key] = int(count(*args, **kwargs, out_val=_shaped(outs[0][rank])))
+                made = [shape and _shaped(shape[rank]) for shape in outs]
+                known[key] = int(count(*args, **kwargs, out_val=made if len(made) > 1 else made[0]))
             total[rank] += known[key]
     return tuple(total)
 

@@ -438,7 +438,7 @@ class Step:
 
     def _programs(self, compiled: bool) -> list[Program]:
         """The program of each rank."""
-        ranks = {stage: self.plan.ranks_of(stage) for stage in {one.stage for one in self.plan.inputs}}
+        ranks = {stage: self.plan.ranks_of(stage) for stage in self.plan.stages}
         known: dict[frozenset[tuple[int, bool]], Program] = {}
         result = []
         for rank in range(self.plan.size):
@@ -457,7 +457,7 @@ class Step:
         outputs = [one for one in plan.outputs if one.stage in gives]
         numbers: dict[tuple[str, str, int], int] = {(one.name, one.role, one.stage): number for one, number in state}
         return Program(
-            routine_of(plan, self.name, inputs, outputs),
+            routine_of(plan, self.name, inputs, outputs, min(gives)),
             state=tuple(number for _, number in state),
             names=tuple(one.name for one, _ in state),
             outs=tuple(numbers.get((one.name, one.role, one.stage)) for one in outputs),

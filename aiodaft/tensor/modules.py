@@ -33,7 +33,7 @@ def distribute(put: Callable[..., DistTensor], module: ModuleT, strategy: Strate
     made: dict[int, Tensor] = {}
     for name, one in (parameters | buffers).items():
         if id(one) not in made:
-            placements = (first(strategy.params, name) or {}) if name in parameters else {}
+            placements = (first(strategy.params, name) or {}) if name in parameters and one.dim() else {}
             tensor: Tensor = put(one.detach(), **placements)
             if name in parameters:
                 tensor = nn.Parameter(tensor, requires_grad=one.requires_grad)

@@ -122,6 +122,11 @@ class Plan:
         axis = self.pipeline.axis
         return {name: size for name, size in self.axes.items() if name != axis} or {axis: 1}
 
+    @property
+    def stages(self) -> range:
+        """The numbers of the stages."""
+        return range(1 if self.pipeline is None else len(rank_of_stages(self.pipeline.schedule)))
+
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """The ranks that have a stage, in the order of `inner`."""
         where = [(list(self.axes).index(axis), place) for axis, place in self.place_of(stage).items()]

@@ -140,7 +140,8 @@ class Planner:
     def _fitting(self, one: Input, field: str, given: Mapping[str, Any] | None) -> Placements:
         shape = self.trace.metas[one.slot].shape
         result = []
-        for placement in placed(given or {}, self.rules.axes):
+        asked = placed(given or {}, self.rules.axes)
+        for placement in asked if shape else self.lowering.replicas:
             if isinstance(placement, Shard):
                 dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
                 if not 0 <= dim < len(shape):

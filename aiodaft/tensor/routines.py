@@ -15,8 +15,10 @@ from aiodaft.tensor.stage_runs import StagedRoutine
 __all__ = ["routine_of"]
 
 
-def routine_of(plan: Plan, name: str, inputs: Sequence[Input], outputs: Sequence[Output]) -> Routine | StagedRoutine:
-    """The routine of the ranks that take these inputs and give these outputs, among those of the plan."""
+def routine_of(
+    plan: Plan, name: str, inputs: Sequence[Input], outputs: Sequence[Output], stage: int = 0
+) -> Routine | StagedRoutine:
+    """The routine of the ranks of a stage, which take these inputs and give these outputs, among those of the plan."""
     slots = {one.slot for one in inputs}
     replaced = {(one.name, one.role, one.stage) for one in outputs if one.slot not in slots}
     kept: dict[tuple[str, str, int], int] = {
@@ -24,7 +26,7 @@ def routine_of(plan: Plan, name: str, inputs: Sequence[Input], outputs: Sequence
     }
     if plan.pipeline is not None:
         carried = {one.slot: kept[one.name, one.role, one.stage] for one in outputs if one.role == "buffer"}
-        return _staged(plan.pipeline, name, inputs, outputs, carried)
+        return _staged(plan.pipeline, name, inputs, outputs, carried, stage)
     donated = frozenset(slot for key, slot in kept.items() if key in replaced)
     return Routine(
         name,
@@ -38,11 +40,15 @@ def routine_of(plan: Plan, name: str, inputs: Sequence[Input], outputs: Sequence
 
 
 def _staged(
-    pipeline: Pipeline, name: str, inputs: Sequence[Input], outputs: Sequence[Output], carried: dict[int, int]
+    pipeline: Pipeline,
+    name: str,
+    inputs: Sequence[Input],
+    outputs: Sequence[Output],
+    carried: dict[int, int],
+    stage: int,
 ) -> StagedRoutine:
     places = tuple(rank_of_stages(pipeline.schedule))
-    mine = {one.stage for one in inputs}
-    place = places[min(mine)]
+    place = places[stage]
     is_split = any(task.kind is Kind.W for row in pipeline.schedule for task in row)
     tasks = [
         (task.stage, task.microbatch, kind)

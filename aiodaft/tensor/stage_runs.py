@@ -182,10 +182,10 @@ class StageRuns:
             if number in self._routine.gradients:
                 # The first is kept as it is, since others may have its memory.
                 sums[number] = sums[number] + made if number in sums else made
-            elif number in self._routine.carried:
+                continue
+            if number in self._routine.carried:
                 given[self._routine.carried[number]] = made
-            else:
-                here[number] = made
+            here[number] = made
 
     def _updates(self, given: dict[int, Any], update: Callable[[], object]) -> dict[int, Any]:
         made: dict[int, Any] = {}
@@ -212,7 +212,7 @@ class StageRuns:
 
 def _last_uses(routine: StagedRoutine) -> dict[tuple[int, str], tuple[int, ...]]:
     """For each segment, the tensors of a micro-batch that no later one needs."""
-    kept = set(routine.outputs)
+    kept = set(routine.outputs) - routine.carried.keys()
     order = {kind: at for at, kind in enumerate("FBW")}
     last: dict[int, tuple[int, str]] = {}
     for key in sorted((key for key in routine.segments if key[1] != "U"), key=lambda key: order[key[1]]):

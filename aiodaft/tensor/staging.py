@@ -11,7 +11,7 @@ from aiodaft.pipeline import Schedule, gpipe, interleaved, one_f_one_b, simulate
 from aiodaft.pipeline.schedule import rank_of_stages
 from aiodaft.tensor.costs import flops_of, peak_of
 from aiodaft.tensor.instructions import Instruction, Slot, slots_of
-from aiodaft.tensor.operations import Cause, Gradient, Mark, Operation, Output, Trace
+from aiodaft.tensor.operations import Cause, Gradient, Input, Mark, Operation, Output, Trace
 from aiodaft.tensor.passes.buckets import with_buckets
 from aiodaft.tensor.passes.dead import without_dead
 from aiodaft.tensor.passes.stages import SegmentKind, Stages, outs_of, split
@@ -83,6 +83,11 @@ def _lower(trace: Trace, stages: Stages, planners: Sequence[_StagePlanner]) -> l
         stage, kind = stages.where.get(outs_of(one)[0], (0, "F"))
         if kind == "U":
             planners[stage].run("U", [one])
+    for unread in trace.inputs:
+        if unread.role in ("parameter", "buffer", "state") and not any(
+            unread.slot in planner.taken for planner in planners
+        ):
+            planners[stages.owners.get(unread.slot, 0)].keep(unread)
     return [given for one in trace.outputs for planner in planners if (given := planner.given(one)) is not None]
 
 
@@ -145,6 +150,10 @@ class _StagePlanner(Planner):
     def placements_of(self, number: int) -> Placements:
         here = self if number in self.numbers else self.others[self.stages.where[number][0]]
         return here.lowering.spec(here.numbers[number]).placements
+
+    def keep(self, one: Input) -> None:
+        """Take an input that no stage reads."""
+        self.taken[one.slot] = self.micro[one.slot] = self.placed_input(one)
 
     def given(self, one: Output) -> Output | None:
         """An output as this stage gives it; None if another stage does."""
@@ -352,9 +361,7 @@ class _Assembly:
             kept.append(self._size([*planner.taken.values(), *planner.sums.values()]))
             saved.append(self._size(next(one.gives for one in here if one.kind == "F")))
             most = [
-                (peak_of(one.instructions, one.takes, one.gives, self.specs, self.rules), one.takes)
-                for one in here
-                if one.takes
+                (peak_of(one.instructions, one.takes, one.gives, self.specs, self.rules), one.takes) for one in here
             ]
             added = [map(int.__sub__, peak, self._size(takes)) for peak, takes in most]
             more.append(tuple(map(max, zip(*added, strict=True))))

@@ -24,7 +24,8 @@ Implicit: TypeAlias = Literal["allow", "warn", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """The placements of a program's tensors. Names that no pattern fits have replicas on all ranks.
+    """The placements of a program's tensors. Names that no pattern fits have replicas on all ranks, and so have tensors
+    without dimensions.
 
     Attributes:
         params: Of parameters, by their names in the model; their gradients arrive likewise.

@@ -175,3 +175,28 @@ async def test_any_schedule_with_a_norm_of_all_gradients(rt: aiodaft.Runtime, sc
         state = await step.state()
     assert [name for name, value in model.state_dict().items() if not torch.equal(state[name], value)] == []
     assert given == pytest.approx(expected, abs=1e-6)
+
+
+async def test_buffers_of_micro_batches_and_what_no_stage_reads_are_those_of_accumulation(rt: aiodaft.Runtime) -> None:
+    def fit(model: Any, optimizer: Any, x: Any) -> Any:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    torch.manual_seed(0)
+    # The stage in the middle has no tensors of its own.
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    model.register_parameter("spare", torch.nn.Parameter(torch.ones(2)))
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 3)
+    made = capture(fit, model, optimizer, x).plan(Strategy(stages=("1", "2"), microbatches=2), {"pp": 3})
+    async with workers(rt, made.axes) as group:
+        step = await group.load(made, model.state_dict())
+        await step(x)
+        state = await step.state()
+    for part in x.chunk(2):
+        (model(part).square().mean() / 2).backward()  # type: ignore[no-untyped-call]  # of torch
+    optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(state[name], value)

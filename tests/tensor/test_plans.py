@@ -12,6 +12,7 @@ import torch
 from lockstep import run_whole
 from tiny_gpt import GPT, batches, train
 from torch.distributed.tensor import Shard
+from torch.utils.flop_counter import FlopCounterMode
 
 from aiodaft.tensor.capturing import capture
 from aiodaft.tensor.planner import Planner
@@ -117,6 +118,27 @@ def test_sharded_parameters_are_gathered_a_layer_at_a_time(program: Program, mod
     data = Planner(program, STRATEGIES["dp"][0], Rules(axes)).made()
     # At most 1.5 times the bytes of data parallelism: gathered twice, scattered once.
     assert data.bytes["dp"][0] < made.bytes["dp"][0] <= 1.5 * data.bytes["dp"][0]
+
+
+def test_a_convolution_with_a_norm_of_batches_trains_in_parts_and_has_the_flops_of_torch() -> None:
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ConvTranspose2d(4, 2, 3))
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(5, 3, 6, 6)
+    program = capture(step, model, optimizer, x)
+    whole = program.plan(Strategy(), {"dp": 1})
+    strategy = Strategy(inputs=BATCH, params={"*": {"dp": Shard(0)}}, use={"*": {}})
+    values = {**program.values(model.state_dict()), **program.scalars, "x": x}
+    made = run_whole(program.plan(strategy, {"dp": 2}), values)
+    with FlopCounterMode(display=False) as counter:
+        step(model, optimizer, x)
+    assert whole.flops == (counter.get_total_flops(),)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(made[name], value, atol=1e-5, rtol=1e-4)
 
 
 def test_a_plan_describes_and_draws_itself(program: Program) -> None:

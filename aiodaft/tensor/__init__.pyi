@@ -7,8 +7,7 @@ from aiodaft.tensor.handles import DistTensor
 from aiodaft.tensor.loading import Run, Step, Workers, workers
 from aiodaft.tensor.local_functions import local
 from aiodaft.tensor.plan import Collective, Plan
-from aiodaft.tensor.planning import ImplicitCollectives
-from aiodaft.tensor.program import Program
+from aiodaft.tensor.program import ImplicitCollectives, Program
 from aiodaft.tensor.randoms import manual_seed
 from aiodaft.tensor.recorder import immediate
 from aiodaft.tensor.rules import rule

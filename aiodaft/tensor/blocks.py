@@ -12,10 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from aiodaft.ref import Ref
 from aiodaft.tensor.code import Routine
-from aiodaft.tensor.entries import Entry, Layout, Scalar
+from aiodaft.tensor.entries import Entry, Layout, Place, Scalar, said
 from aiodaft.tensor.instructions import Instruction, Slot
 from aiodaft.tensor.local_functions import functions_of
-from aiodaft.tensor.places import Place, said
 from aiodaft.tensor.specs import Placements
 
 __all__ = ["Block", "Cell", "check_write", "join", "routine", "write"]

@@ -3,24 +3,59 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from functools import cache
+from pathlib import Path
+from types import CodeType
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
-from aiodaft.tensor.aliases import is_view, written_arguments
 from aiodaft.tensor.instructions import ByRank, Instruction, Slot, slots_of
 from aiodaft.tensor.lowering import Lowering, name_of
 from aiodaft.tensor.operations import Cause
-from aiodaft.tensor.places import here, line_of, said
 from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.specs import Placements, Spec, text
+from aiodaft.tensor.views import is_view, written_arguments
 
-__all__ = ["Entries", "Entry", "Given", "Layout", "Scalar"]
+__all__ = ["Entries", "Entry", "Given", "Layout", "Place", "Scalar", "here", "line_of", "said"]
+
+# The name of an operation, and where it was recorded: a code object, and an instruction of it.
+Place: TypeAlias = tuple[str, CodeType, int]
+
+# Frames of these are no lines of the user.
+_INSIDE: Final = tuple(f"{Path(file).parent}/" for file in (torch.__file__, __file__))
+
+
+def said(place: Place) -> str:
+    """`aten.mm.default at train.py:12`"""
+    name, code, instruction = place
+    return f"{name} at {line_of(code, instruction)}"
+
+
+def line_of(code: CodeType, instruction: int) -> str:
+    """`train.py:12`"""
+    lines = [line for first, end, line in code.co_lines() if first <= instruction < end and line is not None]
+    return f"{Path(code.co_filename).name}:{lines[0] if lines else '?'}"
+
+
+def here() -> tuple[CodeType, int]:
+    """The place in the user's code."""
+    frame = sys._getframe(2)
+    while _is_inside(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
+
+
+@cache
+def _is_inside(file: str) -> bool:
+    return file.startswith(_INSIDE)
+
 
 _MOST_ENTRIES: Final = 20_000
 

@@ -5,26 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.distributed.tensor import Replicate
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map
 
 from aiodaft.html import page
 from aiodaft.ref import Refs
 from aiodaft.tensor.blocks import Cell
 from aiodaft.tensor.entries import Given, Scalar
 from aiodaft.tensor.instructions import Slot
-from aiodaft.tensor.pictures import picture
 from aiodaft.tensor.randoms import drawn, is_random, next_place
 from aiodaft.tensor.recorder import Recorder
+from aiodaft.tensor.reports import picture
 from aiodaft.tensor.specs import Meta, Placement, Placements, Spec, checked, placed
+from aiodaft.tensor.strategy import Strategy, check_patterns, first
 from aiodaft.tensor.transfers import moved
 from aiodaft.tensor.views import functional_of
 
-__all__ = ["DistTensor"]
+__all__ = ["DistTensor", "distribute"]
 
 _MOST_BYTES: Final = 1 << 20
 _DETACH: Final = torch.ops.aten.detach.default
@@ -369,3 +372,57 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Mapping):
         value = list(value.values())
     return [found for one in value for found in _tensors(one)] if isinstance(value, list | tuple) else []
+
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def distribute(put: Callable[..., DistTensor], module: ModuleT, strategy: Strategy) -> ModuleT:
+    """Replaces the parameters and buffers of a module, in place. For `put` see `Workers.put`."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for name, one in (parameters | buffers).items():
+        if one.is_meta or isinstance(one, DistTensor):
+            why = "on the device meta, without data: load its values" if one.is_meta else "a distributed tensor already"
+            raise ValueError(f"{name} is {why}")
+    check_patterns("params", strategy.params, parameters)
+    check_patterns("outputs", strategy.outputs, modules)
+    made: dict[int, Tensor] = {}
+    for name, one in (parameters | buffers).items():
+        if id(one) not in made:
+            placements = (first(strategy.params, name) or {}) if name in parameters and one.dim() else {}
+            tensor: Tensor = put(one.detach(), **placements)
+            if name in parameters:
+                tensor = nn.Parameter(tensor, requires_grad=one.requires_grad)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(_again, placements=placements))  # type: ignore[no-untyped-call]  # torch's
+            made[id(one)] = tensor
+        path, _, own = name.rpartition(".")
+        setattr(modules[path], own, made[id(one)])
+    for name, one in modules.items():
+        one.register_forward_hook(partial(_output, wanted=first(strategy.outputs, name)))
+    return module
+
+
+def _again(value: Any, placements: Mapping[str, Placement]) -> Any:
+    return value.redistribute(**placements) if isinstance(value, DistTensor) else value
+
+
+def _output(module: object, args: object, output: Any, wanted: Mapping[str, Placement] | None) -> Any:
+    """As in plans: where a module ends, sums over ranks are complete, and a gradient is placed as its value."""
+
+    def place(one: Any) -> Any:
+        if not isinstance(one, DistTensor):
+            return one
+        now = one.placements
+        target = {axis: Replicate() if at.is_partial() else at for axis, at in now.items()}
+        if wanted is not None:
+            target = dict.fromkeys(now, Replicate()) | dict(wanted)
+        if target != now:
+            one = one.redistribute(**target)
+        if one.grad_fn is not None:
+            one.register_hook(partial(_again, placements=target))
+        return one
+
+    return tree_map(place, output)

@@ -18,18 +18,13 @@ from aiodaft.group import Group
 from aiodaft.placement import Spawned, Spawner
 from aiodaft.ref import Ref, Refs
 from aiodaft.resharding import Layout, reshard
-from aiodaft.tensor.calls import values_of
-from aiodaft.tensor.handles import DistTensor, handle, random
-from aiodaft.tensor.layouts import sharding_of
-from aiodaft.tensor.modules import ModuleT, distribute
+from aiodaft.tensor.handles import DistTensor, ModuleT, distribute, handle, random
 from aiodaft.tensor.operations import Input
-from aiodaft.tensor.plan import Plan
-from aiodaft.tensor.recorder import Recorder
-from aiodaft.tensor.routines import routine_of
-from aiodaft.tensor.shards import cut, holders, joined
-from aiodaft.tensor.specs import Meta, Placement, Placements, Spec, checked, placed
+from aiodaft.tensor.plan import Plan, routine_of
+from aiodaft.tensor.recorder import Recorder, values_of
+from aiodaft.tensor.specs import Meta, Placement, Placements, Spec, checked, cut, holders, joined, placed
 from aiodaft.tensor.strategy import Strategy
-from aiodaft.tensor.transfers import adopted
+from aiodaft.tensor.transfers import adopted, sharding_of
 from aiodaft.tensor.worker import Filled, Measure, Order, Program, Progress, Worker
 
 __all__ = ["Run", "Step", "Workers", "workers"]

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from aiodaft.tensor import planning
 from aiodaft.tensor.instructions import Slot
 from aiodaft.tensor.operations import Operation, Trace
 from aiodaft.tensor.plan import Plan
+from aiodaft.tensor.planner import Planner
+from aiodaft.tensor.reports import place_of
+from aiodaft.tensor.rules import Rules
+from aiodaft.tensor.staging import PIPELINE_AXIS, plan_stages
 from aiodaft.tensor.strategy import Strategy
 
-__all__ = ["Program"]
+__all__ = ["ImplicitCollectives", "Program", "plan"]
+
+
+logger = logging.getLogger("aiodaft.tensor")
+
+
+class ImplicitCollectives(ValueError):
+    """A plan has collectives that its strategy does not ask for, and the strategy says `implicit="error"`."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +47,11 @@ class Program(Trace):
             axes: Names and sizes, such as `{"dp": 2, "tp": 4}`; ranks are row-major.
 
         Raises:
-            ValueError: A pattern of the strategy fits no name, an axis is unknown, or a placement does not fit a shape.
-            ImplicitCollectives: The strategy allows none, and an operation needs one.
+            ValueError: A pattern of the strategy fits no name, an axis is unknown, a placement does not fit a shape, or
+                the stages do not fit the axis `pp`.
+            ImplicitCollectives: The strategy allows none, and operations need some; all are named.
         """
-        return planning.plan(self, self.micro, strategy, axes)
+        return plan(self, self.micro, strategy, axes)
 
     def micro(self, count: int) -> Program:
         """The program of a micro-batch: of the same function, with 1/count of the rows of each argument.
@@ -121,3 +133,21 @@ class Program(Trace):
         values.update({one.name: table[one.slot] for one in self.outputs if one.role != "result"})
         values["random.step"] += 1
         return self.results.build(table[one.slot] for one in self.outputs if one.role == "result")
+
+
+def plan(trace: Trace, micro: Callable[[int], Trace], strategy: Strategy, axes: Mapping[str, int]) -> Plan:
+    """See `Program.plan`; `micro` gives the program of one of so many micro-batches."""
+    if not axes or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in axes.values()):
+        raise ValueError(f"axes are {dict(axes)!r}: give names and sizes, such as {{'dp': 2, 'tp': 4}}")
+    if strategy.stages or strategy.microbatches > 1 or axes.get(PIPELINE_AXIS, 1) > 1:
+        made = plan_stages(micro(strategy.microbatches), strategy, axes)
+        made = replace(made, arguments=trace.arguments)
+    else:
+        made = Planner(trace, strategy, Rules(axes)).made()
+    if strategy.implicit != "allow" and (implicit := [one for one in made.collectives if not one.written]):
+        listed = "\n".join(f"  {one.kind} on {one.axis}: {place_of(one.cause)}" for one in implicit)
+        message = f"{len(implicit)} collectives that the strategy does not ask for:\n{listed}"
+        if strategy.implicit == "error":
+            raise ImplicitCollectives(message)
+        logger.warning(message)
+    return made

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
@@ -13,19 +14,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
+from aiodaft.exceptions import DaftError, OutcomeUnknown
 from aiodaft.group import Group
 from aiodaft.ref import Ref, Refs
 from aiodaft.tensor.blocks import Block, Cell, check_write, join, routine, write
-from aiodaft.tensor.calls import gravity
-from aiodaft.tensor.entries import Entries, Entry
+from aiodaft.tensor.entries import Entries, Entry, Place, here, said
 from aiodaft.tensor.instructions import Slot
-from aiodaft.tensor.places import Place, here, said
 from aiodaft.tensor.rules import strided
-from aiodaft.tensor.shards import cut, holders, joined
-from aiodaft.tensor.specs import Meta, Placements, Spec
+from aiodaft.tensor.specs import Meta, Placements, Spec, cut, holders, joined
 from aiodaft.tensor.worker import Filled, Order, Program, Refused, Worker
 
-__all__ = ["Recorder", "immediate"]
+__all__ = ["Recorder", "gravity", "immediate", "values_of"]
 
 _MOST_OPERATIONS: Final = 2_000
 _MOST_PROGRAMS: Final = 512
@@ -270,3 +269,31 @@ class Recorder:
         owner = owners[errors.index(block.error)]
         if owner is not None and owner >= 0:
             block.error.add_note(f"recorded as {said(block.places[owner])}")
+
+
+async def values_of(refs: Iterable[Ref[Any]]) -> list[Any]:
+    """The values of calls.
+
+    Raises:
+        Exception: The error that caused the others.
+    """
+    waits = asyncio.gather(*refs, return_exceptions=True)
+    try:
+        values = await asyncio.shield(waits)
+    except asyncio.CancelledError:
+        # As `Refs` does: tasks that are cancelled before they have begun to wait would leave the calls as they are.
+        waits.cancel()
+        await waits
+        raise
+    if errors := [one for one in values if isinstance(one, BaseException)]:
+        raise min(errors, key=gravity)
+    return values
+
+
+def gravity(error: BaseException) -> int:
+    """The error of an operation or a death comes before those that follow from it."""
+    if isinstance(error, OutcomeUnknown):
+        return 0
+    if isinstance(error, Refused):
+        return 2
+    return 3 if isinstance(error, DaftError) else 1

@@ -20,8 +20,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from aiodaft.tensor.instructions import leaves, mapped
-from aiodaft.tensor.shards import bounds, coords
-from aiodaft.tensor.specs import Placement, Placements, Spec
+from aiodaft.tensor.specs import Placement, Placements, Spec, bounds, coords
 
 if TYPE_CHECKING:
     from aiodaft.tensor.table import Table

@@ -9,15 +9,11 @@ from typing import Final, TypeAlias
 
 from aiodaft.pipeline import Schedule, gpipe, interleaved, one_f_one_b, simulate, zb_h1, zb_h2, zbv
 from aiodaft.pipeline.schedule import rank_of_stages
-from aiodaft.tensor.costs import flops_of, peak_of
 from aiodaft.tensor.instructions import Instruction, Slot, slots_of
 from aiodaft.tensor.operations import Cause, Gradient, Input, Mark, Operation, Output, Trace
-from aiodaft.tensor.passes.buckets import with_buckets
-from aiodaft.tensor.passes.dead import without_dead
-from aiodaft.tensor.passes.stages import SegmentKind, Stages, outs_of, split
-from aiodaft.tensor.passes.step import Step
+from aiodaft.tensor.passes import SegmentKind, Stages, Step, outs_of, split, with_buckets, without_dead
 from aiodaft.tensor.plan import Collective, Pipeline, Plan, Segment
-from aiodaft.tensor.planner import Planner, check_names, joined_collectives
+from aiodaft.tensor.planner import Planner, check_names, flops_of, joined_collectives, peak_of
 from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.specs import Placements
 from aiodaft.tensor.strategy import Strategy

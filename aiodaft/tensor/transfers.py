@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate
 
 from aiodaft.ref import Ref, Refs
-from aiodaft.resharding import Layout, reshard
+from aiodaft.resharding import Layout, Sharding, reshard
 from aiodaft.tensor.blocks import Cell
-from aiodaft.tensor.calls import values_of
-from aiodaft.tensor.layouts import sharding_of
-from aiodaft.tensor.recorder import Recorder
-from aiodaft.tensor.shards import bounds, coords
-from aiodaft.tensor.specs import Meta, Placements, Spec, checked, text
+from aiodaft.tensor.recorder import Recorder, values_of
+from aiodaft.tensor.specs import Meta, Placements, Spec, bounds, checked, coords, text
 from aiodaft.tensor.worker import Worker
 
-__all__ = ["adopted", "moved"]
+__all__ = ["adopted", "moved", "sharding_of"]
+
+
+def sharding_of(spec: Spec, axes: Mapping[str, int], only: Mapping[str, int] | None = None) -> Sharding:
+    """The layout of a placed tensor.
+
+    Args:
+        spec: The tensor.
+        axes: The axes that its placements are for.
+        only: The place on another axis at which ranks have it.
+    """
+    dims: dict[int, list[str]] = {}
+    for axis, placement in zip(axes, spec.placements, strict=True):
+        if not isinstance(placement, Replicate):
+            dims.setdefault(placement.dim, []).append(axis)  # type: ignore[attr-defined]  # a shard
+    lengths = {}
+    for dim, names in dims.items():
+        along = [index for index, axis in enumerate(axes) if axis in names]
+        ranks = [rank for rank in range(math.prod(axes.values())) if not any(_others(coords(axes, rank), along))]
+        lengths[dim] = [bounds(spec.meta.shape, spec.placements, axes, rank)[dim][1] for rank in ranks]
+    return Sharding(shape=spec.meta.shape, dtype=spec.meta.dtype, dims=dims, lengths=lengths, only=dict(only or {}))
 
 
 async def moved(cell: Cell, here: Recorder, to: Recorder, placements: Placements) -> Cell:

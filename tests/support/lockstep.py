@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aiodaft.tensor.code import Code, Routine
 from aiodaft.tensor.local_functions import functions_of
-from aiodaft.tensor.shards import coords, cut, joined
+from aiodaft.tensor.specs import coords, cut, joined
 
 _OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum

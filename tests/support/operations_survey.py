@@ -18,12 +18,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from aiodaft.tensor.aliases import written_arguments
 from aiodaft.tensor.instructions import Slot, operation, slots_of
 from aiodaft.tensor.lowering import Lowering
 from aiodaft.tensor.operations import Cause
 from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.specs import Meta, Placement, Placements, Spec
+from aiodaft.tensor.views import written_arguments
 
 __all__ = [
     "MESHES",

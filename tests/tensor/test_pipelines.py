@@ -17,7 +17,7 @@ from aiodaft.tensor.capturing import capture  # noqa: E402
 from aiodaft.tensor.loading import workers  # noqa: E402
 from aiodaft.tensor.operations import Trace  # noqa: E402
 from aiodaft.tensor.plan import Plan  # noqa: E402
-from aiodaft.tensor.planning import plan  # noqa: E402
+from aiodaft.tensor.program import plan  # noqa: E402
 from aiodaft.tensor.strategy import Strategy  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

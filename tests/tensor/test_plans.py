@@ -16,8 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from aiodaft.tensor.capturing import capture
 from aiodaft.tensor.planner import Planner
-from aiodaft.tensor.planning import ImplicitCollectives
-from aiodaft.tensor.program import Program
+from aiodaft.tensor.program import ImplicitCollectives, Program
 from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.strategy import Patterns, Strategy
 

@@ -1,23 +1,126 @@
-"""Cuts a program into the stages of a pipeline, and backward of each into the part that the stage before waits for (B)
-and the rest (W), as in Qi et al., "Zero Bubble Pipeline Parallelism", 2023: by reachability.
-
-An operation on arguments or on parameters alone belongs to no stage: each stage that needs it does it. All else is at
-the stage of the values that it reads; a mark of a module at which the program is cut moves on to the next stage.
-"""
+"""Passes over the instructions of a plan."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-from aiodaft.tensor.instructions import slots_of
-from aiodaft.tensor.operations import Gradient, Mark, Operation, Phase, Trace
+import torch
 
-__all__ = ["SegmentKind", "Stages", "outs_of", "split"]
+from aiodaft.tensor.instructions import Instruction, Slot, operation, slots_of
+from aiodaft.tensor.operations import Cause, Gradient, Mark, Operation, Phase, Trace
+from aiodaft.tensor.specs import Meta, Spec
 
-Step: TypeAlias = Operation | Mark | Gradient
+__all__ = ["SegmentKind", "Stages", "Step", "outs_of", "split", "with_buckets", "without_dead"]
+
+
+class Step(NamedTuple):
+    """A step of a plan that is being made."""
+
+    instruction: Instruction
+    cause: Cause
+
+
+def without_dead(steps: Sequence[Step], wanted: Iterable[int]) -> list[Step]:
+    """The instructions that the wanted tensors depend on, and those that write to a tensor."""
+    needed, kept = set(wanted), list[Step]()
+    for step in reversed(steps):
+        one = step.instruction
+        if one.kind in ("local", "send") or _mutates(one) or any(out in needed for out in one.outs):
+            needed.update(slots_of((one.args, one.kwargs)))
+            kept.append(step)
+    return kept[::-1]
+
+
+def _mutates(one: Instruction) -> bool:
+    return one.kind == "op" and one.target is not None and operation(one.target)._schema.is_mutable
+
+
+LIMIT = 25 << 20
+"""Bytes of a bucket, as in DistributedDataParallel."""
+
+
+@dataclass
+class _Bucket:
+    members: list[int] = field(default_factory=list)
+    sources: set[int] = field(default_factory=set)
+    outs: set[int] = field(default_factory=set)
+    size: int = 0
+
+
+def with_buckets(
+    steps: Sequence[Step],
+    specs: Mapping[int, Spec],
+    shapes: Callable[[Spec], tuple[tuple[int, ...], ...]],
+    new: Callable[[Meta], int],
+    limit: int = LIMIT,
+) -> tuple[list[Step], dict[int, int]]:
+    """Joins the all_reduces of one axis, operation and dtype whose results nobody needs before the last of them.
+
+    Returns the steps, and the tensor of the joined all_reduce by those that it stands for.
+    """
+    joined = _joined(steps, specs, shapes, limit)
+    last = {bucket.members[-1]: bucket for bucket in joined}
+    gone = {at for bucket in joined for at in bucket.members}
+    result: list[Step] = []
+    stands_for: dict[int, int] = {}
+    for at, step in enumerate(steps):
+        if (bucket := last.get(at)) is not None:
+            members = [steps[i].instruction for i in bucket.members]
+            parts = [member.args[0] for member in members]
+            outs = [member.outs[0] for member in members]
+            by_rank = [shapes(specs[part.number]) for part in parts]
+            elements = sum(math.prod(shape[0]) for shape in by_rank)
+            meta = Meta((elements,), (1,), specs[parts[0].number].meta.dtype)
+            flat, total = new(meta), new(meta)
+            joined_up = (
+                Instruction("join", None, (parts,), {}, (flat,)),
+                Instruction(
+                    "all_reduce", step.instruction.target, (Slot(flat), step.instruction.args[1]), {}, (total,)
+                ),
+                Instruction("split", None, (Slot(total), [list(shape[0]) for shape in by_rank]), {}, tuple(outs)),
+            )
+            result += [Step(one, step.cause) for one in joined_up]
+            stands_for |= {out: total for out in outs if out is not None}
+        elif at not in gone:
+            result.append(step)
+    return result, stands_for
+
+
+def _joined(
+    steps: Sequence[Step],
+    specs: Mapping[int, Spec],
+    shapes: Callable[[Spec], tuple[tuple[int, ...], ...]],
+    limit: int,
+) -> list[_Bucket]:
+    open_: dict[tuple[str | None, object, torch.dtype], _Bucket] = {}
+    closed: list[_Bucket] = []
+    for at, step in enumerate(steps):
+        one = step.instruction
+        read = set(slots_of((one.args, one.kwargs)))
+        stops = [
+            key for key, bucket in open_.items() if bucket.outs & read or (_mutates(one) and bucket.sources & read)
+        ]
+        closed += [open_.pop(key) for key in stops]
+        if one.kind != "all_reduce" or len(set(shapes(specs[one.args[0].number]))) > 1:
+            continue
+        spec = specs[one.args[0].number]
+        size = math.prod(shapes(spec)[0]) * spec.meta.dtype.itemsize
+        key = (one.target, one.args[1], spec.meta.dtype)
+        if key in open_ and open_[key].size + size > limit:
+            closed.append(open_.pop(key))
+        bucket = open_.setdefault(key, _Bucket())
+        bucket.members.append(at)
+        bucket.sources.add(one.args[0].number)
+        bucket.outs.update(out for out in one.outs if out is not None)
+        bucket.size += size
+    return [bucket for bucket in (*closed, *open_.values()) if len(bucket.members) > 1]
+
+
+Traced: TypeAlias = Operation | Mark | Gradient
 
 SegmentKind: TypeAlias = Literal["F", "B", "W", "U"]
 """Forward; the gradient of the stage's input; the gradients of its parameters; the update, once a step."""
@@ -37,11 +140,11 @@ class Stages:
     """
 
     count: int
-    steps: dict[tuple[int, SegmentKind], list[Step]] = field(default_factory=dict)
+    steps: dict[tuple[int, SegmentKind], list[Traced]] = field(default_factory=dict)
     at: dict[int, int] = field(default_factory=dict)
     where: dict[int, tuple[int, SegmentKind]] = field(default_factory=dict)
     owners: dict[int, int] = field(default_factory=dict)
-    free: dict[int, Step] = field(default_factory=dict)
+    free: dict[int, Traced] = field(default_factory=dict)
 
 
 def split(trace: Trace, cuts: Sequence[str]) -> Stages:
@@ -65,17 +168,17 @@ def split(trace: Trace, cuts: Sequence[str]) -> Stages:
     return stages
 
 
-def reads_of(step: Step) -> list[int]:
+def reads_of(step: Traced) -> list[int]:
     """The tensors that an operation reads."""
     return slots_of((step.args, step.kwargs)) if isinstance(step, Operation) else [step.source]
 
 
-def outs_of(step: Step) -> list[int]:
+def outs_of(step: Traced) -> list[int]:
     """The tensors that an operation makes."""
     return [one for one in step.outs if one is not None] if isinstance(step, Operation) else [step.out]
 
 
-def phase_of(step: Step) -> Phase:
+def phase_of(step: Traced) -> Phase:
     """The part of the step that does it; a gradient is complete where the update begins."""
     return "update" if isinstance(step, Gradient) else step.cause.phase
 
@@ -107,9 +210,9 @@ def _forward(trace: Trace, cuts: Sequence[str], stages: Stages) -> None:
         _put(stages, step, stage, "F")
 
 
-def _backward(trace: Trace, cuts: Sequence[str], stages: Stages) -> list[Step]:
+def _backward(trace: Trace, cuts: Sequence[str], stages: Stages) -> list[Traced]:
     made: set[int] = set()
-    backward: list[Step] = []
+    backward: list[Traced] = []
     for step in trace.operations:
         if phase_of(step) != "backward":
             continue
@@ -126,7 +229,7 @@ def _backward(trace: Trace, cuts: Sequence[str], stages: Stages) -> list[Step]:
     return backward
 
 
-def _weights(stages: Stages, backward: Sequence[Step]) -> None:
+def _weights(stages: Stages, backward: Sequence[Traced]) -> None:
     """B is all that another stage depends on, W the rest."""
     needed: set[int] = set()
     for step in reversed(backward):
@@ -177,10 +280,10 @@ def _update(trace: Trace, stages: Stages) -> None:
         _put(stages, step, stage, "U")
 
 
-def _put(stages: Stages, step: Step, stage: int, kind: SegmentKind) -> None:
+def _put(stages: Stages, step: Traced, stage: int, kind: SegmentKind) -> None:
     stages.at |= dict.fromkeys(outs_of(step), stage)
     stages.steps.setdefault((stage, kind), []).append(step)
 
 
-def _first(step: Step) -> int:
+def _first(step: Traced) -> int:
     return outs_of(step)[0]

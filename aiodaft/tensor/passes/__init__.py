@@ -1,1 +1,0 @@
-"""Passes over the instructions of a plan."""

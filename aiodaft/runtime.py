@@ -41,16 +41,14 @@ from aiodaft.actor import Actor, class_of, handle_of
 from aiodaft.exceptions import DaftError
 from aiodaft.info import NodeInfo, look_at_nodes
 from aiodaft.logs import Logs
-from aiodaft.naming import found, register
 from aiodaft.overview import Overview
-from aiodaft.owned import Owned
+from aiodaft.owned import Owned, found, register
 from aiodaft.placement import check_labels
-from aiodaft.questions import answers
 from aiodaft.ref import Ref
 from aiodaft.scope import Scope
 from aiodaft.service import Service
 from aiodaft.stack import RuntimeStack
-from aiodaft.survey import look_over
+from aiodaft.survey import answers, look_over
 from aiodaft.tracing import Trace
 from aiodaft_transport import check_name, default_name
 

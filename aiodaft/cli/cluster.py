@@ -17,7 +17,7 @@ from aiodaft._protocol.ids import node_of
 from aiodaft._runtime.connections.far import who_listens
 from aiodaft._runtime.diagnostics.process_view import is_answered
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost
-from aiodaft.naming import found
+from aiodaft.owned import found
 from aiodaft.program import run
 from aiodaft.ref import Ref
 from aiodaft.runtime import Runtime

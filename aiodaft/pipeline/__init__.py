@@ -4,7 +4,6 @@ A schedule is a list of tasks per rank. Write one by hand, take a known one, or 
 computes its cost, and `drive` runs it.
 """
 
-from .catalog import gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zbv
 from .schedule import (
     UNIT_COSTS,
     Kind,
@@ -15,8 +14,14 @@ from .schedule import (
     Timeline,
     Transfer,
     drive,
+    gpipe,
+    interleaved,
+    one_f_one_b,
     simulate,
     transfers,
+    zb_h1,
+    zb_h2,
+    zbv,
 )
 
 __all__ = [

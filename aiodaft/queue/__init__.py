@@ -5,9 +5,8 @@ Post-Training") and MindSpeed RL, as actors of a user: values go from producers 
 consumers; one metadata actor knows only numbers of rows and names of fields.
 """
 
-from .actors import Metadata, Storage
 from .rows import Sampler, at_once, oldest
-from .transfer_queue import Batch, Consumer, TransferQueue, Wants, open_queue
+from .transfer_queue import Batch, Consumer, Metadata, Storage, TransferQueue, Wants, open_queue
 
 __all__ = [
     "Batch",

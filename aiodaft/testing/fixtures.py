@@ -23,7 +23,7 @@ from aiodaft._runtime.objects.ref_state import RefState, state_of
 from aiodaft._runtime.platform.linux import process_tree
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.exceptions import LaunchFailed
-from aiodaft.launch.started_node import StartedNode
+from aiodaft.launch.nodes import StartedNode
 from aiodaft.ref import Ref
 from aiodaft.runtime import Runtime
 from aiodaft.testing.in_process import in_process

@@ -1,4 +1,4 @@
-"""Actors that live in the process of a test: the real worker code, as tasks of the test's own event loop."""
+"""Tests without processes and waiting: the code of workers as tasks of the test's loop, and a virtual clock."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Executor
 from contextlib import suppress
 from contextvars import Context
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, TypeVar, TypeVarTuple
 from unittest.mock import patch
 
 from aiodaft._protocol.ids import PeerId
@@ -27,6 +29,73 @@ from aiodaft._runtime.process import closed
 from aiodaft.exceptions import PeerLost, SpawnFailed
 from aiodaft.runtime import Runtime
 from aiodaft_transport import default_name
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class Hang(Exception):
+    """A task waits, and nothing will ever wake it: no timer is set, and no thread is busy."""
+
+
+class AutojumpLoop(asyncio.BaseEventLoop):
+    """Runs tasks without waiting for time to pass: a test with a timeout of an hour takes a millisecond.
+
+    It has no sockets, pipes, signals or child processes. The threads of `asyncio.to_thread` and `run_in_executor` are
+    waited for: the clock stands still while they work.
+
+    Raises:
+        Hang: From the function that runs the loop, instead of waiting for ever.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+        # Jobs that threads work on, and whether a thread has called back.
+        self._in_threads = 0
+        self._called_back = threading.Event()
+        # The selector that asyncio waits with.
+        self._selector = self
+
+    def time(self) -> float:
+        """Seconds since the loop was made, all of them virtual."""
+        return self._now
+
+    def select(self, timeout: float | None) -> list[Any]:
+        """The loop's own selector: lets time pass until something happens."""
+        if timeout == 0:
+            return []
+        if self._in_threads or self._called_back.is_set():
+            self._called_back.wait()
+            self._called_back.clear()
+        elif timeout is None:
+            raise Hang("every task waits, no timer is set, and no thread is busy")
+        else:
+            self._now += timeout
+        return []
+
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        """Run a function in a thread, which takes no time on the virtual clock."""
+        future = super().run_in_executor(executor, func, *args)
+        self._in_threads += 1
+        future.add_done_callback(self._thread_done)
+        return future
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Wait for the threads; a limit would be over at once on the virtual clock."""
+        executor: Executor | None = getattr(self, "_default_executor", None)
+        if executor is not None:
+            executor.shutdown()
+
+    def _thread_done(self, future: asyncio.Future[Any]) -> None:
+        self._in_threads -= 1
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        """There are none: no descriptor is watched."""
+
+    def _write_to_self(self) -> None:
+        self._called_back.set()
+
 
 # Pids from here on belong to no process of the machine: a signal to one reaches nothing.
 FIRST_PID: Final = 10_000_000

@@ -25,7 +25,7 @@ import aiodaft
 from aiodaft import launch
 from aiodaft._runtime.connections.identity import load_identity
 from aiodaft._runtime.platform.tasks import TaskOwner
-from aiodaft.launch.started_node import StartedNode
+from aiodaft.launch.nodes import StartedNode
 
 PAGE = Path(__file__).parents[2] / "docs" / "ssh.md"
 MISSING = why_not()
@@ -182,7 +182,7 @@ async def test_a_command_whose_start_is_cancelled_again_and_again_has_ended_when
 async def test_a_command_that_leaves_its_output_to_others_is_not_waited_for(
     key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiodaft.launch.started_node._PATIENCE", 0.2)
+    monkeypatch.setattr("aiodaft.launch.nodes._PATIENCE", 0.2)
     left = f"sleep 1000 & echo $! >{tmp_path}/pid; cat >/dev/null"
     with pytest.raises(aiodaft.exceptions.LaunchFailed, match=r"not all nodes came up"):
         async with launch.ssh(["n1"], key_file=key_file, command=["sh", "-c", left], patience=3):

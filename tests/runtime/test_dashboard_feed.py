@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import aiodaft
-from aiodaft.dashboard.feed import Feed
-from aiodaft.dashboard.frames import MAX_ACTORS, frame_of
+from aiodaft.dashboard.feed import MAX_ACTORS, Feed, frame_of
 from aiodaft.exceptions import RuntimeClosed
 from aiodaft.info import ActorInfo
 from aiodaft.overview import Cause, Failure, Flow, Overview, ProcessInfo

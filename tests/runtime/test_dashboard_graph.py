@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aiodaft.dashboard.frames import graph_of
+from aiodaft.dashboard.feed import graph_of
 from aiodaft.info import ActorInfo
 from aiodaft.overview import ActorRate, Flow, FlowRate, Overview, ProcessInfo, Rates
 

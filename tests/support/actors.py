@@ -11,7 +11,7 @@ from typing import Any
 
 import aiodaft
 from aiodaft import Actor, method
-from aiodaft_transport.folders import folder
+from aiodaft_transport.system import folder
 
 
 class WithGate(Actor):

@@ -21,12 +21,12 @@ from transports import needs_ucx
 
 import aiodaft
 from aiodaft_transport import TransportError
-from aiodaft_transport.folders import SHARED_MEMORY, folder, sweep
+from aiodaft_transport.system import SHARED_MEMORY, folder, sweep_folders
 from aiodaft_transport.ucx.transport import UcxSettings, UcxTransport
 
 _MAKER = """
 import sys
-from aiodaft_transport.folders import folder
+from aiodaft_transport.system import folder
 with folder() as path:
     open(path + "/file", "w").close()
     print(path, flush=True)
@@ -40,7 +40,7 @@ def test_a_folder_is_there_as_long_as_it_is_needed() -> None:
         (path / "file").touch()
         with folder() as other:
             assert other != name
-        sweep()
+        sweep_folders()
         assert (path / "file").exists()
     assert not path.exists()
 
@@ -49,11 +49,11 @@ def test_what_a_killed_process_leaves_the_next_one_removes() -> None:
     with subprocess.Popen([sys.executable, "-c", _MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as maker:
         assert maker.stdout is not None
         path = Path(maker.stdout.readline().decode().strip())
-        sweep()
+        sweep_folders()
         assert (path / "file").exists()
         maker.kill()
         maker.wait()
-        sweep()
+        sweep_folders()
         assert not path.exists()
 
 
@@ -62,7 +62,7 @@ def test_a_link_that_another_user_may_have_made_is_not_followed(tmp_path: Path) 
     link = Path(f"{SHARED_MEMORY}/aiodaft-{os.urandom(8).hex()}")
     link.symlink_to(tmp_path)
     try:
-        sweep()
+        sweep_folders()
         assert (tmp_path / "file").exists()
     finally:
         link.unlink()

@@ -8,7 +8,7 @@ from supervised import AT_ONCE, Mortal
 
 import aiodaft
 from aiodaft.web.admission import Counts
-from aiodaft.web.probes import Probes, RunningProbes
+from aiodaft.web.ingress import Probes, RunningProbes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module", loop_factories=["uvloop"])
 

@@ -54,7 +54,7 @@ from aiodaft._runtime.platform.linux import (
     session_of,
     visible_pid,
 )
-from aiodaft_transport.folders import remove, sweep
+from aiodaft_transport.system import remove_folder, sweep_folders
 
 _MAX_MESSAGE: Final = 1 << 20
 _MAX_FDS: Final = 4
@@ -239,7 +239,7 @@ class ForkServer:
             if worker is not None:
                 self._send(Exited(worker, *describe_status(status)))
         if ended:
-            sweep()
+            sweep_folders()
             # The children of an ended worker are ours now, and theirs will be: none may outlive the actor. Daemons of
             # live workers stay, by their sessions.
             for orphan in children():
@@ -271,8 +271,8 @@ class ForkServer:
                 os.waitpid(-1, 0)
         for folder in self._code:
             # The node does this, unless it was killed.
-            remove(folder)
-        sweep()
+            remove_folder(folder)
+        sweep_folders()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from aiodaft._runtime.process import Process
 from aiodaft.actor import Actor
 from aiodaft.exceptions import DaftError, SpawnFailed
 from aiodaft.methods import method
-from aiodaft_transport import folders
+from aiodaft_transport.system import make_folder, remove_folder, sweep_folders
 
 _ADVICE: Final = "ship a folder with nothing but modules, and have actors read their data from elsewhere"
 
@@ -225,7 +225,7 @@ class ShippedCode(Actor):
     def close(self) -> None:
         """Remove the folders on this machine. Blocks. Call it when no worker is left."""
         if self._root is not None and self._lock is not None:
-            folders.remove(self._root)
+            remove_folder(self._root)
             os.close(self._lock)
             self._root = self._lock = None
 
@@ -254,8 +254,8 @@ def _read(file: str) -> bytes:
 def _new_root() -> tuple[str, int]:
     from tempfile import gettempdir  # noqa: PLC0415 - takes long to import, and few programs send code
 
-    folders.sweep(gettempdir(), PREFIX)
-    return folders.make(gettempdir(), PREFIX)
+    sweep_folders(gettempdir(), PREFIX)
+    return make_folder(gettempdir(), PREFIX)
 
 
 def _remove(folder: str) -> None:
@@ -263,4 +263,4 @@ def _remove(folder: str) -> None:
     gone = f"{folder}.gone"
     with suppress(FileNotFoundError):
         os.rename(folder, gone)
-    folders.remove(gone)
+    remove_folder(gone)

@@ -16,7 +16,7 @@ from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.cli.cluster import PATIENCE, address_of, answer_of, attached
 from aiodaft.cli.options import Failed, Output, address_argument, json_option, key_file_option, print_json, seconds
 from aiodaft.program import run
-from aiodaft.questions import overviews
+from aiodaft.survey import overviews
 
 from .programs import Program, ProgramEnded, command_of, one_program, pid_option, programs, say_what_there_is
 from .view import Plain, grouped, memory_view, natural, top_view

@@ -1,7 +1,6 @@
 // Lines over time.
 
-import { h, set, svg, text } from "./dom.js";
-import { ago } from "./format.js";
+import { ago, h, set, svg, text } from "./dom.js";
 
 // Seconds that a chart shows at most, and at least.
 const SPAN = 300;

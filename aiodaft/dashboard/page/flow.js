@@ -1,7 +1,6 @@
 // The graph of who sends to whom: processes in columns, by how many calls they are away from the program.
 
-import { empty, keyed, set, svg, text } from "./dom.js";
-import { bytes, bytesRate, byName, count, rate } from "./format.js";
+import { byName, bytes, bytesRate, count, empty, keyed, rate, set, svg, text } from "./dom.js";
 
 const BOX = { width: 164, height: 46 };
 // The least room between boxes: for lines to the right, for lines down, and across the lines.

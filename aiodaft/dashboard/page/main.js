@@ -1,11 +1,9 @@
 // Gets one look a second, and shows it.
 
 import { Chart } from "./chart.js";
-import { set, text } from "./dom.js";
+import { bytesRate, rate, set, text } from "./dom.js";
 import { Flow } from "./flow.js";
-import { bytesRate, rate } from "./format.js";
-import { Logs } from "./logs.js";
-import { Actors, Processes, showFailures, showMemory, showTiles } from "./panels.js";
+import { Actors, Logs, Processes, showFailures, showMemory, showTiles } from "./panels.js";
 
 // Seconds without a look after which the page says so.
 const PATIENCE = 4;

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 from unittest.mock import patch
 
-from aiodaft.testing.autojump import AutojumpLoop, Hang
+from aiodaft.testing.in_process import AutojumpLoop, Hang
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

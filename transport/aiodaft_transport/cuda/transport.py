@@ -32,6 +32,7 @@ from aiodaft_transport.cuda.device import (
     DeviceSegment,
     Driver,
     Event,
+    EventWatch,
     Land,
     Landing,
     Pull,
@@ -39,7 +40,6 @@ from aiodaft_transport.cuda.device import (
     RemoteSegment,
     Span,
 )
-from aiodaft_transport.cuda.event_poller import EventWatch
 from aiodaft_transport.exceptions import DeviceError, GrantError, PeerGone, TransportError
 from aiodaft_transport.memory import Unmapped
 from aiodaft_transport.peers import GONE, RETURN, SEGMENT, SegmentTransport

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 from aiodaft_transport.abc import size_of
 from aiodaft_transport.exceptions import GrantError, TransportError, Unreachable
-from aiodaft_transport.folders import folder
 from aiodaft_transport.memory import (
     ArenaBlock,
     Block,
@@ -33,6 +32,7 @@ from aiodaft_transport.memory import (
     exposed_view,
 )
 from aiodaft_transport.peers import GONE, NOTE, RETURN, SEGMENT, SegmentTransport
+from aiodaft_transport.system import folder
 from aiodaft_transport.ucx import INTERFACE_VARIABLE
 from aiodaft_transport.ucx.pull import WORD, Driver, Pool, Pull, Remote, RemoteSegment, Stamp
 from aiodaft_transport.ucx.ucp import UcxError, load

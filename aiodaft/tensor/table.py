@@ -60,6 +60,7 @@ class Table:
 
     def ask(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Answer | None:
         """How torch would place an operation on such tensors; None if it refuses."""
+        args = _counted(op, args)
         info = _schema_info(op, args)
         schema = OpSchema(op, mapped(self._their, args), dict(kwargs), schema_info=info)
         try:
@@ -116,6 +117,21 @@ class Table:
         if isinstance(at, tuple) and index == at[1]:
             by_rank = tuple(_strides_like(out.meta.stride, shape) for shape in by_rank)
         return list(by_rank[0]) if len(set(by_rank)) == 1 else ByRank(tuple(list(one) for one in by_rank))
+
+
+def _counted(op: OpOverload[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with a dimension that counts from 0: torch's `cumsum`, `slice_backward` and the like know no other.
+
+    That of `unsqueeze` and `stack` is one of the result, and they count by themselves.
+    """
+    names = [one.name for one in op._schema.arguments[: len(args)]]
+    if "dim" not in names or not isinstance(args[0], Spec) or op._opname.startswith("unsqueeze"):
+        return args
+    at = names.index("dim")
+    shape = args[names.index("input_sizes")] if "input_sizes" in names else args[0].meta.shape
+    if type(args[at]) is not int or args[at] >= 0:
+        return args
+    return (*args[:at], args[at] + len(shape), *args[at + 1 :])
 
 
 def _typed(value: Any) -> Any:

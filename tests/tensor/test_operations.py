@@ -192,6 +192,22 @@ def test_each_rank_draws_its_part_of_a_random_tensor(dim: int) -> None:
     assert torch.equal(torch.cat(tables[part], dim), tables[draw.number][0])
 
 
+# Torch's table takes these dimensions for none of the tensor.
+FROM_THE_END: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda x, y: x.cumsum(-1) * y,
+    lambda x, y: x.cumprod(-2) * y,
+    lambda x, y: x.logcumsumexp(-1) * y,
+    lambda x, y: torch.ops.aten.slice_backward(x * y, [6, 8], -1, 0, 4, 1),
+    lambda x, y: torch.ops.aten.select_backward(x * y, [6, 2, 4], -2, 1),
+]
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("function", FROM_THE_END)
+def test_a_dimension_may_count_from_the_end(function: Callable[[Tensor, Tensor], Tensor], placement: Placement) -> None:
+    run(of(function, normal(6, 4), normal(6, 4)), placement, placement, axes={"a": 2})
+
+
 def test_a_mean_over_a_dimension_of_one_number_is_the_number() -> None:
     assert run(of(lambda x: x.mean(-1) + x.mean(0), lambda _: torch.tensor(2.0)), Replicate()) == []
 

@@ -98,13 +98,11 @@ class Block:
     error: BaseException | None = None
 
     def restore(self) -> None:
-        """Its writes to older tensors have not been done."""
         for cell, before in self.writes.items():
             if cell.block is self:
                 cell.block = before
 
     def forget(self) -> None:
-        """Keep the error only."""
         self.key, self.index, self.inputs, self.made, self.scalars, self.places = [], {}, [], [], [], []
         self.sources, self.writes, self.moved, self.refs = set(), {}, {}, ()
 

@@ -52,7 +52,6 @@ def _micro(fn: Callable[..., Any], args: tuple[Any, ...], count: int) -> Program
 
 
 def _rows(count: int, leaf: Any) -> Any:
-    """A tensor without data for the first of `count` parts of the rows."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
@@ -60,8 +59,6 @@ def _rows(count: int, leaf: Any) -> Any:
 
 
 class _Capture:
-    """One capture: the owners of tensors, and their names."""
-
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], accumulated: frozenset[str]) -> None:
         self.fn, self.args = fn, args
         self.accumulated = accumulated
@@ -210,7 +207,6 @@ class _Capture:
         self.pending.clear()
 
     def _give_gradients(self) -> None:
-        """A gradient for each parameter, which tells whether the code accumulates into it."""
         for given, parameter in list(self.tracer.kept):
             if given.role == "parameter" and parameter.requires_grad:
                 name, real = f"grad/{given.name}", self.reals[given.name].grad
@@ -232,7 +228,6 @@ class _Capture:
                 self.unseen.add(given.name)
 
     def _keep_gradients(self) -> None:
-        """The gradients that are there when the step ends."""
         zeros = self.tracer.zeros
         there: dict[str, torch.Tensor] = {}
         for given, parameter in self.tracer.kept:
@@ -351,7 +346,6 @@ def _quiet(logger: logging.Logger) -> Generator[None]:
 
 
 def _names_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    """The name of each argument in the signature of the function."""
     names: list[str] = []
     for name, parameter in inspect.signature(fn).parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -386,7 +380,6 @@ def _outs(one: Operation | Mark | Gradient) -> tuple[int | None, ...]:
 
 
 def _needed(operations: list[Any], wanted: set[int]) -> list[Any]:
-    """The operations that the outputs need."""
     needed = []
     for one in reversed(operations):
         if not wanted.isdisjoint(_outs(one)):
@@ -396,8 +389,6 @@ def _needed(operations: list[Any], wanted: set[int]) -> list[Any]:
 
 
 def _without_marks(operations: list[Any], superseded: Mapping[int, int]) -> list[Any]:
-    """The operations without these marks of gradients: with their sources in their places."""
-
     def source(value: Any) -> Any:
         if isinstance(value, Slot):
             return Slot(source(value.number))

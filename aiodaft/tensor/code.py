@@ -31,8 +31,6 @@ Watch: TypeAlias = Callable[[Mapping[str, Any]], object]
 
 
 class Pending(Protocol[T_co]):
-    """A collective that has begun."""
-
     def result(self) -> T_co: ...
 
 
@@ -99,15 +97,7 @@ class Code:
         weakref.finalize(self, linecache.cache.pop, self._file, None)
 
     def run(self, values: list[Any], update: Callable[[], object] = bool) -> tuple[Any, ...]:
-        """Run the instructions.
-
-        Args:
-            values: The inputs; the list is emptied.
-            update: Is called before a first tensor is written to, or a first donated input ends.
-
-        Raises:
-            Exception: That of an operation, with a note of the rank and of the place in the user's code.
-        """
+        """Run the instructions."""
         try:
             outputs: tuple[Any, ...] = self._program(values, update)
         except Exception as error:
@@ -231,8 +221,6 @@ def chunks(tensor: Tensor, n: int, dim: int) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Then(Generic[T]):
-    """A result that is changed when it is there."""
-
     pending: Pending[Any]
     change: Callable[[Any], T]
 
@@ -358,7 +346,6 @@ _NAMED: Final = frozenset({"op", "local", "random"})
 
 
 def overload_of(name: str | None) -> Any:
-    """The overload of torch that an operation on parts calls."""
     return operation(_OF_PARTS.get(str(name), str(name)))
 
 

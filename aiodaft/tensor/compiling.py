@@ -54,15 +54,7 @@ class Compiled:
 
 
 def with_compiled(routine: Routine, rank: int, numbers: Sequence[int]) -> tuple[Routine, list[Compiled]]:
-    """The routine with runs of operations as compiled functions.
-
-    Operations that write, and those that take numbers which differ from step to step, stay as they are.
-
-    Args:
-        routine: The routine.
-        rank: The rank.
-        numbers: The inputs that are numbers.
-    """
+    """The routine with runs of operations as compiled functions."""
     wanted = {number: len(routine.instructions) for number in routine.outputs}
     for at, one in enumerate(routine.instructions):
         for number in slots_of((one.args, one.kwargs)):

@@ -45,7 +45,6 @@ def line_of(code: CodeType, instruction: int) -> str:
 
 
 def here() -> tuple[CodeType, int]:
-    """The place in the user's code."""
     frame = sys._getframe(2)
     while _is_inside(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
@@ -108,8 +107,6 @@ class Entry:
 
 
 class Given(NamedTuple):
-    """An input that is the result."""
-
     position: int
 
 
@@ -127,11 +124,7 @@ class Scalar(float):
 
 
 class Entries:
-    """The operations of one group that were learned.
-
-    Attributes:
-        known: They, by operation, layouts and other arguments.
-    """
+    """The operations of one group that were learned."""
 
     def __init__(self, axes: Mapping[str, int]) -> None:
         self.rules = Rules(axes)
@@ -140,14 +133,12 @@ class Entries:
         self._layouts: dict[Spec, Layout] = {}
 
     def layout(self, spec: Spec) -> Layout:
-        """The one object for a spec."""
         known = self._layouts.get(spec)
         if known is None:
             known = self._layouts[spec] = Layout(self._axes, spec)
         return known
 
     def full(self, spec: Spec, name: str, *args: Any) -> Entry:
-        """The operation that makes a tensor from a shape and these arguments."""
         layout = self.layout(spec)
         known = self.known.get((name, layout, *args))
         if known is None:
@@ -189,21 +180,7 @@ class Entries:
     def learn(
         self, key: tuple[Any, ...], func: OpOverload[..., Any], args: Any, kwargs: Any, layouts: Sequence[Layout]
     ) -> Entry | None:
-        """Find how an operation is done, for this and all later calls with such arguments.
-
-        Args:
-            key: The operation, the layouts and the other arguments.
-            func: The operation.
-            args: Its arguments, with `Slot`s for tensors and `Scalar`s for numbers.
-            kwargs: As `args`.
-            layouts: The tensors.
-
-        Returns:
-            None if it depends on the values of the numbers.
-
-        Raises:
-            Exception: That of torch for such arguments, with a note of the placements.
-        """
+        """Find how an operation is done, for this and all later calls with such arguments."""
         try:
             with _quiet():
                 entry = self._learned(func, args, kwargs, layouts)
@@ -299,7 +276,6 @@ def _copied(lowering: Lowering, number: int, *, view: bool) -> int:
 
 
 def _own(lowering: Lowering, number: int, outs: Mapping[int, int], *, view: bool) -> int:
-    """The number of a result, which an instruction of the operation makes."""
     made = {out for one in lowering.instructions for out in one.outs}
     return number if number in made and number not in outs else _copied(lowering, number, view=view)
 

@@ -184,35 +184,29 @@ def _redistributed(tensor: DistTensor, target: Placements) -> DistTensor:
 
 
 class Drawing:
-    """Draws at the workers, in the placements of a tensor like those that are drawn."""
-
     def __init__(self, recorder: Recorder, like: Tensor) -> None:
         self._recorder = recorder
         self._like = like
 
     def draw(self, kind: str, shape: Sequence[int], dtype: torch.dtype, *parameters: float) -> Tensor:
-        """The next draw."""
         placements = self._recorder.replicas
         if isinstance(self._like, DistTensor) and tuple(shape) == tuple(self._like.shape):
             placements = self._recorder.plain(self._like.cell.layout.spec.placements)
         return random(self._recorder, kind, shape, dtype, placements, *parameters)
 
     def fill(self, tensor: Tensor, kind: str, *parameters: float) -> Tensor:
-        """The tensor, filled with the next draw."""
         return tensor.copy_(self.draw(kind, tensor.shape, tensor.dtype, *parameters))
 
 
 def random(
     recorder: Recorder, kind: str, shape: Sequence[int], dtype: torch.dtype, placements: Placements, *parameters: float
 ) -> DistTensor:
-    """A random tensor: see `randoms.draw`."""
     spec = Spec(placements, Meta.of(torch.empty(tuple(shape), dtype=dtype, device="meta")))
     entry = recorder.entries.drawn(spec, kind, tuple(map(float, parameters)))
     return handle(recorder.record(entry, (), next_place())[0], recorder)
 
 
 def handle(cell: Cell, recorder: Recorder) -> DistTensor:
-    """A new handle of a tensor."""
     layout = cell.layout
     made: DistTensor = _make(DistTensor, layout.shape, strides=layout.stride, dtype=layout.dtype)
     made.cell = cell
@@ -258,7 +252,6 @@ def _first(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """An operation that is not known: it draws, or is learned first."""
     given = cast("list[DistTensor]", _tensors((args, kwargs)))
     if any(one.recorder is not recorder for one in given):
         raise ValueError(f"{func} takes tensors of several groups: move them to one, as `await x.to(workers)`")
@@ -300,7 +293,6 @@ def _view_in_place(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Ma
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """The leaves of arguments are changed, in their order."""
     if isinstance(value, list | tuple):
         made = [_mapped(change, one) for one in value]
         return made if isinstance(value, list) else tuple(made)
@@ -357,7 +349,6 @@ def _with_plain(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mappi
 
 
 def _number(recorder: Recorder, value: Tensor) -> DistTensor:
-    """A tensor of one number, which goes to the workers with the block."""
     entry = recorder.entries.full(Spec(recorder.replicas, Meta.of(value)), "aten.full.default", Scalar.of(0, 0))
     return handle(recorder.record(entry, (), (value.item(),))[0], recorder)
 

@@ -15,8 +15,6 @@ __all__ = ["ByRank", "CollectiveKind", "Instruction", "Kind", "Slot", "leaves", 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor of a program or of a plan, by its number."""
-
     number: int
 
     def __repr__(self) -> str:
@@ -68,7 +66,6 @@ class Instruction(NamedTuple):
 
 
 def slots_of(value: object) -> list[int]:
-    """The numbers of all tensors in the arguments of an operation, in their order."""
     match value:
         case Slot(number=number):
             return [number]
@@ -92,7 +89,6 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """All that is in lists, tuples and dictionaries, in its order."""
     kind = type(value)
     if kind is tuple or kind is list:
         return [leaf for one in value for leaf in leaves(one)]
@@ -103,7 +99,6 @@ def leaves(value: Any) -> list[Any]:
 
 @cache
 def operation(name: str) -> OpOverload[..., Any]:
-    """`aten.mm.default` as the operation that it names."""
     namespace, packet, overload = name.split(".")
     found: OpOverload[..., Any] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     return found

@@ -342,7 +342,6 @@ class Step:
         return Refs([members[rank].part(self._session, number) for rank in self.plan.ranks_of(stage)])
 
     def _same(self, inputs: Sequence[Input], plan: Plan) -> dict[int, tuple[Input, int]]:
-        """The tensors of this step that are those of another plan, by its numbers."""
         here = {
             (one.name, one.role, self.plan.specs[one.slot].meta.shape): (one, number) for one, number in self._state
         }
@@ -432,7 +431,6 @@ class Step:
         return not any(one.changing for one in told) and len({one.done for one in told}) == 1
 
     def _programs(self, compiled: bool) -> list[Program]:
-        """The program of each rank."""
         ranks = {stage: self.plan.ranks_of(stage) for stage in self.plan.stages}
         known: dict[frozenset[tuple[int, bool]], Program] = {}
         result = []
@@ -531,7 +529,6 @@ def _layout(plan: Plan, tensors: Mapping[str, tuple[Input, int]]) -> Layout:
 
 
 def _by_rank(plan: Plan, tensors: Mapping[str, tuple[Input, int]]) -> list[dict[str, int]]:
-    """The numbers of the tensors that each rank has."""
     result: list[dict[str, int]] = [{} for _ in range(plan.size)]
     for name, (one, number) in tensors.items():
         for rank in plan.ranks_of(one.stage):
@@ -548,7 +545,6 @@ def _part(value: Tensor | Filled, plan: Plan, slot: int, rank: int) -> Any:
 
 
 def _argument(value: Tensor, plan: Plan, slot: int, rank: int) -> Any:
-    """The part of a rank; with micro-batches that of each."""
     if plan.pipeline is None:
         return _part(value, plan, slot, rank)
     return [_part(one, plan, slot, rank) for one in value.chunk(plan.pipeline.microbatches)]

@@ -52,8 +52,6 @@ def local(
 
 @dataclass(frozen=True)
 class LocalFunction:
-    """See `local`."""
-
     name: str
     function: Callable[..., Any]
     whole: Callable[..., Any]
@@ -63,7 +61,6 @@ class LocalFunction:
 
     @property
     def axes(self) -> set[str]:
-        """The axes that it needs."""
         return {axis for one in (*self.inputs, *self.outputs) for axis in one}
 
     def __call__(self, *tensors: Tensor) -> Any:
@@ -76,12 +73,10 @@ class LocalFunction:
 
 
 def functions_of(instructions: Iterable[Instruction]) -> dict[str, Callable[..., Any]]:
-    """The functions that `local` instructions name."""
     return {str(one.target): FUNCTIONS[str(one.target)] for one in instructions if one.kind == "local"}
 
 
 def named(name: str) -> LocalFunction:
-    """The function of an operation `aiodaft.local`."""
     return _LOCALS[name]
 
 
@@ -172,8 +167,6 @@ _library.impl("local_backward", _whole_backward, "CompositeExplicitAutograd")
 
 
 class _Apply(torch.autograd.Function):
-    """Records the operation, and that of its backward."""
-
     @staticmethod
     def forward(ctx: Any, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         *outputs, tape = torch.ops.aiodaft.local.default(name, list(tensors))

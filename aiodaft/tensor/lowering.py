@@ -36,7 +36,6 @@ class _Number(float):
 
 
 def gives_number(op: OpOverload[..., Any]) -> bool:
-    """Whether the result is a number of Python."""
     returns = op._schema.returns
     return len(returns) == 1 and str(returns[0].type) in ("number", "float", "int", "bool", "Scalar")
 
@@ -81,14 +80,12 @@ class Lowering:
         self._numbers = numbers or count()
 
     def new(self, spec: Spec | None) -> int:
-        """The number of a new tensor, or without a spec of a new number."""
         number = next(self._numbers)
         if spec is not None:
             self.specs[number] = spec
         return number
 
     def emit(self, instruction: Instruction) -> None:
-        """Appends an instruction."""
         self.instructions.append(instruction)
         self.causes.append(self.cause)
 
@@ -102,7 +99,6 @@ class Lowering:
         return self.aliases.now.get(number, number)
 
     def spec(self, number: int) -> Spec:
-        """Whole shape, dtype and placements of a tensor now."""
         return self.specs[self.now(number)]
 
     def redistribute(self, number: int, target: Placements) -> int:
@@ -154,7 +150,6 @@ class Lowering:
         return self._apply_placed(op, placing or self._whole(op, args, kwargs), args, kwargs)
 
     def _draw(self, whole: Instruction, spec: Spec) -> int:
-        """The same draw, of which each rank draws its part."""
         ranks = range(self.rules.size)
         offset = ByRank(tuple(list(self.rules.offset(spec, rank)) for rank in ranks))
         local = ByRank(tuple(map(list, self.rules.local_shapes(spec))))
@@ -172,7 +167,6 @@ class Lowering:
         return Slot(out)
 
     def apply_whole(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Each rank does all of it."""
         return self._apply_placed(op, self._whole(op, args, kwargs), args, kwargs)
 
     def _whole(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Placing:
@@ -248,7 +242,6 @@ class Lowering:
         self.aliases.stale.update(family[1:])
 
     def _forget_copies(self, numbers: Iterable[int]) -> None:
-        """Other placements of tensors that were written."""
         for number in numbers:
             for one in (number, self.aliases.now.get(number, number)):
                 for key in self._copies.pop(one, ()):
@@ -344,7 +337,6 @@ class Lowering:
 
 
 def name_of(op: OpOverload[..., Any]) -> str:
-    """`aten.mm.default`"""
     return f"{op.namespace}.{op._schema.name.split('::')[1]}.{op._overloadname}"
 
 
@@ -367,8 +359,6 @@ def _meta_of_draw(kind: str, shape: Sequence[int], dtype: torch.dtype, *_: Any) 
 
 
 def _metas(op: OpOverload[..., Any], args: Any, kwargs: Any) -> Any:
-    """Shapes, strides and dtypes of the results of an operation, in their structure."""
-
     def fake(one: Any) -> Any:
         return torch.empty_strided(one.shape, one.stride, dtype=one.dtype) if isinstance(one, Meta) else one
 
@@ -378,7 +368,6 @@ def _metas(op: OpOverload[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _argument_written(op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operation in place, as its caller names it: the argument."""
     given = {**dict(zip([one.name for one in op._schema.arguments], args, strict=False)), **kwargs}
     written = [one.name for one in op._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
     return given[written[0]] if op._schema.returns else None

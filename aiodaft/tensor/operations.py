@@ -71,16 +71,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The output (or an input) of a module, or the gradient of one: the place where a strategy speaks.
-
-    Attributes:
-        module: The path of the module.
-        side: Whether the tensor goes into the module or comes out of it, in the forward direction.
-        gradient: Whether it is the gradient of that tensor.
-        source: The tensor.
-        out: The number of the same tensor beyond the mark.
-        forward: Of a gradient, the number beyond its mark of the tensor that it is the gradient of.
-    """
+    """The output (or an input) of a module, or the gradient of one: the place where a strategy speaks."""
 
     module: str
     side: Literal["in", "out"]
@@ -89,17 +80,12 @@ class Mark:
     out: int
     cause: Cause
     forward: int | None = None
+    """Of a gradient, the number beyond its mark of the tensor that it is the gradient of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """The complete gradient of a parameter, where the update begins: it takes the placement of the optimizer's state.
-
-    Attributes:
-        parameter: The name of the parameter.
-        source: The gradient.
-        out: The number of the same gradient beyond this step.
-    """
+    """The complete gradient of a parameter where the update begins, placed as the optimizer's state."""
 
     parameter: str
     source: int
@@ -131,8 +117,6 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor that the program gives: a result of the function, or the next value of the input with this name."""
-
     slot: int
     name: str
     role: Literal["result"] | Role
@@ -188,7 +172,6 @@ class Results:
     others: Mapping[int, Any] = field(default_factory=dict)
 
     def build(self, tensors: Iterable[Any]) -> Any:
-        """The results as the function returns them."""
         rest = iter(tensors)
         places = range(self.tree.num_leaves)
         return tree_unflatten([self.others[at] if at in self.others else next(rest) for at in places], self.tree)

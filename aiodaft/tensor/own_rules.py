@@ -27,8 +27,6 @@ _SUM: Final = 2
 
 
 class Lowers(Protocol):
-    """The part of a lowering that rules use."""
-
     rules: Rules
 
     def spec(self, number: int) -> Spec: ...
@@ -51,8 +49,6 @@ def by_own_rule(lowers: Lowers, op: OpOverload[..., Any], args: tuple[Any, ...],
 
 
 def _own(*names: str) -> Callable[[_Rule], _Rule]:
-    """The rule of these operations, where this version of torch has them."""
-
     def register(rule: _Rule) -> _Rule:
         for name in names:
             packet, _, overload = name.partition(".")
@@ -64,8 +60,6 @@ def _own(*names: str) -> Callable[[_Rule], _Rule]:
 
 
 class _Call:
-    """An operation and its arguments by name."""
-
     def __init__(
         self, lowers: Lowers, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
@@ -82,22 +76,18 @@ class _Call:
         return self.lowers.spec(self.given[name].number)
 
     def arguments(self, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Those by position and those by name."""
         schema = self.op._schema.arguments
         return tuple(given[one.name] for one in schema if not one.kwarg_only), {
             one.name: given[one.name] for one in schema if one.kwarg_only
         }
 
     def again(self, changes: Mapping[str, Any]) -> Any:
-        """The operation with other arguments."""
         return self.lowers.apply(self.op, *self.arguments({**self.given, **changes}))
 
     def whole_at_all(self) -> Any:
-        """The operation on replicas."""
         return self.lowers.apply_whole(self.op, *self.arguments(self.given))
 
     def whole(self, op: OpOverload[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """An operation on whole tensors."""
         return self.lowers.apply(op, args, kwargs)
 
     def local(self, spec: Spec, op: str, *args: Any, **kwargs: Any) -> Slot:
@@ -263,7 +253,6 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Meta:
 
 
 def _range(rules: Rules, spec: Spec, dim: int) -> tuple[ByRank, ByRank]:
-    """The positions of each rank's part of a dimension: the first, and the end."""
     firsts = [rules.offset(spec, rank)[dim] for rank in range(rules.size)]
     lengths = [shape[dim] for shape in rules.local_shapes(spec)]
     return ByRank(tuple(firsts)), ByRank(tuple(a + b for a, b in zip(firsts, lengths, strict=True)))
@@ -370,7 +359,6 @@ _TAPE: Final = Meta((0,), (1,), torch.int64)
 
 
 def by_local_rule(lowers: Lowers, op: OpOverload[..., Any], args: tuple[Any, ...]) -> Any:
-    """The results of `aiodaft.local` or of its backward, or NotImplemented."""
     if op is torch.ops.aiodaft.local.default:
         return _forward(lowers, *args)
     if op is torch.ops.aiodaft.local_backward.default:

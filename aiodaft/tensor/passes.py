@@ -18,8 +18,6 @@ __all__ = ["SegmentKind", "Stages", "Step", "outs_of", "split", "with_buckets", 
 
 
 class Step(NamedTuple):
-    """A step of a plan that is being made."""
-
     instruction: Instruction
     cause: Cause
 
@@ -148,11 +146,6 @@ class Stages:
 
 
 def split(trace: Trace, cuts: Sequence[str]) -> Stages:
-    """The stages of a program that is cut after these modules.
-
-    Raises:
-        ValueError: A cut is no module whose output is a tensor of forward, or the cuts are not in their order.
-    """
     stages = Stages(len(cuts) + 1)
     modules = list(dict.fromkeys(one.module for one in trace.operations if isinstance(one, Mark) and one.side == "out"))
     for cut in cuts:
@@ -169,12 +162,10 @@ def split(trace: Trace, cuts: Sequence[str]) -> Stages:
 
 
 def reads_of(step: Traced) -> list[int]:
-    """The tensors that an operation reads."""
     return slots_of((step.args, step.kwargs)) if isinstance(step, Operation) else [step.source]
 
 
 def outs_of(step: Traced) -> list[int]:
-    """The tensors that an operation makes."""
     return [one for one in step.outs if one is not None] if isinstance(step, Operation) else [step.out]
 
 

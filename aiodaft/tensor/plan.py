@@ -174,7 +174,6 @@ class Plan:
 def routine_of(
     plan: Plan, name: str, inputs: Sequence[Input], outputs: Sequence[Output], stage: int = 0
 ) -> Routine | StagedRoutine:
-    """The routine of the ranks of a stage, which take these inputs and give these outputs, among those of the plan."""
     slots = {one.slot for one in inputs}
     replaced = {(one.name, one.role, one.stage) for one in outputs if one.slot not in slots}
     kept: dict[tuple[str, str, int], int] = {

@@ -26,14 +26,7 @@ __all__ = ["Planner", "check_names", "flops_of", "joined_collectives", "peak_of"
 
 
 class Planner:
-    """Lowers the operations of a program, one after the other.
-
-    Args:
-        trace: The program.
-        strategy: The placements.
-        rules: The table for the axes.
-        count: Numbers for the tensors of the plan.
-    """
+    """Lowers the operations of a program, one after the other."""
 
     def __init__(self, trace: Trace, strategy: Strategy, rules: Rules, count: Iterator[int] | None = None) -> None:
         self.trace = trace
@@ -58,7 +51,6 @@ class Planner:
         self.gradients = {one.source: one for one in trace.operations if isinstance(one, Gradient)}
 
     def made(self) -> Plan:
-        """The plan of the program in one piece."""
         check_names(self.trace, self.strategy)
         inputs = [replace(one, slot=self.placed_input(one)) for one in self.trace.inputs]
         for one in self.trace.operations:
@@ -67,11 +59,9 @@ class Planner:
         return self._plan(inputs, outputs)
 
     def replicated(self, meta: Meta) -> int:
-        """A number for a tensor of a pass."""
         return self.lowering.new(Spec(self.lowering.replicas, meta))
 
     def step(self, one: Operation | Mark | Gradient) -> None:
-        """Lower an operation."""
         self.lowering.cause = one.cause
         match one:
             case Mark():
@@ -113,7 +103,6 @@ class Planner:
     # Inputs
 
     def placed_input(self, one: Input) -> int:
-        """The number of an input, as the strategy places it."""
         meta = self.trace.metas.get(one.slot)
         spec = Spec(self._placements(one), meta) if meta is not None else None
         number = self.numbers[one.slot] = self.lowering.new(spec)
@@ -185,7 +174,6 @@ class Planner:
         return args, kwargs
 
     def number_of(self, number: int, cause: Cause) -> int:
-        """The number of a tensor of the program in the plan, for an operation there."""
         if number in self.parameters:
             return self._parameter(number, cause)
         if cause.phase == "backward":
@@ -248,7 +236,6 @@ class Planner:
         return self.lowering.redistribute(number, tuple(Replicate() if p.is_partial() else p for p in here))
 
     def placements_of(self, number: int) -> Placements:
-        """The placements of a tensor of the program."""
         return self.lowering.spec(self.numbers[number]).placements
 
     def _fit_output(self, one: Mark, given: Mapping[str, Any]) -> Placements:
@@ -256,7 +243,6 @@ class Planner:
         return self._fitting(output, "outputs", given)
 
     def _reduced(self, one: Gradient) -> int:
-        """The gradient of a parameter, placed as the optimizer's state."""
         slot = self.slots[one.parameter]
         like = Input(slot, one.parameter, "state", one.parameter)
         self.lowering.cause = one.cause
@@ -276,7 +262,6 @@ class Planner:
         return number
 
     def output(self, one: Output) -> int:
-        """The number of an output, as the strategy places it."""
         self.lowering.cause = Cause(f"the {one.role} {one.name}", phase="update")
         number = self.number_of(one.slot, self.lowering.cause)
         with self._written():
@@ -295,11 +280,6 @@ class Planner:
 
 
 def check_names(trace: Trace, strategy: Strategy) -> None:
-    """Refuse patterns that fit no name of a program.
-
-    Raises:
-        ValueError: It names the pattern and the nearest names.
-    """
     inputs = trace.inputs
     names = [one.name for one in inputs if one.role in ("parameter", "buffer")]
     modules = list(dict.fromkeys(one.module for one in trace.operations if isinstance(one, Mark)))
@@ -314,7 +294,6 @@ def check_names(trace: Trace, strategy: Strategy) -> None:
 def joined_collectives(
     collectives: Iterable[Collective], joined: Mapping[int, int], lowering: Lowering
 ) -> list[Collective]:
-    """One collective for the all_reduces that were joined."""
     together: dict[int, list[Collective]] = {}
     for at, one in enumerate(collectives):  # a sum that goes on to other stages is sent each time
         slot = joined.get(one.slot) if one.kind == "all_reduce" else None

@@ -23,15 +23,7 @@ _CHUNK: Final = 1 << 14
 
 
 def philox(counter: Sequence[torch.Tensor], key: tuple[int, int]) -> torch.Tensor:
-    """The four words of each counter.
-
-    Args:
-        counter: Four int64 tensors of one shape, with words of 32 bits.
-        key: Two words of 32 bits.
-
-    Returns:
-        int64, with a last dimension of 4.
-    """
+    """The four words of each counter: int64 with words of 32 bits, as all that is given; the last dimension is 4."""
     c0, c1, c2, c3 = (one.clone() for one in counter)
     k0, k1 = key
     for _ in range(10):
@@ -139,28 +131,17 @@ _library.impl("random", _random, "CompositeExplicitAutograd")
 
 
 class Drawing(Protocol):
-    """A mode that draws for operations of torch."""
+    def draw(self, kind: str, shape: Sequence[int], dtype: torch.dtype, *parameters: float) -> torch.Tensor: ...
 
-    def draw(self, kind: str, shape: Sequence[int], dtype: torch.dtype, *parameters: float) -> torch.Tensor:
-        """The next draw."""
-        ...
-
-    def fill(self, tensor: torch.Tensor, kind: str, *parameters: float) -> torch.Tensor:
-        """The tensor, filled with the next draw."""
-        ...
+    def fill(self, tensor: torch.Tensor, kind: str, *parameters: float) -> torch.Tensor: ...
 
 
 def is_random(func: Any) -> bool:
-    """Whether an operation draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def drawn(mode: Drawing, func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a random operation of torch, with the draws of a mode; None if it draws nothing this time.
-
-    Raises:
-        NotImplementedError: The operation is not known.
-    """
+    """The result of a random operation of torch, with the draws of a mode; None if it draws nothing this time."""
     arguments = func._schema.arguments
     # The default of a dtype is a number of C++, and the rules have it.
     given = {one.name: one.default_value for one in arguments if one.has_default_value() and one.name != "dtype"}
@@ -178,8 +159,6 @@ def _filled(kind: str, *names: str) -> Callable[[Drawing, dict[str, Any]], Any]:
 
 
 def _made(kind: str, default: torch.dtype | None, *parameters: Any) -> Callable[[Drawing, dict[str, Any]], Any]:
-    """A rule of an operation that makes a tensor by its size, or like another one."""
-
     def rule(mode: Drawing, given: dict[str, Any]) -> Any:
         like = given.get("self")
         dtype = given.get("dtype") or (like.dtype if like is not None else default or torch.get_default_dtype())
@@ -247,8 +226,6 @@ def numbered(counted: Any) -> Generator[None]:
 
 
 class _Draws(TorchDispatchMode):
-    """Draws in this process."""
-
     def __init__(self, seed: int, step: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.seed, self.step, self.draws = seed, step, 0

@@ -72,12 +72,7 @@ class Recorder:
     # Recording.
 
     def record(self, entry: Entry, cells: Sequence[Cell], scalars: Sequence[float] = ()) -> list[Cell]:
-        """Append an operation to the block.
-
-        Raises:
-            BaseException: That of the operation that should have made an input.
-            RuntimeError: It writes to memory that others see, of which the workers have copies.
-        """
+        """Append an operation to the block."""
         block = self._block
         place = (entry.name, *here())
         for position in entry.writes:
@@ -135,7 +130,6 @@ class Recorder:
     # Sending.
 
     def flush(self) -> None:
-        """Send the block, and the numbers of tensors that nobody has any more."""
         self._settle_done()
         gone = {self.dropped.popleft() for _ in range(len(self.dropped))}
         block = self._block
@@ -171,7 +165,6 @@ class Recorder:
         )
 
     def put(self, whole: Tensor, placements: Placements) -> Cell:
-        """Send a tensor to the workers: to each its part."""
         whole = whole.detach()
         strides = torch.empty(whole.shape, device="meta").stride()
         cell = self.reserve(Spec(placements, Meta(tuple(whole.shape), tuple(strides), whole.dtype)))
@@ -181,7 +174,6 @@ class Recorder:
         return cell
 
     def reserve(self, spec: Spec) -> Cell:
-        """A tensor that another message than a block makes."""
         self._count += 1
         return Cell(self.entries.layout(spec), self._count - 1, Block(), self.dropped)
 
@@ -193,18 +185,15 @@ class Recorder:
     # Results.
 
     def redistributed(self, cell: Cell, target: Placements) -> Cell:
-        """The same tensor with other placements."""
         if cell.layout.spec.placements == target:
             return cell
         return self.record(self.entries.route(cell.layout, target), (cell,))[0]
 
     def refs(self, cell: Cell) -> Refs[Tensor]:
-        """The local parts, one ref for each rank."""
         self.flush()
         return self.group.all(Worker.part, self.session, cell.number)
 
     def gathered(self, cell: Cell) -> Cell:
-        """The same tensor as replicas and contiguous parts."""
         return self.redistributed(cell, self.plain(cell.layout.spec.placements))
 
     def plain(self, placements: Placements) -> Placements:
@@ -213,13 +202,6 @@ class Recorder:
         return self.replicas if any(map(strided, plain)) else plain
 
     async def fetch(self, cell: Cell) -> Tensor:
-        """The whole tensor.
-
-        Raises:
-            BaseException: That of the operation that should have made it.
-
-        Cancellation: nothing else is cancelled.
-        """
         cell = self.gathered(cell)
         self.flush()
         await self.settle(cell.block)
@@ -230,13 +212,6 @@ class Recorder:
         return joined(parts, spec.meta.shape, spec.placements, self.axes)
 
     async def settle(self, block: Block) -> None:
-        """Wait until a block has run.
-
-        Raises:
-            BaseException: That of the block.
-
-        Cancellation: only this wait ends.
-        """
         while block.refs:
             first = self._sent[0]
             for ref in first.refs:
@@ -272,11 +247,6 @@ class Recorder:
 
 
 async def values_of(refs: Iterable[Ref[Any]]) -> list[Any]:
-    """The values of calls.
-
-    Raises:
-        Exception: The error that caused the others.
-    """
     waits = asyncio.gather(*refs, return_exceptions=True)
     try:
         values = await asyncio.shield(waits)

@@ -17,19 +17,16 @@ _ROW, _LEFT, _CELL = 18, 190, 300
 
 
 def place_of(cause: Cause) -> str:
-    """`aten.mm (blocks.0.attn, gpt.py:24, forward)`"""
     where = ", ".join(one for one in (cause.module, cause.line, cause.phase) if one)
     return f"{cause.operation} ({where})"
 
 
 def placed_text(spec: Spec, axes: Mapping[str, int]) -> str:
-    """`tp=S(0)`, or `replicas`."""
     given = unplaced(spec.placements, axes)
     return ", ".join(f"{axis}={text(one)}" for axis, one in given.items()) or "replicas"
 
 
 def size_text(count: float) -> str:
-    """`1.5 MB`"""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 1000 or unit == "TB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -44,13 +41,7 @@ def ranks_text(values: Sequence[int]) -> str:
 
 
 def described(head: str, bytes_: Mapping[str, tuple[int, ...]], lines: Sequence[tuple[Cause, str, int, bool]]) -> str:
-    """A plan as a text: totals, then each group of equal collectives with its place in the user's code.
-
-    Args:
-        head: The totals.
-        bytes_: The bytes that a rank receives in a step, by axis and rank.
-        lines: Of each collective its cause, a title, how often it happens, and whether the strategy asks for it.
-    """
+    """A plan as a text: totals, then each group of equal collectives with its place in the user's code."""
     totals = [f"{axis}: {ranks_text(counts)} received by a rank" for axis, counts in bytes_.items()]
     counted: dict[tuple[str, str, bool], int] = {}
     for cause, title, times, written in lines:
@@ -69,8 +60,6 @@ def drawn(
     collectives: Sequence[tuple[Cause, str, int]],
     axes: Mapping[str, int],
 ) -> str:
-    """A plan as an SVG: modules from top to bottom, with the placements of their parameters, and their collectives in
-    forward, backward and update."""
     modules: dict[str, None] = {}
     placements: dict[str, list[str]] = {}
     for one, spec in parameters:

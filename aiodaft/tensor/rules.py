@@ -35,8 +35,6 @@ aten = torch.ops.aten
 
 
 class Move(NamedTuple):
-    """One step of a redistribution: the placement on one axis changes."""
-
     axis: int
     source: Placement
     target: Placement
@@ -85,7 +83,6 @@ class Rules:
         return placing
 
     def allows(self, op: str, kind: str) -> bool:
-        """Whether an operation is right with placements of this kind."""
         if kind == "r" or not self._only_verified or op in _OF_USERS:
             return True
         kinds = verified().get(op, frozenset())
@@ -130,18 +127,15 @@ class Rules:
             yield from _moves(axis, now[axis], to)
 
     def local_shapes(self, spec: Spec) -> tuple[tuple[int, ...], ...]:
-        """The shape of the local tensor, by rank."""
         known = self._shapes.get(spec)
         if known is None:
             known = self._shapes[spec] = tuple(self._local_shape(spec, place) for place in self._coords)
         return known
 
     def offset(self, spec: Spec, rank: int) -> tuple[int, ...]:
-        """Where the part of a rank begins in the whole tensor."""
         return tuple(start for start, _ in bounds(spec.meta.shape, spec.placements, self.axes, rank))
 
     def local_bytes(self, spec: Spec) -> tuple[int, ...]:
-        """The size of the local tensor, by rank."""
         return tuple(math.prod(shape) * spec.meta.dtype.itemsize for shape in self.local_shapes(spec))
 
     def _local_shape(self, spec: Spec, place: tuple[int, ...]) -> tuple[int, ...]:
@@ -263,7 +257,6 @@ def rule(*operations: OpOverload[..., Any]) -> Callable[[FunctionT], FunctionT]:
 
 @cache
 def verified() -> Mapping[str, frozenset[str]]:
-    """The kinds of placements that are right, by operation."""
     lines = resources.files("aiodaft.tensor").joinpath("verified.txt").read_text().splitlines()
     return {f"aten.{name}": frozenset(kinds) for name, *kinds in map(str.split, lines)}
 
@@ -280,7 +273,6 @@ def strided(placement: Placement) -> tuple[int, int] | None:
 
 
 def _dim(placement: Placement) -> int | None:
-    """The dimension that it cuts."""
     return placement.dim if isinstance(placement, Shard) else (strided(placement) or (None,))[0]
 
 
@@ -295,7 +287,6 @@ def _flag(placement: Placement) -> str:
 
 
 def _reduced(one: Any) -> Any:
-    """Without terms of sums."""
     if not isinstance(one, Spec):
         return one
     return one.at(tuple(Replicate() if placement.is_partial() else placement for placement in one.placements))

@@ -13,19 +13,13 @@ __all__ = ["EXTREMES", "Items", "LiveScalars", "Number", "OnNumbers"]
 
 
 class OnNumbers(Protocol):
-    """The recorder of numbers."""
-
-    def arithmetic(self, target: torch._ops.OpOverload[..., Any], *args: Number | float) -> Number:
-        """The result of an operation on numbers."""
-        ...
+    def arithmetic(self, target: torch._ops.OpOverload[..., Any], *args: Number | float) -> Number: ...
 
     def used(self) -> Exception:
         """The error where Python wants the value of a number, or of a tensor."""
         ...
 
-    def decided(self, number: Number, comparison: Callable[[Any, Any], bool], other: float) -> bool:
-        """The outcome of a comparison now; the program holds for as long as it is the same."""
-        ...
+    def decided(self, number: Number, comparison: Callable[[Any, Any], bool], other: float) -> bool: ...
 
 
 class _Node:
@@ -163,11 +157,9 @@ class LiveScalars(Mapping[str, Any]):
         self._guards: dict[str, list[tuple[Callable[[Any, Any], bool], float, bool]]] = {}
 
     def add(self, name: str, group: Mapping[str, Any], key: str, index: int | None) -> None:
-        """Read this number from this place."""
         self._places[name] = (group, key, index)
 
     def guard(self, name: str, comparison: Callable[[Any, Any], bool], other: float, outcome: bool) -> None:
-        """This comparison must have this outcome."""
         self._guards.setdefault(name, []).append((comparison, other, outcome))
 
     def __getitem__(self, name: str) -> float:

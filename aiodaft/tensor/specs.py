@@ -35,8 +35,6 @@ Placements: TypeAlias = tuple[Placement, ...]
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """Shape, stride in elements and dtype of a whole tensor."""
-
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -52,33 +50,22 @@ class Meta:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A whole tensor and its placement on each axis."""
-
     placements: Placements
     meta: Meta
 
     def at(self, placements: Placements) -> Spec:
-        """The same tensor, placed otherwise."""
         return Spec(placements, self.meta)
 
 
 def placed(given: Mapping[str, Placement], axes: Mapping[str, int]) -> Placements:
-    """`{"tp": Shard(0)}` as one placement for each axis; an axis that is not named has replicas.
-
-    Raises:
-        ValueError: An axis is not one of `axes`.
-    """
+    """`{"tp": Shard(0)}` as one placement for each axis; an axis that is not named has replicas."""
     if unknown := given.keys() - axes.keys():
         raise ValueError(f"there is no axis {', '.join(sorted(unknown))}: the axes are {', '.join(axes)}")
     return tuple(given.get(axis, Replicate()) for axis in axes)
 
 
 def checked(placements: Placements, dims: int) -> Placements:
-    """The placements of a tensor with so many dimensions, of which none counts from the end.
-
-    Raises:
-        ValueError: A placement cuts a dimension that the tensor has not.
-    """
+    """The placements of a tensor with so many dimensions, of which none counts from the end."""
     made = []
     for one in placements:
         if isinstance(one, Shard):
@@ -90,7 +77,6 @@ def checked(placements: Placements, dims: int) -> Placements:
 
 
 def unplaced(placements: Placements, axes: Mapping[str, int]) -> dict[str, Placement]:
-    """The placements that are not replicas, by axis."""
     return {axis: one for axis, one in zip(axes, placements, strict=True) if not one.is_replicate()}
 
 
@@ -107,11 +93,7 @@ def text(placement: Placement) -> str:
 
 
 def untext(text: str) -> Placement:
-    """The placement of `S(0)`, `R`, `P` or `P(max)`.
-
-    Raises:
-        ValueError: It is none of these.
-    """
+    """The placement of `S(0)`, `R`, `P` or `P(max)`."""
     kind, _, inner = text.strip().removesuffix(")").partition("(")
     if kind == "R" and not inner:
         return Replicate()
@@ -168,11 +150,7 @@ def holders(placements: Placements, axes: Mapping[str, int]) -> list[int]:
 def joined(
     parts: Mapping[int, Tensor], shape: Sequence[int], placements: Placements, axes: Mapping[str, int]
 ) -> Tensor:
-    """The whole tensor of the parts of its `holders`, by rank.
-
-    Raises:
-        ValueError: A part has another shape, or a placement is a sum.
-    """
+    """The whole tensor of the parts of its `holders`, by rank."""
     if any(one.is_partial() for one in placements):
         raise ValueError(f"parts of {', '.join(map(text, placements))} have to be reduced first")
     ranks = holders(placements, axes)

@@ -51,7 +51,6 @@ class StagedRoutine(NamedTuple):
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
-        """Those of all segments."""
         return tuple(one for routine in self.segments.values() for one in routine.instructions)
 
 
@@ -88,7 +87,6 @@ class Pipe:
             self._sent.append(self._row.isend(tensor, to=self._places[stage], tag=self._tag(number)))
 
     def receive(self, stage: int, number: int) -> Tensor:
-        """The tensor that a stage sends."""
         if self.is_here(stage):
             return self._here[number, self.microbatch]
         tensor: Tensor = self._row.irecv(source=self._places[stage], tag=self._tag(number)).result()
@@ -97,14 +95,12 @@ class Pipe:
         return tensor
 
     def end(self) -> None:
-        """Wait until all that was sent is with its receiver."""
         sent, self._sent = self._sent, []
         self._here.clear()
         for one in sent:
             one.result()
 
     def is_here(self, stage: int) -> bool:
-        """Whether this rank has a stage."""
         return self._places[stage] == self._place
 
     def _tag(self, number: int) -> str:
@@ -124,20 +120,16 @@ class StageRuns:
 
     @property
     def axis(self) -> str:
-        """The axis of the pipeline; empty if there is one stage."""
         return self._routine.axis
 
     @property
     def pipe(self) -> Pipe:
-        """The way from stage to stage."""
         return self._pipe
 
     def held(self) -> Iterable[Tensor]:
-        """As `Code.held`: activations and sums of gradients."""
         return (one for here in self._held for one in here.values() if isinstance(one, Tensor))
 
     def run(self, values: list[Any], update: Callable[[], object] = bool) -> tuple[Any, ...]:
-        """As `Code.run`."""
         routine, pipe = self._routine, self._pipe
         given = dict(zip(routine.inputs, values, strict=True))
         values.clear()

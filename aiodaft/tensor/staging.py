@@ -31,12 +31,7 @@ _KINDS: Final[tuple[SegmentKind, ...]] = ("F", "B", "W", "U")
 
 
 def plan_stages(trace: Trace, strategy: Strategy, axes: Mapping[str, int]) -> Plan:
-    """The plan of the program of one micro-batch, in stages.
-
-    Raises:
-        ValueError: A cut is no module, the axis `pp` or the schedule does not fit the number of stages, or the update
-            reads a value of one micro-batch.
-    """
+    """The plan of the program of one micro-batch, in stages."""
     check_names(trace, strategy)
     stages = split(trace, strategy.stages)
     schedule = _schedule(strategy, stages.count, axes)
@@ -88,8 +83,6 @@ def _lower(trace: Trace, stages: Stages, planners: Sequence[_StagePlanner]) -> l
 
 
 class _StagePlanner(Planner):
-    """Lowers the operations of one stage."""
-
     def __init__(
         self,
         trace: Trace,
@@ -121,7 +114,6 @@ class _StagePlanner(Planner):
         """The stage that each tensor comes from that is received."""
 
     def run(self, kind: SegmentKind, steps: Sequence[Operation | Mark | Gradient]) -> None:
-        """Lower operations into a segment."""
         self.kind = kind
         self.lowering.instructions, self.lowering.causes = self.steps[kind]
         for one in steps:
@@ -148,11 +140,9 @@ class _StagePlanner(Planner):
         return here.lowering.spec(here.numbers[number]).placements
 
     def keep(self, one: Input) -> None:
-        """Take an input that no stage reads."""
         self.taken[one.slot] = self.micro[one.slot] = self.placed_input(one)
 
     def given(self, one: Output) -> Output | None:
-        """An output as this stage gives it; None if another stage does."""
         source = self.sources.get((one.name, one.role))
         phase = getattr(self.stages.free.get(one.slot), "cause", Cause("", phase="forward")).phase
         stage, kind = self.stages.where.get(one.slot, (self.stages.count - 1, "U" if phase == "update" else "F"))
@@ -187,7 +177,6 @@ class _StagePlanner(Planner):
             self._receive(number, self.stages.where[number][0])
 
     def number_as_stored(self, number: int) -> int:
-        """The number of a parameter of this stage, as it is kept."""
         if number not in self.numbers:
             self._fetch(number, Cause(""))
         return self.numbers[number]
@@ -213,8 +202,6 @@ class _StagePlanner(Planner):
 
 
 class _Assembly:
-    """Puts the stages together."""
-
     def __init__(
         self,
         trace: Trace,
@@ -375,7 +362,6 @@ class _Assembly:
         return tuple(map(sum, zip(*parts, strict=True))) if parts else (0,) * self.rules.size
 
     def _by_rank(self, stages: Sequence[ByRank], combine: Callable[[list[int]], int]) -> ByRank:
-        """What holds for the ranks of stages, by rank of the whole group."""
         inner = [axis for axis in self.axes if axis != PIPELINE_AXIS]
         result = []
         for at in product(*map(range, self.axes.values())):

@@ -112,7 +112,6 @@ def _placements(name: str, value: Any) -> Any:
 
 
 def first(patterns: Patterns, name: str) -> Mapping[str, Placement] | None:
-    """The placements of the first pattern that fits a name."""
     for pattern, given in patterns.items():
         if fnmatch.fnmatchcase(name, pattern):
             return given
@@ -120,16 +119,11 @@ def first(patterns: Patterns, name: str) -> Mapping[str, Placement] | None:
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:
-    """Whether one of the patterns fits a name."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def check_patterns(kind: str, patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Refuses a pattern that fits no name.
-
-    Raises:
-        ValueError: It names the pattern and the names that are nearest to it.
-    """
+    """Refuses a pattern that fits no name."""
     known = list(names)
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in known):

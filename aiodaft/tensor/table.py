@@ -39,14 +39,7 @@ class Answer(NamedTuple):
 
 
 class Table:
-    """The table for a group with named axes.
-
-    Args:
-        shapes: Gives the shape of a local tensor by rank.
-
-    Raises:
-        NotImplementedError: A mesh of this version of torch needs a process group.
-    """
+    """The table for a group with named axes."""
 
     def __init__(self, axes: Mapping[str, int], shapes: Callable[[Spec], tuple[tuple[int, ...], ...]]) -> None:
         ranks = torch.arange(math.prod(axes.values())).view(*axes.values())
@@ -108,7 +101,6 @@ class Table:
         return type(given)(self._ours(one) for one in given) if isinstance(given, tuple | list) else None
 
     def _by_rank(self, op: OpOverload[..., Any], index: int, want: Any, sharding: OutputSharding) -> Any:
-        """A shape or a stride among the arguments, which is that of the local tensor."""
         at = _PROPAGATOR.op_to_shape_and_stride_idx.get(op)
         if at is None or index not in (at if isinstance(at, tuple) else (at,)):
             return want
@@ -135,7 +127,6 @@ def _counted(op: OpOverload[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]
 
 
 def _typed(value: Any) -> Any:
-    """Arguments with the types of numbers, as a key."""
     if isinstance(value, Mapping):
         return tuple((name, _typed(one)) for name, one in value.items())
     if isinstance(value, list | tuple):

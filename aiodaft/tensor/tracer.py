@@ -117,7 +117,6 @@ class Tracer(TorchDispatchMode):
         return fake
 
     def number(self, name: str, value: float | None) -> Number:
-        """A number that the program takes."""
         slot = self._new()
         self.inputs.append(Input(slot, name, "scalar"))
         self._names[slot] = name
@@ -125,7 +124,6 @@ class Tracer(TorchDispatchMode):
         return Number(self, slot, value)
 
     def share(self, tensor: torch.Tensor) -> None:
-        """Count this tensor of one element among the numbers."""
         self._shared.add(self._value(tensor).slot)
 
     def like(self, tensor: torch.Tensor) -> FakeTensor:
@@ -140,7 +138,6 @@ class Tracer(TorchDispatchMode):
     # results
 
     def read(self, tensor: torch.Tensor) -> int:
-        """The number of the value that a tensor has now."""
         value = self._value(tensor)
         if value.version != value.memory.version:
             value.slot = self._walk(value)[-1]
@@ -148,11 +145,9 @@ class Tracer(TorchDispatchMode):
         return value.slot
 
     def copied(self, slot: int) -> int:
-        """The number of a copy."""
         return self._record(aten.clone.default, (Slot(slot),), {}, [self.metas[slot]])[0]
 
     def memory(self, tensor: torch.Tensor) -> _Memory:
-        """The memory of a tensor."""
         return self._value(tensor).memory
 
     # marks
@@ -173,7 +168,6 @@ class Tracer(TorchDispatchMode):
         return marked
 
     def gradient(self, parameter: str, tensor: torch.Tensor) -> Gradient:
-        """Mark the complete gradient of a parameter."""
         source = self.read(tensor)
         out = self._new(self.metas[source])
         line = self._lines.get(source) or self._line()
@@ -183,13 +177,11 @@ class Tracer(TorchDispatchMode):
         return one
 
     def begin_backward(self) -> None:
-        """A backward pass is under way."""
         if not self._in_backward:
             self._had_backward = self._in_backward = True
             self._before_backward()
 
     def end_backward(self) -> None:
-        """A backward pass is over, if one was under way."""
         if self._in_backward:
             self._in_backward = False
             self._after_backward()
@@ -324,7 +316,6 @@ class Tracer(TorchDispatchMode):
         return target
 
     def _without_write(self, func: Op, args: Any, kwargs: Any, target: torch.Tensor, meta: Meta) -> int:
-        """The number of the value that an operation would write."""
         if func in (aten.zero_.default, aten.fill_.Scalar):
             (fill,) = args[1:] or (0,)
             fill = Slot(fill.slot) if isinstance(fill, Number) else fill
@@ -343,7 +334,6 @@ class Tracer(TorchDispatchMode):
         return self._converted(outs[0], meta, copy=False)
 
     def _converted(self, slot: int, meta: Meta, *, copy: bool = True) -> int:
-        """The number of a tensor with another dtype and a shape that it expands to."""
         now = self.metas[slot]
         if now.dtype != meta.dtype:
             slot = self._record(aten._to_copy.default, (Slot(slot),), {"dtype": meta.dtype}, [meta])[0]
@@ -414,7 +404,6 @@ class Tracer(TorchDispatchMode):
         return fake
 
     def _slot(self, value: Any) -> Any:
-        """The `Slot` of a tensor or a number."""
         if isinstance(value, torch.Tensor):
             return Slot(self.read(value))
         return Slot(value.node.number.slot) if isinstance(value, torch.SymFloat) else value
@@ -467,7 +456,6 @@ class Tracer(TorchDispatchMode):
         return "update" if self._had_backward and not torch.is_grad_enabled() and not self.modules else "forward"
 
     def error(self, message: str) -> CaptureError:
-        """An error at the line of the user's code that is running."""
         return CaptureError(f"{self._line()}: {message}")
 
     def _line(self) -> str:
@@ -530,7 +518,6 @@ def _same(tracer: Tracer, func: Op, args: Any, kwargs: Any) -> tuple[bool, Any]:
 
 
 def _clone(tracer: Tracer, func: Op, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """A clone is the same value in a memory of its own."""
     source = tracer._faked(args[0])
     result = func(source, **kwargs)
     slot = tracer.read(source)
@@ -541,7 +528,6 @@ def _clone(tracer: Tracer, func: Op, args: Any, kwargs: Any) -> tuple[bool, Any]
 
 
 def _item(tracer: Tracer, func: Op, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """A tensor of one element as a number."""
     (tensor,) = args
     constant = getattr(tensor, "constant", None)
     if constant is not None:

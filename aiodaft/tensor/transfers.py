@@ -21,13 +21,7 @@ __all__ = ["adopted", "moved", "sharding_of"]
 
 
 def sharding_of(spec: Spec, axes: Mapping[str, int], only: Mapping[str, int] | None = None) -> Sharding:
-    """The layout of a placed tensor.
-
-    Args:
-        spec: The tensor.
-        axes: The axes that its placements are for.
-        only: The place on another axis at which ranks have it.
-    """
+    """The layout of a placed tensor, of ranks at the place `only` on other axes."""
     dims: dict[int, list[str]] = {}
     for axis, placement in zip(axes, spec.placements, strict=True):
         if not isinstance(placement, Replicate):

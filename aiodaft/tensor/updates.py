@@ -28,11 +28,7 @@ _FLOATS = {"lr", "momentum", "dampening", "weight_decay", "eps", "alpha", "lr_de
 
 
 class Update:
-    """An optimizer whose parameters are fake tensors for a while.
-
-    Args:
-        owned: The name and the fake tensor of each parameter of the models, by the id of the real one.
-    """
+    """An optimizer whose parameters are fake tensors for a while."""
 
     def __init__(
         self,
@@ -87,7 +83,6 @@ class Update:
             vars(optimizer).update(attributes)
 
     def _python_values(self) -> dict[Any, Any]:
-        """The values of groups and states that are no tensors."""
         places = [
             *enumerate(self.optimizer.param_groups),
             *((id(one), values) for one, values in self.optimizer.state.items()),
@@ -105,8 +100,6 @@ class Update:
         return [self.owned[id(one)][1] for one in parameters]
 
     def _numbers(self, name: str, group: dict[str, Any]) -> dict[str, Any]:
-        """A group with inputs of the program for its floats."""
-
         def number(key: str, value: Any, index: int | None = None) -> Any:
             tensor = isinstance(value, torch.Tensor) and value.numel() == 1
             if not (tensor or isinstance(value, float) or (key in _FLOATS and type(value) is int)):

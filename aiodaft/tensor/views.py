@@ -59,7 +59,6 @@ def traits_of(func: Op) -> Traits:
 
 
 def source_of(target: Op, args: Any, kwargs: Any) -> int | None:
-    """The number of the tensor in whose memory the results of an operation are."""
     traits = traits_of(target)
     if traits.viewed is None and not traits.written:
         return args[0].number if target is aten._unsafe_view.default else None
@@ -71,7 +70,6 @@ def source_of(target: Op, args: Any, kwargs: Any) -> int | None:
 
 @cache
 def functional_of(func: Op) -> Op | None:
-    """The operation that computes the same without writing."""
     packet = getattr(aten, func._opname.removesuffix("_"), None)
     if packet is None:
         return None
@@ -148,7 +146,6 @@ class View(NamedTuple):
     """The operation that made a view.
 
     Attributes:
-        base: The tensor that it is a view of.
         place: Which of the results of the operation, such as a split.
         attached: Whether the local tensor shares the memory of the local base: no redistribution came between.
     """
@@ -179,7 +176,6 @@ class Aliases:
     _children: dict[int, list[int]] = field(default_factory=dict)
 
     def add(self, number: int, view: View) -> None:
-        """`number` is a view."""
         self.views[number] = view
         self._children.setdefault(view.base, []).append(number)
 
@@ -190,7 +186,6 @@ class Aliases:
         return number
 
     def is_attached(self, number: int) -> bool:
-        """Whether a write to it reaches its base."""
         while (view := self.views.get(number)) is not None:
             if not view.attached or number in self.stale:
                 return False
@@ -198,13 +193,11 @@ class Aliases:
         return True
 
     def family(self, number: int) -> Iterator[int]:
-        """It and all views of it."""
         yield number
         for child in self._children.get(number, ()):
             yield from self.family(child)
 
     def made_again(self, number: int, held: int) -> None:
-        """A stale view is `held` from now on."""
         view = self.views.get(held)
         self.views[number] = self.views[number]._replace(attached=view is not None and view.attached)
         self.stale.discard(number)
@@ -218,7 +211,6 @@ class Aliases:
         return changed
 
     def forget(self, number: int) -> None:
-        """Nobody uses it any more."""
         if not self._children.get(number):
             view = self.views.pop(number, None)
             if view is not None:
@@ -241,7 +233,6 @@ def _written_names(op: Op) -> tuple[str, ...]:
 
 
 def written_arguments(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
-    """The numbers of the tensors that it writes."""
     names = _written_names(op)
     if not names:
         return []

@@ -99,8 +99,6 @@ class Measure(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A tensor with one value in all places."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     value: float
@@ -243,8 +241,6 @@ class Worker(Actor):
 
 
 class _Session:
-    """The tensors, programs and collectives of one controller."""
-
     def __init__(self, name: str, group: CurrentGroup[Any]) -> None:
         self._name = name
         self._rank = group.rank
@@ -255,7 +251,6 @@ class _Session:
         self.loaded: dict[str, _Loaded] = {}
 
     def begin(self, attempt: int) -> None:
-        """Have collectives for an attempt, unless it has failed."""
         if attempt > self._attempt:
             self._attempt, self._failed = attempt, ""
             group = current_group()
@@ -317,8 +312,6 @@ class _Session:
 
 
 class _Loaded:
-    """A program at this rank, and the counts of its runs."""
-
     def __init__(
         self, program: Program, code: Code | StageRuns, rows: Mapping[str, _Axis], segments: Sequence[Compiled]
     ) -> None:
@@ -335,8 +328,6 @@ class _Loaded:
     def run(
         self, code: Code | StageRuns, values: list[Any], tensors: dict[int, Tensor], outs: Sequence[int | None]
     ) -> tuple[Any, ...]:
-        """Run the program, or another form of it; the table gets the outputs."""
-
         def update() -> None:
             # From here on, a failure leaves the state neither as it was nor as it is to be.
             self._changing = True
@@ -398,8 +389,6 @@ class _Axis:
 
 
 class _Parts(NamedTuple):
-    """Parts that are counted when they are there."""
-
     axis: _Axis
     pending: Pending[Sequence[Tensor]]
 
@@ -428,7 +417,6 @@ class _Meter:
         self._parameters: set[int] = set()
 
     def watch(self, variables: Mapping[str, Any]) -> None:
-        """Count what a run has at this moment."""
         here = {name: one for name, one in variables.items() if isinstance(one, Tensor)}
         held = self.code.held() if self.code is not None else ()
         sizes = {

@@ -16,7 +16,7 @@ from aiodaft.tensor.instructions import ByRank, CollectiveKind, Instruction, Slo
 from aiodaft.tensor.operations import Cause
 from aiodaft.tensor.own_rules import by_local_rule, by_own_rule
 from aiodaft.tensor.plan import Collective
-from aiodaft.tensor.rules import Move, Placing, Rules, norm_of, strided
+from aiodaft.tensor.rules import RESHAPES, Move, Placing, Rules, norm_of, strided
 from aiodaft.tensor.specs import Meta, Placements, Spec, text
 from aiodaft.tensor.views import Aliases, View, is_view, written_arguments
 
@@ -363,7 +363,7 @@ def _metas(op: OpOverload[..., Any], args: Any, kwargs: Any) -> Any:
         return torch.empty_strided(one.shape, one.stride, dtype=one.dtype) if isinstance(one, Meta) else one
 
     with FakeTensorMode():
-        result = op(*tree_map(fake, args), **tree_map(fake, dict(kwargs)))
+        result = RESHAPES.get(op, op)(*tree_map(fake, args), **tree_map(fake, dict(kwargs)))
     return tree_map(lambda one: Meta.of(one) if isinstance(one, torch.Tensor) else None, result)
 
 

@@ -114,6 +114,16 @@ def _but(placements: Placements, axes: Sequence[int], placement: Any) -> Placeme
     return tuple(placement if axis in axes else one for axis, one in enumerate(placements))
 
 
+@_own("cat")
+def _cat(call: _Call) -> Any:
+    """Without tensors of shape (0,), which torch joins with those of any shape."""
+    shapes = [call.lowers.spec(one.number).meta.shape for one in call["tensors"]]
+    kept = [one for one, shape in zip(call["tensors"], shapes, strict=True) if shape != (0,)]
+    if not kept or len(kept) == len(shapes) or all(len(shape) == 1 for shape in shapes):
+        return NotImplemented
+    return call.again({"tensors": kept})
+
+
 # Means: the sum, divided by the count of the whole. Torch takes the mean of means, which is wrong for uneven parts.
 
 

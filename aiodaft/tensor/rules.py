@@ -20,7 +20,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from aiodaft.tensor.instructions import leaves, mapped
-from aiodaft.tensor.specs import Placement, Placements, Spec, bounds, coords
+from aiodaft.tensor.specs import Meta, Placement, Placements, Spec, bounds, coords
 
 if TYPE_CHECKING:
     from aiodaft.tensor.table import Table
@@ -57,6 +57,17 @@ class Placing:
     outputs: Any
 
 
+RESHAPES: Final[Mapping[OpOverload[..., Any], OpOverload[..., Any]]] = dict.fromkeys(
+    (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default), torch.ops.aten.reshape.default
+)
+"""Views of a shape, and the operation that does the same for any strides."""
+
+
+def _dense(spec: Spec) -> Spec:
+    strides = [math.prod(spec.meta.shape[dim + 1 :]) for dim in range(len(spec.meta.shape))]
+    return Spec(spec.placements, Meta(spec.meta.shape, tuple(strides), spec.meta.dtype))
+
+
 class Rules:
     """The placements of operations on a group with named axes.
 
@@ -77,6 +88,9 @@ class Rules:
         """How an operation is done in parts; None if it has to be done whole."""
         if self._table is None or _specs(dict(kwargs)):
             return None
+        if op in RESHAPES:
+            # Workers reshape. The strides that the table foretells may be others than those of one device.
+            args = (_dense(args[0]), *args[1:])
         placing = self._placing(self._table, op, args, kwargs)
         if placing is None and any(p.is_partial() for one in _specs(args) for p in one.placements):
             return self._placing(self._table, op, mapped(_reduced, args), kwargs)

@@ -186,3 +186,49 @@ def test_a_strategy_is_json_there_and_back() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             Strategy.from_json(wrong)
+
+
+def test_tensors_of_shape_0_are_joined_with_any_others() -> None:
+    def join(x: Any) -> Any:
+        return torch.cat([torch.tensor([]), x, x], -2)
+
+    x = torch.arange(24.0).view(2, 3, 4)
+    program = capture(join, x)
+    plan = program.plan(Strategy(inputs={"x": {"tp": Shard(0)}}), {"tp": 2})
+    values = {**program.values({}), **program.arguments.bind(x)}
+    assert torch.equal(next(iter(run_whole(plan, values).values())), join(x))
+    assert [one.kind for one in plan.collectives] == ["all_gather"]
+
+
+@pytest.mark.programs
+def test_llama_of_transformers_has_two_all_reduces_a_layer_in_each_direction() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=96, num_hidden_layers=2, **sizes))
+
+    def step(model: Any, optimizer: Any, tokens: Any) -> Any:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    tokens = torch.randint(96, (4, 16))
+    program = capture(step, model, torch.optim.SGD(model.parameters(), lr=0.1), tokens)
+    columns, rows = {"tp": Shard(0)}, {"tp": Shard(1)}
+    names = {"*.[qkv]_proj.*": columns, "*.gate_proj.*": columns, "*.up_proj.*": columns}
+    parallel = program.plan(Strategy(params={**names, "*.o_proj.*": rows, "*.down_proj.*": rows}), {"tp": 2})
+    sharded = program.plan(STRATEGIES["zero3"][0], {"dp": 2})
+    values = {**program.values(model.state_dict()), **program.scalars, **program.arguments.bind(tokens)}
+    expected = step(model, torch.optim.SGD(model.parameters(), lr=0.1), tokens)
+    for plan in (parallel, sharded):
+        made = run_whole(plan, dict(values))
+        result = next(one.name for one in plan.outputs if one.role == "result")
+        torch.testing.assert_close(made[result], expected.detach(), atol=1e-6, rtol=0)
+        weight = "model.layers.0.mlp.up_proj.weight"
+        torch.testing.assert_close(made[weight], model.state_dict()[weight], atol=1e-5, rtol=0)
+    assert Counter((one.kind, one.cause.phase) for one in parallel.collectives) == {
+        ("all_reduce", "forward"): 4,
+        ("all_reduce", "backward"): 4,
+    }

@@ -33,7 +33,7 @@ from typing import (
 )
 
 from aiodaft._protocol.groups.roster import Axes, Roster, even_shares
-from aiodaft._runtime.actors.enlisted import RosterCell, Rosters
+from aiodaft._runtime.actors.host import RosterCell, Rosters
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.groups.group_map import GroupMap, is_asynchronous
 from aiodaft._runtime.groups.member_calls import MemberCalls, Unit

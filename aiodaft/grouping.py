@@ -16,13 +16,12 @@ from aiodaft._protocol.ids import node_of
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.placement import Request
 from aiodaft._protocol.supervision import REACHABLE, ChildState
-from aiodaft._runtime.actors.enlisted import RosterCell
+from aiodaft._runtime.actors.host import RosterCell
 from aiodaft._runtime.agent import agent_of
-from aiodaft._runtime.blueprint import Blueprint, Constraints, Reserved, Seat
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.objects.ref_state import state_of
-from aiodaft._runtime.owning import Owner
+from aiodaft._runtime.owning import Blueprint, Constraints, Owner, Reserved, Seat
 from aiodaft._runtime.scope_actors import ScopeActors
 from aiodaft._runtime.supervision.child_spec import Enrolment
 from aiodaft.actor import CallTarget, Handle, target_of

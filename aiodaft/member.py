@@ -11,7 +11,7 @@ from weakref import ref
 
 from aiodaft._protocol.groups.inbox import BYTES, MESSAGES, Tag
 from aiodaft._protocol.groups.roster import Roster, Steps
-from aiodaft._runtime.actors.enlisted import Enlisted, Standing, changed
+from aiodaft._runtime.actors.host import Enlisted, Standing, changed
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, current_call
 from aiodaft._runtime.agent import acting, attended
 from aiodaft._runtime.calls.call import Target

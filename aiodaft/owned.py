@@ -16,13 +16,12 @@ from aiodaft._protocol.ids import ActorId, PeerId, node_of
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.placement import Anchor, Request, Where
 from aiodaft._protocol.supervision import Restart
-from aiodaft._runtime.actors.enlisted import Rosters
-from aiodaft._runtime.blueprint import Blueprint, Constraints, Seat
+from aiodaft._runtime.actors.host import Rosters
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.node.worker import Tenant
 from aiodaft._runtime.objects.ref_state import RefState, UnhandledErrors
-from aiodaft._runtime.owning import Owner
+from aiodaft._runtime.owning import Blueprint, Constraints, Owner, Seat
 from aiodaft._runtime.platform.tasks import logger, see_through, wait_through
 from aiodaft._runtime.scope_actors import ScopeActors, ScopeErrors
 from aiodaft._runtime.supervision.child_spec import ChildSpec

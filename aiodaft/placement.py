@@ -31,8 +31,8 @@ from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.numbers import is_count, is_number
 from aiodaft._protocol.supervision import Backoff, Kind, Restart, check_alone
-from aiodaft._runtime.blueprint import Blueprint, Constraints
 from aiodaft._runtime.node.node_agent import NodeAgent
+from aiodaft._runtime.owning import Blueprint, Constraints
 from aiodaft._runtime.placing import FixedSites, Site
 from aiodaft._runtime.serialization.errors import add_note, frames_of_program
 from aiodaft.actor import Actor, Handle, handle_of, target_of

@@ -10,8 +10,7 @@ from collections.abc import Coroutine, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from aiodaft._runtime.platform.fork_hooks import leave_signals, no_more, when_forked
-from aiodaft._runtime.platform.linux import fill_standard_streams
+from aiodaft._runtime.platform.linux import fill_standard_streams, leave_signals, no_more, when_forked
 from aiodaft.runtime import Runtime, check_asyncio_runs, has_uvloop
 
 __all__ = ["run", "start", "stop"]

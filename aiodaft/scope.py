@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Self
 
 from aiodaft._protocol.numbers import count
 from aiodaft._protocol.supervision import Restart
-from aiodaft._runtime.blueprint import Constraints
+from aiodaft._runtime.owning import Constraints
 from aiodaft._runtime.platform.tasks import see_through
 from aiodaft._runtime.scope_actors import ScopeErrors
 from aiodaft.actor import Actor, ActorFacts, class_of, handle_of

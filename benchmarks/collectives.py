@@ -21,7 +21,7 @@ from functools import partial
 from itertools import cycle
 from typing import Any, Final
 
-from aiodaft._runtime.platform.interfaces import interface_to, interfaces
+from aiodaft._runtime.platform.linux import interface_to, interfaces
 from aiodaft.actor import Actor
 from aiodaft.collectives import all_gather, all_reduce, broadcast
 from aiodaft.group import Group

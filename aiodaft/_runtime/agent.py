@@ -16,8 +16,7 @@ from aiodaft._protocol.diagnostics.trace import ProcessTrace
 from aiodaft._protocol.graphs.layout import ValueNote
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import AGENT, FIRST_USER_ACTOR, ActorId, CallId, PeerId, incarnation, node_of
-from aiodaft._runtime.actors.enlisted import Enlisted
-from aiodaft._runtime.actors.host import Fence, Host, end_background
+from aiodaft._runtime.actors.host import Enlisted, Fence, Host, end_background
 from aiodaft._runtime.actors.hosted_actor import Birth, HostedActor, current_call, serving
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.calls.following import Followers

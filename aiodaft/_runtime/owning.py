@@ -1,4 +1,4 @@
-"""The ownership of actors by a process: it places them on nodes, restarts them, and hears how they end.
+"""The ownership of actors by a process: it places their blueprints on nodes, restarts them, and hears how they end.
 
 A controller has this from the beginning, a worker from the first time that one of its actors uses its runtime.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextvars import copy_context
+from dataclasses import replace
 from itertools import chain, count
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from aiodaft._protocol.calls.outgoing import Location
 from aiodaft._protocol.coordination.records import Member
@@ -25,18 +26,22 @@ from aiodaft._protocol.ids import (
     node_of,
 )
 from aiodaft._protocol.node.liveness import Patience
+from aiodaft._protocol.node.resources import Demand, Wish
+from aiodaft._protocol.supervision import Kind, Restart
 from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.process_view import Viewer, is_answered, stack_here
 from aiodaft._runtime.node.membership import watch_members
+from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.nodes import CoordinatorContact, Nodes
 from aiodaft._runtime.node.worker import Tenant, WorkerProcess
 from aiodaft._runtime.objects.ref_state import UnhandledErrors
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.placing import Placing
+from aiodaft._runtime.placing import FixedSites, Placing, Site
 from aiodaft._runtime.process import Process
+from aiodaft._runtime.supervision.child_spec import Enrolment
 from aiodaft._runtime.supervision.directory import Directory, Root
 from aiodaft.exceptions import DaftError, OutcomeUnknown, PeerLost, RuntimeClosed
 from aiodaft.stack import ProcessStack, RuntimeStack
@@ -244,3 +249,76 @@ class WorkerOwner(Owner):
                 watching = watch_members(self.contact, self.nodes)
                 context.run(process.tasks.create_task, watching, name="watch members")
             self._knows_nodes = True
+
+
+class Constraints(NamedTuple):
+    """The arguments of `on(...)`; None where none was given."""
+
+    cpus: float | None = None
+    gpus: float | None = None
+    resources: Mapping[str, float] | None = None
+    node: str | None = None
+    beside: Any = None
+    patience: Patience | None = None
+    restart: Restart | Kind | None = None
+    max_queue: int | None = None
+    labels: Mapping[str, str] | None = None
+    near: tuple[Any, ...] = ()
+    apart_from: tuple[Any, ...] = ()
+    spread: bool = False
+    wait: float | None = None
+    name: str | None = None
+    lifetime: str | None = None
+    # The slices of a mesh; None: the nodes.
+    within: FixedSites[NodeAgent] | None = None
+
+    @property
+    def is_named(self) -> bool:
+        return self.name is not None or self.lifetime is not None
+
+    def demand(self, cls: type) -> Demand:
+        base: Demand = getattr(cls, "__aiodaft_demand__", Demand())
+        if self.beside is not None:
+            # An actor in another actor's process uses that process's GPUs.
+            base = replace(base, gpus=0)
+        return Demand(
+            cpus=base.cpus if self.cpus is None else self.cpus,
+            gpus=base.gpus if self.gpus is None else self.gpus,
+            custom=base.custom if self.resources is None else dict(self.resources),
+        )
+
+    def patience_with(self, cls: type) -> Patience | None:
+        """The patience with an actor of this class; None where neither `on` nor the class line gives one."""
+        return self.patience or getattr(cls, "__aiodaft_patience__", None)
+
+
+class Blueprint(NamedTuple):
+    """An actor to be made: its class, the arguments of its constructor, and those of `on(...)`."""
+
+    cls: type
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    constraints: Constraints
+
+    @property
+    def demand(self) -> Demand:
+        return self.constraints.demand(self.cls)
+
+    @property
+    def max_queue(self) -> int | None:
+        return self.constraints.max_queue or getattr(self.cls, "__aiodaft_max_queue__", None)
+
+
+class Reserved(NamedTuple):
+    """The share of an actor that is not made yet, and the node or slice that has reserved it."""
+
+    site: Site[NodeAgent]
+    wish: Wish[Tenant]
+
+
+class Seat(NamedTuple):
+    """The place of one member in a group."""
+
+    label: str
+    reserved: Reserved
+    enrolment: Enrolment

@@ -1,14 +1,15 @@
-"""The composition root of a process: builds its parts, each with its dependencies. Controller and workers alike."""
+"""The composition root of a process: its parts, each with its dependencies; its system actors; answers to its calls."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from aiodaft._protocol.calls.outgoing import Location
 from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.messages import Message, Value
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import (
     AGENT,
@@ -27,26 +28,21 @@ from aiodaft._protocol.ids import (
     PeerId,
     is_attached,
 )
-from aiodaft._runtime.actors.blocking import block_on
-from aiodaft._runtime.actors.enlisted import Enlisted, Rosters
-from aiodaft._runtime.actors.host import Fence, Host
+from aiodaft._runtime.actors.host import Enlisted, Fence, Host, Rosters, block_on
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.agent import Agent, agent_of
-from aiodaft._runtime.calls.call import Caller
+from aiodaft._runtime.calls.call import Caller, CallState, PendingCall, loss_for
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.calls.outgoing import Outgoing
-from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.channels import Channels, leaving_of
 from aiodaft._runtime.connections.connection import Connection, Handler
-from aiodaft._runtime.connections.connections import Connections
-from aiodaft._runtime.connections.data_streams import UNASKED
+from aiodaft._runtime.connections.connections import UNASKED, Connections
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.contacts import Addresses, NodeContact, OwnerContact
 from aiodaft._runtime.diagnostics.process_view import Viewer
 from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.diagnostics.wait_graph import Deadlocks, WaitGraph
-from aiodaft._runtime.graphs.context import GraphContext
+from aiodaft._runtime.graphs.graph_value import GraphContext
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.groups.blocks import Blocks
 from aiodaft._runtime.groups.collectives import Collectives
@@ -55,15 +51,214 @@ from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.groups.planning import PLANS, Planning
 from aiodaft._runtime.groups.resharding import Resharding
 from aiodaft._runtime.groups.turns import TurnKeeper
+from aiodaft._runtime.logs.options import Written
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
-from aiodaft._runtime.objects.transfer import Objects
+from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.objects.transfer import Delivery, Objects
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import Process, ProcessOptions
-from aiodaft.exceptions import DaftError, RemoteProtocolError, RuntimeClosed
-from aiodaft.methods import specs_of
+from aiodaft._runtime.serialization.decoder import ReceivedValue
+from aiodaft._runtime.serialization.errors import decode_failure
+from aiodaft.actor import Actor
+from aiodaft.exceptions import CallCancelled, DaftError, OutcomeUnknown, RemoteProtocolError, RuntimeClosed
+from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
 from aiodaft_transport import Key, Transport, open_transport
+
+
+class Replies:
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._tasks = objects.process.tasks
+
+    def replied(self, connection: Connection, message: Message) -> None:
+        _, number, value = message
+        state: PendingCall | None = connection.session.settle(number)
+        if state is None:
+            raise _unasked(connection, number)
+        state.on_plain(value)
+
+    @staticmethod
+    def over_came(connection: Connection, message: Message) -> None:
+        for number in m.read_over(message):
+            _settled(connection, number).on_plain(None)
+
+    def result_came(self, connection: Connection, message: Message) -> None:
+        number, value = m.read_result(message)
+        state = _settled(connection, number)
+        payload, blobs, refs = value
+        if refs:
+            self._tasks.create_task(self._adopt_result(connection, number, state, value), name="adopt refs")
+        else:
+            state.on_result(ReceivedValue(payload, blobs, [], [], connection.definitions.heard))
+
+    @staticmethod
+    def stored_came(connection: Connection, message: Message) -> None:
+        number, size, kind = m.read_stored(message)
+        state = _settled(connection, number)
+        if isinstance(state, CallState):
+            state.stored_bytes, state.stored_kind = size, kind
+        state.on_stored()
+
+    @staticmethod
+    def error_came(connection: Connection, message: Message) -> None:
+        number, encoded, executed = m.read_error(message)
+        state = _settled(connection, number)
+        if encoded:
+            state.on_error(decode_failure(encoded, executed))
+        elif executed is None:
+            what = state.origin if isinstance(state, CallState) else state.label
+            state.on_error(CallCancelled(f"{what} was cancelled"))
+        else:
+            state.on_away(connection.remote)
+
+    def item_came(self, connection: Connection, message: Message) -> None:
+        number, (payload, blobs, refs) = m.read_item(message)
+        state = connection.session.calls.get(number)
+        if not isinstance(state, StreamState):
+            raise RemoteProtocolError(
+                f"{connection.remote} sends an item of call {number}, which is no stream under way"
+            )
+        if refs or isinstance(blobs, tuple):
+            # It keeps its place in the stream while it is fetched.
+            item = Delivery(self._objects.store, connection, payload, blobs, refs)
+            state.on_item(self._tasks.start_ahead(self._fetch_item(connection, number, item), name="fetch an item"))
+        else:
+            state.on_item(ReceivedValue(payload, blobs, [], []))
+
+    async def _adopt_result(self, connection: Connection, number: CallId, state: PendingCall, value: Value) -> None:
+        payload, blobs, refs = value
+        adopted = await self._objects.refs.adopt(refs, connection)
+        connection.send(m.adopted(number))
+        state.on_result(ReceivedValue(payload, blobs, [], adopted))
+
+    async def _fetch_item(self, connection: Connection, number: CallId, item: Delivery) -> ReceivedValue:
+        try:
+            return await self._objects.transfer.receive(item)
+        finally:
+            # Also if it cannot be had: then its refs are not needed.
+            if item.refs:
+                connection.send(m.adopted(number))
+
+    def connection_lost(self, connection: Connection, error: DaftError) -> None:
+        """Fail the calls over a connection: none of them will be answered any more."""
+        for used in list(self._objects.borrowing.used.values()):
+            if isinstance(used, CallState) and used.connection is connection:
+                used.doubt_forwards()
+        calls = list(connection.session.calls.items())
+        # The last first: the room that the first leaves would send the next.
+        unsent = {number for number, _ in reversed(calls) if connection.withdraw(number)}
+        for number, state in calls:
+            if number not in unsent:
+                connection.session.settle(number)
+            executed = False if number in unsent or not connection.connected else None
+            try:
+                state.on_lost(loss_for(state, error, executed))
+            except Exception as problem:  # noqa: BLE001 - a logging filter of the user's, say: the other calls fail, too
+                message = f"an error raised while {state.label} failed, because {connection.remote} was lost"
+                self._objects.process.loop.call_exception_handler({"message": message, "exception": problem})
+
+
+def _settled(connection: Connection, number: CallId) -> PendingCall:
+    state: PendingCall | None = connection.session.settle(number)
+    if state is None:
+        raise _unasked(connection, number)
+    return state
+
+
+def _unasked(connection: Connection, number: CallId) -> RemoteProtocolError:
+    return RemoteProtocolError(f"{connection.remote} answers call {number}, which is not under way")
+
+
+class NodeContact(Actor):
+    """The methods of a node agent, for every process."""
+
+    @method
+    async def introduce(self, other: str, known: int) -> str:
+        """Connect the calling process with another one; returns the address to connect to if no socket comes.
+
+        `known`: The number of sockets, or news of one that was lost, that have come for it before.
+        """
+        raise NotImplementedError
+
+    @method
+    async def open_stream(self, other: str, number: int) -> str:
+        raise NotImplementedError
+
+    @method
+    async def locate(self, owner: str, number: int, wait: bool) -> Location:
+        """Ask a controller, to which other controllers cannot connect; see `OwnerContact`."""
+        raise NotImplementedError
+
+    @method
+    async def wait_end(self, peer: str) -> None:
+        raise NotImplementedError
+
+    @method
+    async def exit_report(self, peer: str, in_flight: int) -> DaftError:
+        """Return the error for the callers of a process that ended with `in_flight` calls of them."""
+        raise NotImplementedError
+
+    @method
+    async def vacate(
+        self, owner: str, peer: str, actor: int, reason: str, keep: bool = False, answers: bool = True
+    ) -> None:
+        """Remove an actor of `owner` from its process, and end the process if no other actor is there."""
+        raise NotImplementedError
+
+
+class OwnerContact(Actor):
+    """The methods of an owner of actors, for other processes; `Directory` implements it."""
+
+    @method
+    async def locate(self, number: int, wait: bool) -> Location:
+        """The location of a supervised actor; if it is down, and `wait`, as soon as it is up."""
+        raise NotImplementedError
+
+    @method(ordered=False)
+    async def roster_after(self, group: str, epoch: int, since: int) -> Roster[Any] | None:
+        """A group, as soon as it has a newer epoch: without its members if it has had them `since` that epoch.
+
+        None if there is no such group any more.
+        """
+        raise NotImplementedError
+
+    @method
+    async def process_ended(self, peer: str, error: OutcomeUnknown, wanted: bool) -> None:
+        """A worker ended: the error for callers of its actors, and whether the runtime wanted its end."""
+        raise NotImplementedError
+
+    @method
+    async def actor_died(self, peer: str, actor: int, error: OutcomeUnknown) -> None:
+        """An actor's process ended by accident, and no call failed because of that."""
+        raise NotImplementedError
+
+    @method
+    async def node_draining(self, node: str, grace: float) -> None:
+        """A node, served by this process, is being drained: its actors have so many seconds to go to others."""
+        raise NotImplementedError
+
+    @method
+    async def unheld(self, encoded: bytes, what: str) -> None:
+        """An error that no code in a worker saw; `what` says what failed."""
+        raise NotImplementedError
+
+    @method
+    async def show(self, written: Sequence[Written]) -> None:
+        raise NotImplementedError
+
+
+class Addresses(Protocol):
+    """The addresses of a cluster's nodes, as a process knows them."""
+
+    def address_of(self, peer: PeerId) -> str:
+        """The address at which the node of a process listens.
+
+        Raises:
+            PeerLost: The node is not in the cluster any more.
+        """
+        ...
 
 
 class Peer:

@@ -23,7 +23,7 @@ from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.node.worker import Code
 from aiodaft._runtime.platform.context import Recorder
 from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.platform.fork_hooks import when_forked
+from aiodaft._runtime.platform.linux import when_forked
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.exceptions import RuntimeClosed
 from aiodaft_transport import Key

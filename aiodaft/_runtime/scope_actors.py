@@ -15,14 +15,13 @@ from aiodaft._protocol.ids import ActorId, PeerId, epoch_of, incarnation, node_o
 from aiodaft._protocol.node.resources import Wish
 from aiodaft._protocol.placement import Request
 from aiodaft._protocol.supervision import Kind, Restart, supervision_of
-from aiodaft._runtime.blueprint import Constraints, Reserved
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
 from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.worker import Conditions, Place, Tenant
 from aiodaft._runtime.objects.ref_state import RefState, UnhandledErrors
-from aiodaft._runtime.owning import Owner
+from aiodaft._runtime.owning import Constraints, Owner, Reserved
 from aiodaft._runtime.placing import FixedSites, Order, Site, Sites, Waiting
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.tasks import logger, shield_from_anyio

@@ -27,7 +27,7 @@ from aiodaft._runtime.node.node_process import NodeProcess, NodeProcessOptions
 from aiodaft._runtime.node.worker import NodeOptions
 from aiodaft._runtime.platform.capabilities import has_fork_server
 from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.platform.interfaces import interface_to
+from aiodaft._runtime.platform.linux import interface_to
 from aiodaft._runtime.process import MSGPACK, ProcessOptions
 from aiodaft.exceptions import DaftError
 from aiodaft.program import run

@@ -21,8 +21,7 @@ from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.node.node_process import NodeProcess
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import private_file
-from aiodaft._runtime.platform.interfaces import interface_to
-from aiodaft._runtime.platform.linux import die_with_parent
+from aiodaft._runtime.platform.linux import die_with_parent, interface_to
 from aiodaft.exceptions import DaftError, LaunchFailed
 from aiodaft.launch.task import ALONE, Task, find_task, meet, published
 from aiodaft.program import run as run_main

@@ -19,8 +19,7 @@ from unittest.mock import patch
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.node.worker import Ending
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
-from aiodaft._runtime.node.heartbeat import Heartbeat, HeartbeatWatch
-from aiodaft._runtime.node.worker import Worker
+from aiodaft._runtime.node.worker import Heartbeat, HeartbeatWatch, Worker
 from aiodaft._runtime.node.worker_main import WorkerMain
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env

@@ -31,12 +31,12 @@ from aiodaft._protocol.ids import (
 from aiodaft._runtime.calls.call import Caller, CallState, Target
 from aiodaft._runtime.calls.following import Followers, FollowingTarget, PinnedTarget
 from aiodaft._runtime.calls.outgoing import Outgoing
-from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.objects.broadcast import DIRECT
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.transfer import Objects
+from aiodaft._runtime.peer import Replies
 from aiodaft._runtime.serialization.errors import encode_error
 from aiodaft.actor import Handle, target_of
 from aiodaft.exceptions import (

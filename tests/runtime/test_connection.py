@@ -21,9 +21,9 @@ from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import ActorId, CallId, PeerId
 from aiodaft._protocol.objects.value import Borrowing
 from aiodaft._runtime.calls.call import PendingCall, TellState
-from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import BURSTS, Connection
 from aiodaft._runtime.connections.ring_poller import RingPoller
+from aiodaft._runtime.peer import Replies
 from aiodaft._runtime.platform.capabilities import Sockets
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.wakeup import Wakeup

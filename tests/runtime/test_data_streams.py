@@ -10,8 +10,8 @@ import pytest
 from rooms import ELSEWHERE, HERE, THERE, Bench
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.connections import data_streams
-from aiodaft._runtime.connections.data_streams import FROM_AFAR, UNASKED, DataStreams
+from aiodaft._runtime.connections import connections
+from aiodaft._runtime.connections.connections import FROM_AFAR, UNASKED, DataStreams
 from aiodaft.exceptions import ActorDied, DaftError, ResourceExhausted
 from aiodaft_transport import PeerGone
 
@@ -128,7 +128,7 @@ async def test_a_stream_of_a_controller_that_cannot_be_taken_fails_those_that_wa
 async def test_a_stream_that_is_lost_on_its_way_is_not_waited_for(
     agency: Agency, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_streams, "_PATIENCE", 0.01)
+    monkeypatch.setattr(connections, "_PATIENCE", 0.01)
     with pytest.raises(PeerGone, match=f"a stream of {ATTACHED} did not come within 0.01 s"):
         await agency.streams.open(ATTACHED)
 

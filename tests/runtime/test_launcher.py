@@ -18,7 +18,7 @@ import pytest
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.logs.console import Console
-from aiodaft._runtime.logs.entries import Source
+from aiodaft._runtime.logs.options import Source
 from aiodaft._runtime.logs.worker_output import OutputReader
 from aiodaft._runtime.node import launcher as launching
 from aiodaft._runtime.node.environment import Spawned, WorkerEnvironment, WorkerSettings, packed, unpacked

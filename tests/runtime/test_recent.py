@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.logs.entries import Line, Source
 from aiodaft._runtime.logs.log_files import Recent, Said
+from aiodaft._runtime.logs.options import Line, Source
 
 
 def line(process: int, text: str) -> Said:

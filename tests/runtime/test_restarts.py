@@ -17,9 +17,9 @@ from aiodaft._protocol.supervision import Backoff, Restart
 from aiodaft._runtime.calls.call import Caller, CallSink, PendingCall, Request, Target
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.connections.connections import Connections
-from aiodaft._runtime.contacts import NodeContact, OwnerContact
 from aiodaft._runtime.node.worker import Place
 from aiodaft._runtime.objects.transfer import Objects
+from aiodaft._runtime.peer import NodeContact, OwnerContact
 from aiodaft._runtime.supervision.child_spec import ChildSpec
 from aiodaft._runtime.supervision.directory import Directory
 from aiodaft._runtime.supervision.supervisor import Child

@@ -31,9 +31,9 @@ from aiodaft._protocol.calls.mailbox import Mailbox
 from aiodaft._protocol.channels.channel import ChannelId, Command, Kind, Message, Tell
 from aiodaft._protocol.channels.channel_end import ChannelTable, End
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_table import RefTable
+from aiodaft._runtime.peer import Replies
 from aiodaft.exceptions import DaftError
 
 SUPPORT = Path(__file__).parent.parent / "support"

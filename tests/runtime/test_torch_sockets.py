@@ -7,7 +7,7 @@ import struct
 
 from transport_probes import no_more_files
 
-from aiodaft._runtime.groups.torch_sockets import TorchSockets
+from aiodaft._runtime.groups.process_group import TorchSockets
 
 
 def test_each_pair_is_given_one_connection_however_often_they_are_shut() -> None:

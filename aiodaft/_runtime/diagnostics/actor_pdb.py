@@ -10,8 +10,8 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any, ClassVar, Final
 
 from aiodaft._runtime.actors.hosted_actor import current_call
+from aiodaft._runtime.diagnostics.attach import Line
 from aiodaft._runtime.diagnostics.await_chains import is_ours
-from aiodaft._runtime.diagnostics.debugger_line import Line
 
 # Modules in which no step ends: those that call methods, and those that run while one waits.
 _SKIPPED: Final = ("aiodaft", "aiodaft.*", "aiodaft_transport.*", "asyncio.*", "uvloop", "uvloop.*")

@@ -1,4 +1,4 @@
-"""Has `breakpoint()`, and other functions of the module pdb, open a debugger of an actor; see `debugger_line.py`."""
+"""Has `breakpoint()`, and other functions of the module pdb, open a debugger of an actor; see `attach.py`."""
 
 from __future__ import annotations
 

@@ -1,17 +1,25 @@
-"""Values that flow between the steps of a graph: as a process holds them, and as messages carry them."""
+"""Values that flow between the steps of a graph, in a process and in messages; the process as graphs see it."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from aiodaft._protocol.connections.messages import FAILED_VALUE, GraphItem
+from aiodaft._protocol.graphs.layout import ValueNote
+from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.calls.call import Target
+from aiodaft._runtime.calls.outgoing import Outgoing
+from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.transfer import Delivery, Objects
+from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.containers import builder
 from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.encoder import Names, encode, is_plain
@@ -255,3 +263,52 @@ def _objects(stored: StoredValue) -> ReceivedValue | None:
     received = ReceivedValue(stored.payload, None, [memoryview(b"")] * len(blobs), stored.refs)
     received.origin = objects.__getitem__
     return received
+
+
+class Tell(Protocol):
+    def tell(self, number: int, run: int, why: DaftError, /) -> None: ...
+
+
+class TellOfEdge(Protocol):
+    """Tells an agent, without an answer, that one process sends nothing to another one any more."""
+
+    def tell(self, number: int, process: str, why: DaftError, /) -> None: ...
+
+
+class GraphAgent(Protocol):
+    """The methods of a process's agent that serve graphs; see `Graphs`."""
+
+    @property
+    def step_failed(self) -> Tell: ...
+
+    @property
+    def run_failed(self) -> Tell: ...
+
+    @property
+    def edge_cut(self) -> TellOfEdge: ...
+
+    @property
+    def edge_failed(self) -> TellOfEdge: ...
+
+    def install(self, number: int, plan: Opaque, /) -> Awaitable[None]: ...
+
+    def uninstall(self, number: int, /) -> Awaitable[None]: ...
+
+    def graph_notes(self, number: int, /) -> Awaitable[dict[int, ValueNote]]: ...
+
+
+class GraphContext(NamedTuple):
+    """The parts of a process that its graphs use. `outgoing` orders runs among the calls of the process."""
+
+    process: Process
+    connections: Connections
+    objects: Objects
+    outgoing: Outgoing
+    actors: Mapping[ActorId, HostedActor]
+    agent_of: Callable[[PeerId], GraphAgent]
+
+    def when_explained(self, route: Route, tell: Callable[[DaftError], object]) -> None:
+        async def explain() -> None:
+            tell(await self.connections.explanation(cast("Connection", route)))
+
+        self.process.tasks.create_task(explain(), name="explain a lost actor")

@@ -29,8 +29,7 @@ from aiodaft._protocol.graphs.run import (
 )
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.graphs.context import GraphContext
-from aiodaft._runtime.graphs.graph_value import Arguments, GraphValue, item_of
+from aiodaft._runtime.graphs.graph_value import Arguments, GraphContext, GraphValue, item_of
 from aiodaft._runtime.graphs.owner_run import Deployment, OwnerRun, ResultState, Specs
 from aiodaft._runtime.graphs.strand_call import size_of
 from aiodaft._runtime.objects.stored import StoredValue

@@ -14,8 +14,7 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.calls.call import CallState, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.graphs.context import GraphContext
-from aiodaft._runtime.graphs.graph_value import Arguments, Flowing, GraphValue, Opaque
+from aiodaft._runtime.graphs.graph_value import Arguments, Flowing, GraphContext, GraphValue, Opaque
 from aiodaft._runtime.objects.ref_state import RefState, state_of
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue

@@ -26,8 +26,7 @@ from aiodaft._protocol.graphs.run import Needs, Share
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.graphs.context import GraphContext
-from aiodaft._runtime.graphs.graph_value import Arguments, Flowing, GraphValue, fetch, item_of, value_of
+from aiodaft._runtime.graphs.graph_value import Arguments, Flowing, GraphContext, GraphValue, fetch, item_of, value_of
 from aiodaft._runtime.graphs.strand_call import BoundStep, BoundStrand, StrandCall
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import received_terms

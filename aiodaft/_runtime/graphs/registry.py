@@ -13,8 +13,7 @@ from aiodaft._protocol.graphs.plan import Dataflow, SubPlan
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.graphs.context import GraphContext
-from aiodaft._runtime.graphs.graph_value import Arguments, GraphValue, fetch
+from aiodaft._runtime.graphs.graph_value import Arguments, GraphContext, GraphValue, fetch
 from aiodaft._runtime.graphs.owner import GraphOwner
 from aiodaft._runtime.graphs.owner_run import Specs
 from aiodaft._runtime.graphs.participant import Participant

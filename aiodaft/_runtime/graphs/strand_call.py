@@ -20,8 +20,7 @@ from aiodaft._protocol.graphs.run import Needs
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, Responder
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.graphs.context import GraphContext
-from aiodaft._runtime.graphs.graph_value import Arguments, Flowing, GraphValue, NeedsFetch
+from aiodaft._runtime.graphs.graph_value import Arguments, Flowing, GraphContext, GraphValue, NeedsFetch
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.tasks import run_through
 from aiodaft._runtime.platform.wakeup import Wakeup

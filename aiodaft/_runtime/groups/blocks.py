@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, cast
 
 from aiodaft._protocol.groups.meeting import Left
 from aiodaft._protocol.ids import BLOCKS, ActorId, PeerId, number_of
-from aiodaft._runtime.actors.enlisted import Enlisted, changed
+from aiodaft._runtime.actors.host import Enlisted, changed
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.process import Process
 from aiodaft.actor import Actor

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 
 from aiodaft._protocol.groups.inbox import BYTES, Admit, Command, Inbox, Message, Stage, Tag, Wish
 from aiodaft._protocol.ids import INBOXES, ActorId, number_of
-from aiodaft._runtime.actors.enlisted import Enlisted
+from aiodaft._runtime.actors.host import Enlisted
 from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from aiodaft._protocol.groups.collective import Work, runs_on_loop
 from aiodaft._protocol.groups.meeting import Coming
 from aiodaft._protocol.ids import KEYED, ActorId, CallId, PeerId
-from aiodaft._runtime.actors.enlisted import Enlisted
+from aiodaft._runtime.actors.host import Enlisted
 from aiodaft._runtime.actors.hosted_actor import InboundCall, serving
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget

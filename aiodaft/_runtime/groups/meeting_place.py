@@ -18,7 +18,7 @@ from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.groups.meeting import Coming, Meetings, Outcome
 from aiodaft._protocol.groups.roster import Steps
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
-from aiodaft._runtime.actors.enlisted import Enlisted, changed
+from aiodaft._runtime.actors.host import Enlisted, changed
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.diagnostics.await_chains import Behind, Frames, add_rule, check_untimed

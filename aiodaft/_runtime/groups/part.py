@@ -12,7 +12,7 @@ from aiodaft._protocol.groups.collective import meets_with_values, plan_of, resu
 from aiodaft._protocol.groups.meeting import Coming
 from aiodaft._protocol.groups.roster import Roster, Steps
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.actors.enlisted import Standing
+from aiodaft._runtime.actors.host import Standing
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.graphs.graph_value import Opaque

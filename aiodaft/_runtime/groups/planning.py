@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from aiodaft._protocol.ids import PLANNING, ActorId, PeerId, can_share_memory
-from aiodaft._runtime.actors.blocking import block_on
-from aiodaft._runtime.actors.enlisted import Enlisted, changed
+from aiodaft._runtime.actors.host import Enlisted, block_on, changed
 from aiodaft._runtime.actors.hosted_actor import InboundCall, serving
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.groups.keyed import Keyed, apart, ask_gone

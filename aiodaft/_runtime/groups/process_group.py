@@ -11,6 +11,8 @@ import asyncio
 import errno
 import os
 import socket
+import stat
+import struct
 import sys
 import threading
 import time
@@ -18,28 +20,27 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiodaft._protocol.groups.meeting import Left, Others, address_variables, torchrun_variables
 from aiodaft._protocol.groups.roster import Steps
 from aiodaft._protocol.ids import can_share_memory
-from aiodaft._runtime.actors.blocking import block_on
-from aiodaft._runtime.actors.enlisted import Standing
+from aiodaft._runtime.actors.host import Standing, block_on
 from aiodaft._runtime.actors.hosted_actor import HostedActor, current_call
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.groups.blocks import NO_BLOCK, Begun, Blocks, blocks_of
 from aiodaft._runtime.groups.exchanges import Exchanges
 from aiodaft._runtime.groups.keyed import Keyed, belongs_to
 from aiodaft._runtime.groups.meeting_place import Whereabouts, target_of_member, whereabouts_of
-from aiodaft._runtime.groups.torch_sockets import TorchSockets
 from aiodaft._runtime.objects.ref_state import state_of
-from aiodaft._runtime.platform.linux import exhausted
+from aiodaft._runtime.platform.linux import SEES_PROCESSES, exhausted
 from aiodaft._runtime.serialization.errors import add_note, copy_error
 from aiodaft.exceptions import CallCancelled, DaftError
 from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
 
 # The backend that is aiodaft's own.
 _OWN: Final = "aiodaft"
@@ -51,6 +52,7 @@ _LOOKS: Final = 20
 # Seconds that the others have to answer whether they are there, when an operation of torch has failed.
 _ANSWERS_WITHIN: Final = 10.0
 # Seconds of the first attempt to connect to the store; each further one has twice as many, for slow machines.
+# A connection inside this machine may take as long.
 _CONNECT_WITHIN: Final = 1.0
 # A wait in them is no operation of torch, and has its own end.
 _NOT_OF_TORCH: Final = sys.stdlib_module_names | {"aiodaft"}
@@ -430,9 +432,87 @@ def _environment(variables: dict[str, str]) -> Generator[None]:
 
 
 def _ip_of(interface: str) -> str:
-    from aiodaft._runtime.platform.interfaces import interfaces  # noqa: PLC0415 - loads much that few need
+    from aiodaft._runtime.platform.linux import interfaces  # noqa: PLC0415 - loads much that few need
 
     known = interfaces()
     if interface not in known:
         raise ValueError(f"there is no interface {interface!r} here: there are {', '.join(sorted(known))}")
     return known[interface][0]
+
+
+# The first bytes that gloo reads of a new connection: the number of the pair that it is for.
+_PAIR: Final = struct.Struct("=q")
+# The folder in which the system shows the descriptors of a process.
+_DESCRIPTORS: Final = "/proc/self/fd" if SEES_PROCESSES else "/dev/fd"
+
+
+class TorchSockets:
+    """The sockets that this process, and torch.distributed in it, open from now on.
+
+    One end of each connection of gloo, or of the store, has been accepted by a listener of the process that it leads
+    to. If each member shuts down the connections that its listeners have accepted, all that waits for data ends, at
+    every member.
+
+    In gloo one of two members waits until the other one connects, for `patience`, also if that one is dead. So this
+    process connects in its place. Each pair of gloo has a number at its listener, which the member that connects sends.
+
+    Args:
+        size: The number of members.
+
+    Raises:
+        OSError: There is no descriptor to look for those that are open.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._before = frozenset(_sockets().values())
+        # The pairs to which this process has connected in the place of others. gloo keeps each connection, used or not.
+        self._given: set[tuple[str, int, int]] = set()
+        # The port at which the store of torch listens, if that is here: it knows no pairs.
+        self.store_port: int | None = None
+
+    def shut(self) -> None:
+        """End the waits for them. Sockets that torch opens later, or a lack of descriptors, need another call."""
+        with suppress(OSError), self._opened() as (listeners, accepted):
+            for connection in accepted:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            for address in {listener.getsockname()[:2] for listener in listeners}:
+                if address[1] != self.store_port:
+                    self._connect_pairs(address)
+
+    def _connect_pairs(self, address: tuple[str, int]) -> None:
+        for pair in range(self._size):
+            if (*address, pair) not in self._given:
+                with suppress(OSError), socket.create_connection(address, _CONNECT_WITHIN) as connection:
+                    connection.sendall(_PAIR.pack(pair))
+                    self._given.add((*address, pair))
+
+    @contextmanager
+    def _opened(self) -> Generator[_Opened]:
+        with ExitStack() as stack:
+            found: list[socket.socket] = []
+            for fd, inode in _sockets().items():
+                if inode not in self._before:
+                    with suppress(OSError):
+                        found.append(stack.enter_context(socket.socket(fileno=os.dup(fd))))
+            found = [sock for sock in found if sock.family in {socket.AF_INET, socket.AF_INET6}]
+            listeners = [sock for sock in found if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
+            ports = {sock.getsockname()[1] for sock in listeners}
+            accepted = [sock for sock in found if sock not in listeners and sock.getsockname()[1] in ports]
+            yield _Opened(listeners, accepted)
+
+
+class _Opened(NamedTuple):
+    listeners: list[socket.socket]
+    accepted: list[socket.socket]
+
+
+def _sockets() -> dict[int, int]:
+    found: dict[int, int] = {}
+    for name in os.listdir(_DESCRIPTORS):
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(name)] = status.st_ino
+    return found

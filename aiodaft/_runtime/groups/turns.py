@@ -12,8 +12,7 @@ from typing import Any, Final, cast
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.groups.turns import Asked, Held, Key, Lead, Turns
 from aiodaft._protocol.ids import TURNS, ActorId, PeerId, roster_at, roster_of
-from aiodaft._runtime.actors.enlisted import Enlisted
-from aiodaft._runtime.actors.host import Host
+from aiodaft._runtime.actors.host import Enlisted, Host
 from aiodaft._runtime.actors.hosted_actor import InboundCall, serving
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.groups.meeting_place import Whereabouts, target_of_member

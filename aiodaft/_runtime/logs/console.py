@@ -16,9 +16,8 @@ from typing import Any, Final, TextIO
 
 from aiodaft._protocol.diagnostics.printing import Member, Merged, Merging, Screen, member_of, ranks_text
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.logs.entries import Display, Entry, Life, Line, Source, Written, log_record
 from aiodaft._runtime.logs.log_files import LogFiles, Recent, Said, json_of
-from aiodaft._runtime.logs.options import JsonFormatter, Logs
+from aiodaft._runtime.logs.options import Display, Entry, JsonFormatter, Life, Line, Logs, Source, Written, log_record
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError

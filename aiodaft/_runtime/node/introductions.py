@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from aiodaft._protocol.calls.outgoing import Location
 from aiodaft._protocol.ids import ActorId, PeerId, can_share_memory, node_of
 from aiodaft._runtime.connections.connections import Connections
-from aiodaft._runtime.contacts import Addresses, NodeContact, OwnerContact
+from aiodaft._runtime.peer import Addresses, NodeContact, OwnerContact
 from aiodaft._runtime.platform.linux import exhausted
 from aiodaft._runtime.platform.tasks import TaskOwner, logger
 from aiodaft._runtime.serialization.errors import encoded_text

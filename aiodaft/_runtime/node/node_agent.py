@@ -22,9 +22,7 @@ from aiodaft._protocol.numbers import Latest
 from aiodaft._protocol.placement import NodeState
 from aiodaft._runtime.actors.hosted_actor import serving
 from aiodaft._runtime.connections.connections import Connections
-from aiodaft._runtime.contacts import NodeContact
-from aiodaft._runtime.diagnostics.loop_watch import take_dump
-from aiodaft._runtime.node.draining import Draining
+from aiodaft._runtime.diagnostics.await_chains import take_dump
 from aiodaft._runtime.node.environment import WorkerSettings
 from aiodaft._runtime.node.introductions import FarOwners, Introductions, Owners
 from aiodaft._runtime.node.shipped_code import ShippedCode
@@ -39,6 +37,7 @@ from aiodaft._runtime.node.worker import (
     WorkerProcess,
 )
 from aiodaft._runtime.node.workers import (
+    Draining,
     Launcher,
     activity,
     died,
@@ -48,6 +47,7 @@ from aiodaft._runtime.node.workers import (
     was_oom_kill,
     watch_oom_kills,
 )
+from aiodaft._runtime.peer import NodeContact
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost, SpawnFailed

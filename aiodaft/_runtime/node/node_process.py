@@ -13,7 +13,7 @@ from aiodaft._protocol.connections.address import parse_address
 from aiodaft._protocol.coordination.records import Kind, Member, NamedActor, View, check_node_name
 from aiodaft._protocol.ids import COORDINATOR, SUPERVISOR, PeerId, is_attached, node_of
 from aiodaft._protocol.node.liveness import period_of
-from aiodaft._runtime.connections.data_streams import FROM_AFAR
+from aiodaft._runtime.connections.connections import FROM_AFAR
 from aiodaft._runtime.connections.far import ANY_NODE, Answer, Authenticated, FarConnections, Network, who_listens
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.attach import Greeting, Visits

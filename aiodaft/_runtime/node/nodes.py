@@ -13,9 +13,9 @@ from aiodaft._protocol.ids import COORDINATOR, NODE, ActorId, PeerId, node_of
 from aiodaft._protocol.numbers import Latest
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.connections.far import Network, who_listens
-from aiodaft._runtime.contacts import NodeContact
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.node.node_agent import NodeAgent
+from aiodaft._runtime.peer import NodeContact
 from aiodaft._runtime.placing import Site
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost, RuntimeClosed, VersionMismatch

@@ -21,7 +21,7 @@ from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, Final, cast
 from weakref import ref
 
-from aiodaft._runtime.platform.fork_hooks import when_forked
+from aiodaft._runtime.platform.linux import when_forked
 from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.ref import Ref
 

@@ -13,13 +13,13 @@ from aiodaft._protocol.ids import ActorId, PeerId, node_of
 from aiodaft._protocol.node.liveness import Health
 from aiodaft._protocol.numbers import Latest
 from aiodaft._protocol.supervision import REACHABLE, ChildEvent, ChildState, Fate, Restart, fate_of
-from aiodaft._runtime.actors.enlisted import Rosters
+from aiodaft._runtime.actors.host import Rosters
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
-from aiodaft._runtime.contacts import OwnerContact
 from aiodaft._runtime.diagnostics.process_view import ChildView, class_in
-from aiodaft._runtime.logs.entries import Written
+from aiodaft._runtime.logs.options import Written
 from aiodaft._runtime.node.nodes import Nodes
+from aiodaft._runtime.peer import OwnerContact
 from aiodaft._runtime.serialization.errors import copy_error, decode_error, encode_error
 from aiodaft._runtime.supervision.child_spec import WHY_STOPPED
 from aiodaft._runtime.supervision.supervisor import Child, Supervisor

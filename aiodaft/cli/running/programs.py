@@ -16,7 +16,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from aiodaft._runtime.diagnostics.attach import END, FAILED, ITEM, Messages, encoded
-from aiodaft._runtime.diagnostics.loop_watch import offers_dump
+from aiodaft._runtime.diagnostics.await_chains import offers_dump
 from aiodaft._runtime.platform.capabilities import can_be_asked, missing
 from aiodaft._runtime.platform.command_address import VISIT, asking, other_end
 from aiodaft.cli.options import Failed, completing, escaped

@@ -181,7 +181,7 @@ async def test_a_line_that_breaks_during_the_handshake_is_dialled_again() -> Non
 async def test_a_port_that_takes_connections_and_says_nothing_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("aiodaft._runtime.connections.dialing.DEADLINE", 0.2)
+    monkeypatch.setattr("aiodaft._runtime.connections.dialing.ANSWER_DEADLINE", 0.2)
     async with port() as opened:
         opened.proxy.disturb(to_client=Faults(black_hole=True))
         with pytest.raises(PeerLost, match="no answer in 0.2 s"):

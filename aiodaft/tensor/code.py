@@ -78,9 +78,18 @@ class Code:
         source: Its text.
     """
 
-    def __init__(self, routine: Routine, rank: int, rows: Mapping[str, Row], watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        routine: Routine,
+        rank: int,
+        rows: Mapping[str, Row],
+        watch: Watch | None = None,
+        place: int | None = None,
+    ) -> None:
         self._routine = routine
         self._rank = rank
+        # Among the ranks of its stage.
+        self._place = rank if place is None else place
         self._rows = rows
         self._watched = watch is not None
         self._names: dict[str, Any] = {"watch": watch}
@@ -194,7 +203,7 @@ class Code:
             case Slot(number=number):
                 return f"v{number}"
             case ByRank(values=values):
-                return self._text(values[self._rank])
+                return self._text(values[self._place])
             case list():
                 return f"[{', '.join(map(self._text, value))}]"
             case tuple() if type(value) is tuple:

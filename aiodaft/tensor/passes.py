@@ -246,13 +246,16 @@ def _update(trace: Trace, stages: Stages) -> None:
     for (stage, _), steps in stages.steps.items():
         for number in (number for step in steps for number in reads_of(step)):
             users[number] = min(stage, users.get(number, stage))
-    for one in trace.inputs:
-        if one.role in ("parameter", "buffer"):
-            stages.owners.setdefault(one.slot, users.get(one.slot, 0))
+    kept = [one.slot for one in trace.inputs if one.role in ("parameter", "buffer")]
+    stages.owners |= {slot: users[slot] for slot in kept if slot in users and slot not in stages.owners}
     held = dict(stages.owners)
     held |= {
-        one.slot: stages.owners[names[one.parameter]] for one in trace.inputs if one.role == "state" and one.parameter
+        one.slot: stages.owners.get(names[one.parameter], 0)
+        for one in trace.inputs
+        if one.role == "state" and one.parameter
     }
+    stages.owners |= _homes(trace, [slot for slot in kept if slot not in stages.owners], held, sizes)
+    held |= stages.owners
     for step in trace.operations:
         if phase_of(step) != "update":
             continue
@@ -266,9 +269,33 @@ def _update(trace: Trace, stages: Stages) -> None:
             stages.free |= dict.fromkeys(outs_of(step), step)
             continue
         else:
-            stage = max(read)[1]
+            # A write is at the stage of its target.
+            written = reads_of(step)[0] if _is_write(step) else -1
+            stage = held.get(written, max(read)[1])
         held |= dict.fromkeys(outs_of(step), stage)
         _put(stages, step, stage, "U")
+
+
+def _is_write(step: Traced) -> bool:
+    return isinstance(step, Operation) and str(step.target).rpartition(".")[0].endswith("_")
+
+
+def _homes(trace: Trace, slots: Sequence[int], held: Mapping[int, int], sizes: Mapping[int, int]) -> dict[int, int]:
+    """The stages of tensors that the update alone reads, such as averages: that of the parameters they meet."""
+    homes, alone, stages = dict.fromkeys(slots, 0), {slot: {slot} for slot in slots}, dict(held)
+    for step in trace.operations:
+        if phase_of(step) != "update" or isinstance(step, Gradient):
+            continue
+        read = reads_of(step)
+        met = set[int]().union(*(alone[number] for number in read if number in alone))
+        if at := [(sizes[number], stages[number]) for number in read if number in stages]:
+            stage = max(at)[1]
+            homes |= dict.fromkeys(met, stage)
+            stages |= dict.fromkeys([*met, *outs_of(step)], stage)
+            alone = {number: roots - met for number, roots in alone.items() if roots - met}
+        elif met:
+            alone |= dict.fromkeys(outs_of(step), met)
+    return homes
 
 
 def _put(stages: Stages, step: Traced, stage: int, kind: SegmentKind) -> None:

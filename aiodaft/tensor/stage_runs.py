@@ -114,7 +114,10 @@ class StageRuns:
         self._routine = routine
         self._pipe = Pipe(routine.places, routine.axis)
         rows = {**rows, "pp": self._pipe}  # type: ignore[dict-item]  # sends and receives, and has no collectives
-        self._codes = {key: Code(one, rank, rows, watch) for key, one in routine.segments.items()}
+        place, group = 0, current_group()
+        for axis, size in group.axes.items():
+            place = place if axis == routine.axis else place * size + group.coords[axis]
+        self._codes = {key: Code(one, rank, rows, watch, place) for key, one in routine.segments.items()}
         self._ends = _last_uses(routine)
         self._held: list[dict[int, Any]] = []
 

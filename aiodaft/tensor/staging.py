@@ -74,10 +74,9 @@ def _lower(trace: Trace, stages: Stages, planners: Sequence[_StagePlanner]) -> l
         stage, kind = stages.where.get(outs_of(one)[0], (0, "F"))
         if kind == "U":
             planners[stage].run("U", [one])
+    taken = {slot for planner in planners for slot in planner.taken}
     for unread in trace.inputs:
-        if unread.role in ("parameter", "buffer", "state") and not any(
-            unread.slot in planner.taken for planner in planners
-        ):
+        if unread.role in ("parameter", "buffer", "state") and unread.slot not in taken:
             planners[stages.owners.get(unread.slot, 0)].keep(unread)
     return [given for one in trace.outputs for planner in planners if (given := planner.given(one)) is not None]
 
@@ -161,6 +160,11 @@ class _StagePlanner(Planner):
             owner = self.stages.owners.get(number, self.stage)
             if owner == self.stage or given.role != "parameter":
                 self.taken[number] = self.placed_input(given)
+            elif self.kind == "U":
+                raise ValueError(
+                    f"{cause.line or cause.operation}: the update of stage {self.stage} reads {given.name}, which "
+                    f"stage {owner} has: cut the program so that one stage has both"
+                )
             else:
                 theirs = self.others[owner].number_as_stored(number)
                 self.begins.append((theirs, owner, self.stage))

@@ -123,7 +123,9 @@ async def test_stages_that_do_not_fit_are_refused(strategy: Strategy, axes: dict
 
 @pytest.mark.programs
 async def test_eight_workers_in_three_dimensions_train_as_one_process(rt: aiodaft.Runtime) -> None:
-    strategy = Strategy(stages=("blocks.0",), microbatches=MICROBATCHES, params=TP, inputs={"*": {"dp": Shard(0)}})
+    # Each rank of a stage has other words of the vocabulary.
+    params = {**TP, "tok.weight": {"tp": Shard(0)}, "head.weight": {"tp": Shard(0)}}
+    strategy = Strategy(stages=("blocks.0",), microbatches=MICROBATCHES, params=params, inputs={"*": {"dp": Shard(0)}})
     made = planned(strategy, {"pp": 2, "dp": 2, "tp": 2})
     expected, _ = accumulated(20)
     async with workers(rt, made.axes) as eight:
@@ -183,12 +185,15 @@ async def test_buffers_of_micro_batches_and_what_no_stage_reads_are_those_of_acc
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        with torch.no_grad():
+            model.average.mul_(0.5).add_(model[3].weight, alpha=0.5)
         return loss
 
     torch.manual_seed(0)
     # The stage in the middle has no tensors of its own.
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     model.register_parameter("spare", torch.nn.Parameter(torch.ones(2)))
+    model.register_parameter("average", torch.nn.Parameter(torch.ones(2, 4)))
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 3)
     made = capture(fit, model, optimizer, x).plan(Strategy(stages=("1", "2"), microbatches=2), {"pp": 3})
     async with workers(rt, made.axes) as group:
@@ -198,5 +203,18 @@ async def test_buffers_of_micro_batches_and_what_no_stage_reads_are_those_of_acc
     for part in x.chunk(2):
         (model(part).square().mean() / 2).backward()  # type: ignore[no-untyped-call]  # of torch
     optimizer.step()
+    with torch.no_grad():
+        model.average.mul_(0.5).add_(model[3].weight, alpha=0.5)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(state[name], value)
+
+
+async def test_an_update_that_reads_parameters_of_two_stages_is_refused() -> None:
+    def fit(model: Any, x: Any) -> None:
+        model(x).sum().backward()
+        with torch.no_grad():
+            model[0].weight.lerp_(model[1].weight, 0.5)
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"the update of stage 1 reads 0.weight, which stage 0 has: cut the program"):
+        capture(fit, model, torch.ones(2, 3)).plan(Strategy(stages=("0",)), {"pp": 2})

@@ -137,10 +137,7 @@ class Recorder:
             return
         self._block = Block()
         block.error = next((one.error for one in block.sources if one.error is not None), None)
-        if self.group.epoch != self.epoch:
-            block.error = block.error or RuntimeError(
-                "the workers have changed since these tensors were made: make them again, as `workers.put(value)`"
-            )
+        block.error = block.error or self._changed()
         made = set(block.made)
         frees = [number for number in gone if number not in made]
         kept = [number for number in block.made if number not in gone]
@@ -189,8 +186,18 @@ class Recorder:
             return cell
         return self.record(self.entries.route(cell.layout, target), (cell,))[0]
 
+    def _changed(self) -> RuntimeError | None:
+        """The error of tensors of an earlier epoch of the group."""
+        if self.group.epoch == self.epoch:
+            return None
+        return RuntimeError(
+            "the workers have changed since these tensors were made: make them again, as `workers.put(value)`"
+        )
+
     def refs(self, cell: Cell) -> Refs[Tensor]:
         self.flush()
+        if (changed := self._changed()) is not None:
+            raise changed
         return self.group.all(Worker.part, self.session, cell.number)
 
     def gathered(self, cell: Cell) -> Cell:
@@ -205,6 +212,8 @@ class Recorder:
         cell = self.gathered(cell)
         self.flush()
         await self.settle(cell.block)
+        if (changed := self._changed()) is not None:
+            raise changed
         spec = cell.layout.spec
         ranks = holders(spec.placements, self.axes)
         refs = [self.group[rank].part(self.session, cell.number) for rank in ranks]

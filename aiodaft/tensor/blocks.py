@@ -24,7 +24,6 @@ class Cell:
     """A tensor in the workers. Handles that are the same tensor share it.
 
     Attributes:
-        number: Its number in the tables of the workers.
         block: The block that made it, or wrote to it last.
         family: The tensors with the same memory, itself included; None if there are no others.
 
@@ -70,16 +69,10 @@ class Block:
 
     Attributes:
         key: Entries and the indices of their inputs: all that tells its program from others.
-        index: The index in the block of each tensor, by number.
         made: The numbers of tensors that handles have, or had.
-        sources: The blocks that made its inputs.
         writes: The older tensors that it writes to, with the blocks that made them.
-        first_write: The first operation that writes to one.
         moved: The tensors that were redistributed, with the numbers of what they became.
-        refs: Its calls, once it is sent.
         attempt: That in which it is sent; -1 if it is no program.
-        owners: The operation that each instruction belongs to.
-        error: The reason why its tensors do not exist.
     """
 
     key: list[Any] = field(default_factory=list)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map, tree_map_only
 
 from aiodaft.tensor.instructions import Slot, slots_of
+from aiodaft.tensor.lowering import quiet
 from aiodaft.tensor.operations import Arguments, Gradient, Mark, Operation, Output, Results, Role
 from aiodaft.tensor.program import Program
 from aiodaft.tensor.randoms import numbered
@@ -99,7 +99,7 @@ class _Capture:
             names = iter([name for name, _ in self.leaves])
             args = [tree_map(partial(self._argument, names), arg) for arg in self.args]
             # A fake LSTM of oneDNN has no backward.
-            stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))
+            stack.enter_context(quiet())
             enabled = torch._C._get_mkldnn_enabled()
             stack.callback(torch._C._set_mkldnn_enabled, enabled)
             torch._C._set_mkldnn_enabled(False)
@@ -332,17 +332,6 @@ class _Capture:
 _OWNERS = (torch.nn.Module, torch.optim.Optimizer)
 _PLAIN_VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _ALWAYS = ("parameter", "buffer", "argument")
-
-
-@contextmanager
-def _quiet(logger: logging.Logger) -> Generator[None]:
-    """Torch logs each error of a shape besides raising it."""
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _names_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:

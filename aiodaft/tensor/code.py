@@ -55,11 +55,8 @@ class Routine(NamedTuple):
     """A program of instructions, the same for all ranks.
 
     Attributes:
-        inputs: The numbers of its inputs: tensors, and scalars as Python numbers.
-        outputs: The numbers of the tensors that it gives.
         donated: The inputs that nobody needs once the run has begun to change its state.
         causes: The place in the user's code for each instruction, or nothing.
-        functions: Those of `local` instructions.
     """
 
     name: str

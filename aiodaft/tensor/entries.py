@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from aiodaft.tensor.instructions import ByRank, Instruction, Slot, slots_of
-from aiodaft.tensor.lowering import Lowering, name_of
+from aiodaft.tensor.lowering import Lowering, name_of, quiet
 from aiodaft.tensor.operations import Cause
 from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.specs import Placements, Spec, text
@@ -81,13 +79,10 @@ class Entry:
     """The way in which an operation on tensors of certain layouts is done.
 
     Attributes:
-        name: That of the operation.
         scalars: The number of its arguments that are numbers of each call.
         moves: The inputs that are redistributed first, and their targets.
         inputs: The numbers, in its instructions, of its tensors and then of the moved ones.
-        outs: The numbers and layouts of the tensors that it makes.
         result: Its result: the index of an out, an input that it writes to (`Given`), or None, in their structure.
-        writes: The inputs that it writes to.
         rebinds: Those that have other placements afterwards, each with the out that it becomes.
         view: The input that its outs are views of.
         torn: Whether such a view is a copy at the workers.
@@ -182,7 +177,7 @@ class Entries:
     ) -> Entry | None:
         """Find how an operation is done, for this and all later calls with such arguments."""
         try:
-            with _quiet():
+            with quiet():
                 entry = self._learned(func, args, kwargs, layouts)
         except Exception as error:
             given = "; ".join(f"({one})" for one in layouts)
@@ -255,17 +250,6 @@ class _Scratch(Lowering):
         if known is None:
             known = self.moves[number, target] = self.new(self.specs[number].at(target))
         return known
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """torch logs what it then raises."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 def _copied(lowering: Lowering, number: int, *, view: bool) -> int:

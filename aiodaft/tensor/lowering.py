@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -47,14 +49,8 @@ def _without_numbers(args: Any) -> Any:
 class Lowering:
     """Turns operations on placed tensors into instructions.
 
-    Args:
-        rules: The table of placements, for a group with named axes.
-        numbers: Numbers for new tensors.
-
     Attributes:
         specs: Whole shape, dtype and placements of each tensor, by its number.
-        causes: The operation that each instruction comes from.
-        cause: The operation that is being lowered, for its collectives.
         written: Whether the strategy asks for what is being lowered.
         whole: The causes of operations that were done whole, since no rule places them.
     """
@@ -201,7 +197,7 @@ class Lowering:
             self.draws.pop(self.now(self.aliases.root(number)), None)
             self._forget_copies(self.aliases.write(number))
         self._note_views(op, args, kwargs, result, attached=attached)
-        return _argument_written(op, args, kwargs) if result is None else result
+        return Slot(next(iter(written))) if result is None and op._schema.returns else result
 
     def _note_views(self, op: OpOverload[..., Any], args: Any, kwargs: Any, result: Any, *, attached: bool) -> None:
         if is_view(op):
@@ -367,13 +363,18 @@ def _metas(op: OpOverload[..., Any], args: Any, kwargs: Any) -> Any:
     return tree_map(lambda one: Meta.of(one) if isinstance(one, torch.Tensor) else None, result)
 
 
-def _argument_written(op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    given = {**dict(zip([one.name for one in op._schema.arguments], args, strict=False)), **kwargs}
-    written = [one.name for one in op._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
-    return given[written[0]] if op._schema.returns else None
-
-
 def _results(result: Any) -> Sequence[Any]:
     if result is None:
         return ()
     return result if isinstance(result, list | tuple) else (result,)
+
+
+@contextmanager
+def quiet() -> Generator[None]:
+    """Torch logs each error of a shape besides raising it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

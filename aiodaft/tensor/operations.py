@@ -37,10 +37,8 @@ class Cause:
     """The place in the user's code that an operation comes from.
 
     Attributes:
-        operation: The name of the operation, such as `aten.mm`.
         module: The path of the module, such as `blocks.0.attn`; empty outside of modules.
         line: The line of the user's code, such as `gpt.py:24`; a line of backward is that of its forward operation.
-        phase: The part of the step.
     """
 
     operation: str
@@ -100,10 +98,8 @@ class Input:
     Attributes:
         name: Its name: of a parameter or buffer its path in the model, of a state `exp_avg/PARAMETER`, of an argument
             the name in the signature of the function (`batch.x` for a part of it).
-        parameter: The parameter that a state belongs to; empty for others.
         value: The tensor of a constant, or the first value of a state or of a buffer that no checkpoint has.
         fill: The first value of each element of a state that has no `value`.
-        stage: The stage of a pipeline that takes it.
     """
 
     slot: int
@@ -128,7 +124,6 @@ class Arguments:
     """The arguments of a call of the step, without models and optimizers.
 
     Attributes:
-        tree: The structure of the tuple of the arguments.
         leaves: For each leaf the name of its input and its meta, or the value that it must equal.
     """
 

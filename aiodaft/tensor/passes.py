@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch
 from aiodaft.tensor.instructions import Instruction, Slot, operation, slots_of
 from aiodaft.tensor.operations import Cause, Gradient, Mark, Operation, Phase, Trace
 from aiodaft.tensor.specs import Meta, Spec
+from aiodaft.tensor.strategy import nearest
 
 __all__ = ["SegmentKind", "Stages", "Step", "outs_of", "split", "with_buckets", "without_dead"]
 
@@ -129,11 +129,8 @@ class Stages:
     """The operations of each stage.
 
     Attributes:
-        count: The number of stages.
-        steps: The operations of each stage and kind, in their order.
         at: The stage of each tensor; none of those that belong to no stage.
         where: The stage and kind of each tensor that an operation of a stage makes.
-        owners: The stage that updates each parameter.
         free: The operations that belong to no stage, by the tensors that they make.
     """
 
@@ -150,8 +147,7 @@ def split(trace: Trace, cuts: Sequence[str]) -> Stages:
     modules = list(dict.fromkeys(one.module for one in trace.operations if isinstance(one, Mark) and one.side == "out"))
     for cut in cuts:
         if cut not in modules:
-            near = difflib.get_close_matches(cut, modules, 3, 0.4) or modules[:3]
-            raise ValueError(f"stages: no module {cut!r} gives a tensor; the nearest are {', '.join(near) or 'none'}")
+            raise ValueError(f"stages: no module {cut!r} gives a tensor; the nearest are {nearest(cut, modules)}")
     _forward(trace, cuts, stages)
     backward = _backward(trace, cuts, stages)
     _weights(stages, backward)

@@ -46,11 +46,7 @@ class Recorder:
     """Records the operations on the handles of one group, for one controller.
 
     Attributes:
-        epoch: That of the group for which its tensors were made.
-        session: The name of its tables at the workers.
         dropped: The numbers of tensors that no handle has any more.
-        entries: The operations that were learned.
-        sent: The number of messages to all workers.
     """
 
     def __init__(self, group: Group[Any], axes: Mapping[str, int]) -> None:

@@ -45,7 +45,6 @@ class Placing:
     """A way to do an operation in parts.
 
     Attributes:
-        target: The operation on local tensors.
         inputs: The placements that its tensors need, in the order in which they stand in the arguments.
         args: Its arguments, with `Spec`s for tensors and `ByRank` for what depends on the rank.
         outputs: Its results: a `Spec`, None, or several of them.

@@ -20,15 +20,8 @@ class StagedRoutine(NamedTuple):
     """The stages of one rank. It stands for a `Routine`.
 
     Attributes:
-        name: Of the program.
         inputs: The numbers of the inputs; arguments, and scalars that differ by micro-batch, come as lists.
-        outputs: The numbers of the outputs.
-        donated: None: it has the place of that of a `Routine`.
-        axis: The axis of the pipeline.
-        places: The coordinate of each stage in that axis.
-        microbatches: Their number.
         tasks: Stage, micro-batch and kind (F, B or W), in their order.
-        segments: The routine of each stage and kind.
         gradients: The numbers that are summed over micro-batches, and divided by their number.
         begins: Parameters that a stage sends to others before a step: number, from stage, to stage.
         carried: Outputs of forward that are the next value of an input, by number: buffers.
@@ -59,8 +52,6 @@ class Pipe:
 
     Attributes:
         microbatch: The one that is being computed; -1 before the first, their number after the last.
-        begun: The number of tensors that were received from other ranks.
-        received: Their bytes.
     """
 
     def __init__(self, places: Sequence[int], axis: str) -> None:
@@ -112,8 +103,9 @@ class StageRuns:
 
     def __init__(self, routine: StagedRoutine, rank: int, rows: Mapping[str, Row], watch: Any = None) -> None:
         self._routine = routine
-        self._pipe = Pipe(routine.places, routine.axis)
-        rows = {**rows, "pp": self._pipe}  # type: ignore[dict-item]  # sends and receives, and has no collectives
+        self.axis = routine.axis
+        self.pipe = Pipe(routine.places, routine.axis)
+        rows = {**rows, "pp": self.pipe}  # type: ignore[dict-item]  # sends and receives, and has no collectives
         place, group = 0, current_group()
         for axis, size in group.axes.items():
             place = place if axis == routine.axis else place * size + group.coords[axis]
@@ -121,19 +113,11 @@ class StageRuns:
         self._ends = _last_uses(routine)
         self._held: list[dict[int, Any]] = []
 
-    @property
-    def axis(self) -> str:
-        return self._routine.axis
-
-    @property
-    def pipe(self) -> Pipe:
-        return self._pipe
-
     def held(self) -> Iterable[Tensor]:
         return (one for here in self._held for one in here.values() if isinstance(one, Tensor))
 
     def run(self, values: list[Any], update: Callable[[], object] = bool) -> tuple[Any, ...]:
-        routine, pipe = self._routine, self._pipe
+        routine, pipe = self._routine, self.pipe
         given = dict(zip(routine.inputs, values, strict=True))
         values.clear()
         if routine.counting is not None:
@@ -167,7 +151,7 @@ class StageRuns:
         self, key: tuple[int, str], given: dict[int, Any], here: dict[int, Any], sums: dict[int, Tensor]
     ) -> None:
         routine = self._routine.segments[key]
-        at = self._pipe.microbatch
+        at = self.pipe.microbatch
         values = [
             here[n] if n in here else given[n][at] if isinstance(given[n], list) else given[n] for n in routine.inputs
         ]

@@ -127,5 +127,8 @@ def check_patterns(kind: str, patterns: Iterable[str], names: Iterable[str]) -> 
     known = list(names)
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in known):
-            near = difflib.get_close_matches(pattern, known, 3, 0.4) or known[:3]
-            raise ValueError(f"{kind}: no name fits {pattern!r}; the nearest are {', '.join(near) or 'none at all'}")
+            raise ValueError(f"{kind}: no name fits {pattern!r}; the nearest are {nearest(pattern, known)}")
+
+
+def nearest(word: str, known: list[str]) -> str:
+    return ", ".join(difflib.get_close_matches(word, known, 3, 0.4) or known[:3]) or "none at all"

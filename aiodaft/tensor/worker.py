@@ -29,13 +29,9 @@ class Program(NamedTuple):
 
     Attributes:
         state: The numbers of its first inputs.
-        names: Their names.
         outs: The numbers that its outputs get; None for those that the table does not keep.
         returns: The positions of the outputs that this rank returns.
         first: The number of the first run, if it is an input: that after the state.
-        parameters: The inputs that are parameters.
-        numbers: The inputs that are numbers.
-        compiled: Whether local operations are given to torch.compile.
     """
 
     routine: Routine | StagedRoutine
@@ -55,11 +51,9 @@ class Order(NamedTuple):
     Attributes:
         session: The controller; each has a table and collectives of its own.
         attempt: Counts the failures that the controller knows of. A worker refuses the orders that follow a failure.
-        name: The name of the program.
         values: The inputs after the state: tensors, numbers, and `Slot`s for tensors of the table.
         outs: The numbers that the outputs get, in place of those of the program.
         frees: The numbers of tensors that end with this run, also if it fails.
-        program: The program, with its first order.
     """
 
     session: str

@@ -81,8 +81,8 @@ def daft_cluster(request: pytest.FixtureRequest) -> Runtime:
 @pytest.fixture
 def daft_faults(request: pytest.FixtureRequest) -> Iterator[Faults]:
     """Kills, stops and delays actors of the other fixtures, and cuts connections; see `aiodaft.testing.Faults`."""
-    from aiodaft.testing.faults import Faults  # noqa: PLC0415 - as above
     from aiodaft.testing.fixtures import pids_of_nodes  # noqa: PLC0415 - as above
+    from aiodaft.testing.in_process import Faults  # noqa: PLC0415 - as above
 
     # It ends before the runtime, which has to stop actors that may be stopped.
     for kind in _KINDS:

@@ -12,8 +12,8 @@ from clusters import Cluster, cluster_of
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections.identity import Identity, load_identity, write_key_file
 from aiodaft.cli.key import new_certificate
+from aiodaft.cli.run import meet, published
 from aiodaft.exceptions import KeyFileError, LaunchFailed
-from aiodaft.launch.task import meet, published
 
 GUEST = PeerId("node-0123456789ab@guest")
 NOWHERE = "tcp://127.0.0.1:9"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft.launch.task import ALONE, Task, find_task
+from aiodaft.cli.run import ALONE, Task, find_task
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "head.local", "MASTER_PORT": "29500"}
 SLURM = {

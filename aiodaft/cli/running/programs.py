@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import pwd
+import re
 import shlex
 import socket
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +22,8 @@ from aiodaft._runtime.platform.capabilities import can_be_asked, missing
 from aiodaft._runtime.platform.command_address import VISIT, asking, other_end
 from aiodaft.cli.options import Failed, completing, escaped
 
-from .view import Plain, names_of, natural
+# Objects of JSON.
+Plain = Mapping[str, Any]
 
 # Seconds until a program connects: its event loop may be busy.
 _PATIENCE: Final = 5.0
@@ -307,6 +309,15 @@ def _status(pid: int) -> dict[str, str]:
     with suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
         return {key: value.strip() for key, _, value in (line.partition(":") for line in file)}
     return {}
+
+
+def names_of(actor: Plain) -> list[str]:
+    return [actor["name"], *actor["names"]]
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Orders names with numbers as people do: Model-2 before Model-10."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 # The actors that an error lists.

@@ -22,7 +22,7 @@ from leaks import descendants
 from aiodaft._protocol.supervision import Backoff, Restart
 from aiodaft.exceptions import ActorDied, DaftError
 from aiodaft.runtime import Runtime
-from aiodaft.testing.faults import Faults
+from aiodaft.testing.in_process import Faults
 from aiodaft_transport import Unreachable, check_name, default_name
 
 from .actors import LOGGER, Victim

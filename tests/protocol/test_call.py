@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from aiodaft._protocol.calls.call import (
+from aiodaft._protocol.calls.mailbox import (
     ABANDONED,
     ANSWER,
     ANSWERED,

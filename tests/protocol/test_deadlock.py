@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiodaft._protocol.calls.call import Stage
+from aiodaft._protocol.calls.mailbox import Stage
 from aiodaft._protocol.diagnostics.deadlock import (
     CallAt,
     Deadlock,

@@ -8,8 +8,18 @@ from typing import Any, Final
 
 import pytest
 
-from aiodaft._protocol.calls.call import FETCHING, QUEUED, WITHDRAWN, Stage
-from aiodaft._protocol.calls.mailbox import BoundedMailbox, Gate, Mailbox, Rules, check_concurrency, check_max_queue
+from aiodaft._protocol.calls.mailbox import (
+    FETCHING,
+    QUEUED,
+    WITHDRAWN,
+    BoundedMailbox,
+    Gate,
+    Mailbox,
+    Rules,
+    Stage,
+    check_concurrency,
+    check_max_queue,
+)
 from aiodaft._protocol.ids import PeerId
 
 _numbers: Final = count(1)

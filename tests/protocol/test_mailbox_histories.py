@@ -10,8 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from aiodaft._protocol.calls.call import FETCHING, QUEUED, WITHDRAWN, Stage
-from aiodaft._protocol.calls.mailbox import Gate, Mailbox, Rules
+from aiodaft._protocol.calls.mailbox import FETCHING, QUEUED, WITHDRAWN, Gate, Mailbox, Rules, Stage
 from aiodaft._protocol.ids import PeerId
 
 _METHODS: Final = [

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiodaft._protocol.calls.call import FETCHING, QUEUED, STARTED, WITHDRAWN, Stage
-from aiodaft._protocol.calls.mailbox import Mailbox, Rules
+from aiodaft._protocol.calls.mailbox import FETCHING, QUEUED, STARTED, WITHDRAWN, Mailbox, Rules, Stage
 from aiodaft._protocol.groups.turns import STREAK, Asked, Key, Lead, Turns, asked_of
 from aiodaft._protocol.ids import CallId, PeerId, roster_at, sibling_ids
 

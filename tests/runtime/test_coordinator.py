@@ -13,8 +13,7 @@ import pytest
 from aiodaft._protocol.coordination.records import Change, Kind, Member, NamedActor, Record, View
 from aiodaft._protocol.coordination.registry import Stored
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._runtime.coordination.coordinator import Coordinator
-from aiodaft._runtime.coordination.store import Deposed, NotStored, StoreFailed
+from aiodaft._runtime.coordination.coordinator import Coordinator, Deposed, NotStored, StoreFailed
 from aiodaft.exceptions import CoordinatorUnavailable, LeaseLost, NameNotFound, NameTaken
 from aiodaft.testing import AutojumpLoop
 

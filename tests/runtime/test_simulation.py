@@ -26,8 +26,7 @@ from sim_program import Program, failures, finds
 from sim_spawning import SpawningProgram
 from simulated.simulated_loop import collect
 
-from aiodaft._protocol.calls.call import QUEUED
-from aiodaft._protocol.calls.mailbox import Mailbox
+from aiodaft._protocol.calls.mailbox import QUEUED, Mailbox
 from aiodaft._protocol.channels.channel import ChannelId, Command, Kind, Message, Tell
 from aiodaft._protocol.channels.channel_end import ChannelTable, End
 from aiodaft._protocol.ids import PeerId

@@ -16,9 +16,8 @@ from transport_probes import no_more_threads
 from aiodaft._protocol.coordination.records import Change, Kind, Member, NamedActor
 from aiodaft._protocol.coordination.registry import Stored
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._runtime.coordination.coordinator import Coordinator
+from aiodaft._runtime.coordination.coordinator import Coordinator, NotStored, StoreFailed
 from aiodaft._runtime.coordination.sqlite_store import RegistryFile, SqliteStore
-from aiodaft._runtime.coordination.store import NotStored, StoreFailed
 from aiodaft.exceptions import CoordinatorUnavailable, CorruptState
 
 WRITER = Path(__file__).parent.parent / "support" / "registry_writer.py"

@@ -10,8 +10,7 @@ from textwrap import dedent
 
 import pytest
 
-from aiodaft._runtime.coordination.sqlite_store import SqliteStore
-from aiodaft._runtime.coordination.state import store_at
+from aiodaft._runtime.coordination.sqlite_store import SqliteStore, store_at
 
 
 async def test_a_path_is_a_file(tmp_path: Path) -> None:
@@ -38,7 +37,7 @@ def test_an_etcd_needs_hosts_and_ports(state: str) -> None:
 def test_an_etcd_has_members_and_a_prefix() -> None:
     # In a program of its own: gRPC, once loaded, stays.
     code = """
-        from aiodaft._runtime.coordination.state import store_at
+        from aiodaft._runtime.coordination.sqlite_store import store_at
         print(store_at("etcd://a:1,b,[::1]:3/teams/red/"))
         print(store_at("etcd://a"))
     """

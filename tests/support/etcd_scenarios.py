@@ -23,9 +23,8 @@ from aiodaft._protocol.coordination.records import Change, Kind, Member, NamedAc
 from aiodaft._protocol.coordination.registry import first_revision
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.coordination import etcd_store
-from aiodaft._runtime.coordination.coordinator import Coordinator
+from aiodaft._runtime.coordination.coordinator import Coordinator, Deposed, StoreFailed
 from aiodaft._runtime.coordination.etcd_store import Address, EtcdEvent, EtcdLink, EtcdStore, events
-from aiodaft._runtime.coordination.store import Deposed, StoreFailed
 from aiodaft._runtime.serialization.errors import decode_error, encode_error
 from aiodaft.exceptions import CoordinatorUnavailable, CorruptState, NameTaken
 

@@ -62,14 +62,14 @@ MUTANTS: Final = [
     ),
     Mutant(
         "a call that was cancelled before it began never begins",
-        f"{_CALLS}/call.py",
+        f"{_CALLS}/mailbox.py",
         "GONE: Final = frozenset({WITHDRAWN, OVER})",
         "GONE: Final = frozenset({OVER})",
         "tests/protocol/test_mailbox.py tests/protocol/test_call.py",
     ),
     Mutant(
         "a call is answered once",
-        f"{_CALLS}/call.py",
+        f"{_CALLS}/mailbox.py",
         "        after = NEXT[event].get(self.stage)\n",
         "        after = NEXT[event].get(self.stage, self.stage)\n",
         "tests/protocol/test_call.py tests/runtime/test_hosted_calls.py",

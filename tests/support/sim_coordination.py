@@ -25,8 +25,7 @@ from aiodaft._protocol.coordination.records import (
 )
 from aiodaft._protocol.coordination.registry import Stored
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._runtime.coordination.coordinator import Coordinator
-from aiodaft._runtime.coordination.store import Deposed, StoreFailed
+from aiodaft._runtime.coordination.coordinator import Coordinator, Deposed, StoreFailed
 from aiodaft.exceptions import CoordinatorUnavailable, LeaseLost, NameNotFound, NameTaken
 
 T = TypeVar("T")

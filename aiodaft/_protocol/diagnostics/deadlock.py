@@ -18,7 +18,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Final, NamedTuple
 
-from aiodaft._protocol.calls.call import FETCHING, WAITING, Stage
+from aiodaft._protocol.calls.mailbox import FETCHING, WAITING, Stage
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, serial_of
 from aiodaft.exceptions import LocalProtocolError, WaitingCall
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-from aiodaft._protocol.calls.call import FETCHED, FETCHING, WITHDRAW
+from aiodaft._protocol.calls.mailbox import FETCHED, FETCHING, WITHDRAW
 from aiodaft._protocol.connections.messages import Awaited
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId
 from aiodaft._runtime.actors.host import Host

@@ -9,8 +9,20 @@ from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn, Protocol, cast
 
-from aiodaft._protocol.calls.call import CANCEL, CANCELLED, EXPIRE, GONE, LATE, ONWARD, WAITING, WANTED, WITHDRAW, Life
-from aiodaft._protocol.calls.mailbox import BoundedMailbox, Mailbox
+from aiodaft._protocol.calls.mailbox import (
+    CANCEL,
+    CANCELLED,
+    EXPIRE,
+    GONE,
+    LATE,
+    ONWARD,
+    WAITING,
+    WANTED,
+    WITHDRAW,
+    BoundedMailbox,
+    Life,
+    Mailbox,
+)
 from aiodaft._protocol.connections.messages import Awaited
 from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId, group_call_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Final, Protocol
 
-from aiodaft._protocol.calls.call import ANSWER, FETCHING
+from aiodaft._protocol.calls.mailbox import ANSWER, FETCHING
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import CALL, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of

@@ -40,9 +40,8 @@ from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import Message
 from aiodaft._protocol.connections.session import STALL, Definitions, Session, Upgrade
 from aiodaft._protocol.ids import CallId, PeerId, can_share_memory
-from aiodaft._runtime.connections.ring_poller import RingPair, RingPoller
+from aiodaft._runtime.connections.ring_poller import SPACE, Descriptors, RingPair, RingPoller, SendQueue
 from aiodaft._runtime.connections.route import Traffic
-from aiodaft._runtime.connections.send_queue import SPACE, Descriptors, SendQueue
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.definitions import Definition, Named

@@ -18,7 +18,7 @@ import aetcd  # pyright: ignore[reportMissingTypeStubs]
 
 from aiodaft._protocol.coordination.records import Change, Kind, Record, plain_of, record_of
 from aiodaft._protocol.coordination.registry import Stored
-from aiodaft._runtime.coordination.store import Deposed, StoreFailed
+from aiodaft._runtime.coordination.coordinator import Deposed, StoreFailed
 from aiodaft.exceptions import CorruptState
 
 # A connection to an etcd cluster: to one member after the other, until one answers; and watches that outlive it.

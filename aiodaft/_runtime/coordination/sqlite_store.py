@@ -1,4 +1,4 @@
-"""A store in one file, by SQLite: for one coordinator at a time, on a local disk.
+"""The stores by their names, and the one in a file, by SQLite: for one coordinator at a time, on a local disk.
 
 A commit is in the file when the coordinator answers, also if it is killed then. A loss of power may take the last ones;
 but never a term, which every later epoch is greater than.
@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 from aiodaft._protocol.coordination.records import Change, Kind, Record, plain_of, record_of
 from aiodaft._protocol.coordination.registry import Stored
-from aiodaft._runtime.coordination.store import NotStored, StoreFailed
+from aiodaft._runtime.coordination.coordinator import NotStored, Store, StoreFailed
 from aiodaft._runtime.platform.error_log import private
 from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft.exceptions import CorruptState, ResourceExhausted
@@ -195,3 +196,33 @@ class SqliteStore:
             return await self._thread.run(function)
         except ResourceExhausted as error:
             raise NotStored(str(error)) from error
+
+
+_ETCD: Final = "etcd://"
+_ETCD_PORT: Final = 2379
+
+
+def store_at(state: str) -> Store:
+    """The store that `state` names: a file, or "etcd://HOST[:PORT][,HOST[:PORT]...][/PREFIX]".
+
+    Raises:
+        ValueError: It names none.
+        ImportError: aetcd is not installed.
+    """
+    if not state.startswith(_ETCD):
+        if "://" in state or not state:
+            raise ValueError(f"{state!r} is neither a file nor etcd://HOST:PORT")
+        return SqliteStore(Path(state))
+    where, _, prefix = state.removeprefix(_ETCD).partition("/")
+    addresses = []
+    for member in where.split(","):
+        parts = urlsplit(f"//{member}")
+        if not parts.hostname or parts.username or parts.query or parts.fragment:
+            raise ValueError(f"{member!r} in {state!r} is not HOST:PORT")
+        addresses.append((parts.hostname, parts.port or _ETCD_PORT))
+    try:
+        from aiodaft._runtime.coordination.etcd_store import Address, EtcdStore  # noqa: PLC0415 - aetcd is optional
+    except ImportError as error:
+        raise ImportError(f"{state} needs aetcd: pip install 'aiodaft[etcd]'") from error
+    members = [Address(host, port) for host, port in addresses]
+    return EtcdStore(members, f"{prefix.strip('/') or 'aiodaft'}/")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar, cast
 
-from aiodaft._protocol.calls.call import FETCHING
+from aiodaft._protocol.calls.mailbox import FETCHING
 from aiodaft._protocol.diagnostics.failures import Failure
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
 from aiodaft._runtime.actors.host import Host

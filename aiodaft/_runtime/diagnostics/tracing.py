@@ -12,7 +12,7 @@ from copy import copy
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from aiodaft._protocol.calls.call import FETCHING
+from aiodaft._protocol.calls.mailbox import FETCHING
 from aiodaft._protocol.diagnostics import trace
 from aiodaft._protocol.diagnostics.trace import CANCELLED, UNFINISHED, Event, Key, ProcessTrace, is_shown, outcome_of
 from aiodaft._protocol.graphs.plan import Dataflow

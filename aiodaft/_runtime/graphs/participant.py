@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from aiodaft._protocol.calls.call import ANSWER, FETCHED, FETCHING, NEXT
+from aiodaft._protocol.calls.mailbox import ANSWER, FETCHED, FETCHING, NEXT
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.graphs.plan import Report, SubPlan
 from aiodaft._protocol.graphs.run import Needs, Share

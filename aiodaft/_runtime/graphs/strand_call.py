@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, Protocol, cast
 
-from aiodaft._protocol.calls.call import ANSWER, ANSWERED, CANCEL, GIVEN_UP, LATE, Event
-from aiodaft._protocol.calls.mailbox import Rules
+from aiodaft._protocol.calls.mailbox import ANSWER, ANSWERED, CANCEL, GIVEN_UP, LATE, Event, Rules
 from aiodaft._protocol.connections.messages import WANT_REPLY
 from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.graphs.layout import ValueNote

@@ -103,7 +103,7 @@ class Workers:
                 cannot compile runs as it is written; `Step.usage` has the reason.
 
         Raises:
-            ValueError: The plan is for other axes, or a tensor is missing or has another shape or dtype.
+            ValueError, TypeError: The plan is for other axes, or a tensor is missing or has another shape or dtype.
             ActorDied: A worker is dead; see `heal`.
 
         Cancellation: nothing is loaded.
@@ -116,6 +116,10 @@ class Workers:
         if isinstance(state, Step):
             random = await state._random_now()
         elif state is not None:
+            if not isinstance(state, Mapping):
+                raise TypeError(
+                    f"state is a {type(state).__name__}: give tensors by name, as model.state_dict(), or a step"
+                )
             given = dict(state)
             random |= {name: int(state[name]) for name in (_SEED, _STEP) if name in state}
         moved = state._same(inputs, plan) if isinstance(state, Step) else {}
@@ -503,6 +507,8 @@ def _first_value(one: Input, plan: Plan, state: Mapping[str, Tensor]) -> Tensor 
     names = [one.name, *(alias for alias, name in plan.aliases.items() if name == one.name)]
     given = next((state[name] for name in names if name in state), None)
     if one.role != "constant" and given is not None:
+        if not isinstance(given, Tensor):
+            raise TypeError(f"state[{one.name!r}] is a {type(given).__name__}: give a tensor")
         if tuple(given.shape) != meta.shape or given.dtype != meta.dtype:
             raise ValueError(
                 f"state[{one.name!r}] is {given.dtype} {tuple(given.shape)}, and the program was captured with "

@@ -139,7 +139,11 @@ class Arguments:
         """
         leaves, tree = tree_flatten(args)
         if tree != self.tree:
-            raise TypeError(f"the step was captured with arguments of the structure {self.tree}, and these are {tree}")
+            names = ", ".join(dict.fromkeys(name.partition(".")[0] for name, *_ in self.leaves)) or "none"
+            raise TypeError(
+                f"the step takes the arguments {names}, with parts as captured ({self.tree}); these are {len(args)} "
+                f"({tree})"
+            )
         tensors: dict[str, torch.Tensor] = {}
         for given, (name, meta, value) in zip(leaves, self.leaves, strict=True):
             if meta is None:

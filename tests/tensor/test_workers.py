@@ -129,7 +129,7 @@ async def test_bad_arguments_and_states_are_refused_by_name(rt: aiodaft.Runtime)
         step = await group.load(mlp(axes, {"rate": 0.1}), start())
         with pytest.raises(ValueError, match=r"x is \(5, 4\) torch.float32, and the step was captured with \(6, 4\)"):
             step(batch(0)[1:])
-        with pytest.raises(TypeError, match="the structure"):
+        with pytest.raises(TypeError, match=r"the step takes the arguments x, with parts as captured .*; these are 2 "):
             step(batch(0), batch(1))
         plan = mlp(axes, {"rate": 0.1})
         for state, message in [
@@ -142,6 +142,12 @@ async def test_bad_arguments_and_states_are_refused_by_name(rt: aiodaft.Runtime)
         ]:
             with pytest.raises(ValueError, match=message):
                 await group.load(plan, state)
+        for odd, message in [
+            (start() | {"up": [1.0]}, r"state\['up'\] is a list"),
+            ([1], "state is a list: give tensors"),
+        ]:
+            with pytest.raises(TypeError, match=message):
+                await group.load(plan, odd)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"the plan is for axes {'tp': 3}, and the workers have {'tp': 2}"):
             await group.load(mlp({"tp": 3}, {}), start())
         with pytest.raises(TypeError, match="int is no class of workers"):

@@ -141,7 +141,6 @@ def write(block: Block, cell: Cell) -> None:
 
 
 def routine(name: str, block: Block, kept: Sequence[int]) -> tuple[Routine, tuple[int, ...]]:
-    """The program of a block, and the place of each instruction in the order of its operations."""
     count = len(block.index)
     scalars = range(count, count + len(block.scalars))
     numbers = itertools.count(scalars.stop)

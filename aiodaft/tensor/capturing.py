@@ -355,7 +355,6 @@ def _sources(one: Operation | Mark | Gradient) -> list[int]:
 
 
 def _roots(operations: list[Any]) -> dict[int, int]:
-    """For each tensor in the memory of another one, the first tensor there."""
     roots: dict[int, int] = {}
     for one in operations:
         source = source_of(one.target, one.args, one.kwargs) if isinstance(one, Operation) else one.source

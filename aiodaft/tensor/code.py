@@ -112,7 +112,6 @@ class Code:
         return outputs
 
     def held(self) -> Iterable[Tensor]:
-        """Tensors that a run keeps besides its variables."""
         return ()
 
     def _explain(self, error: Exception) -> None:
@@ -218,7 +217,6 @@ class Code:
 
 
 def chunks(tensor: Tensor, n: int, dim: int) -> list[Tensor]:
-    """The parts of n ranks, as torch.chunk cuts them: the last ones may be shorter or empty."""
     length = tensor.shape[dim]
     each = -(-length // n)
     starts = [min(length, each * rank) for rank in range(n + 1)]

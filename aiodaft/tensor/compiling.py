@@ -118,7 +118,6 @@ def _written(routine: Routine, wanted: dict[int, int]) -> set[int]:
 
 
 def _aliased(one: Instruction) -> tuple[list[int], list[int]]:
-    """The tensors that its results may be views of, and those that it writes to."""
     if one.kind in _VIEWS:
         return slots_of(one.args), []
     if one.kind != "op":

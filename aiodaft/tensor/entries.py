@@ -31,13 +31,11 @@ _INSIDE: Final = tuple(f"{Path(file).parent}/" for file in (torch.__file__, __fi
 
 
 def said(place: Place) -> str:
-    """`aten.mm.default at train.py:12`"""
     name, code, instruction = place
     return f"{name} at {line_of(code, instruction)}"
 
 
 def line_of(code: CodeType, instruction: int) -> str:
-    """`train.py:12`"""
     lines = [line for first, end, line in code.co_lines() if first <= instruction < end and line is not None]
     return f"{Path(code.co_filename).name}:{lines[0] if lines else '?'}"
 

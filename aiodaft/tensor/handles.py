@@ -223,7 +223,6 @@ def _await_it(tensor: object) -> str:
 
 
 def _collect(value: Any, exact: bool, key: list[Any], cells: list[Cell], scalars: list[float]) -> bool:
-    """Append an argument to the key; False if a plain tensor is in it."""
     kind = type(value)
     if kind is DistTensor:
         key.append(value.cell.layout)
@@ -285,7 +284,6 @@ def _first(
 
 
 def _view_in_place(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`x.unsqueeze_(0)`: the handle becomes a view, and its shape changes with it."""
     view = functional_of(func)
     assert view is not None, func
     args[0].cell = view(*args, **kwargs).cell

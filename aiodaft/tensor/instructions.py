@@ -23,8 +23,6 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class ByRank:
-    """An argument that differs by rank, such as the shape of an uneven part."""
-
     values: tuple[object, ...]
 
 

@@ -362,7 +362,6 @@ class Step:
         return {_SEED: self._random[_SEED], _STEP: self._random[_STEP] + done}
 
     async def _hand_over(self, to: Step, moved: Mapping[int, tuple[Input, int]]) -> None:
-        """Send tensors to the workers of another step, each part once and from where it is."""
         there = {str(one.slot): (one, number) for one, number in to._state if one.slot in moved}
         here = {name: moved[one.slot] for name, (one, _) in there.items()}
         if not there:
@@ -465,7 +464,6 @@ class Step:
         )
 
     def _results(self, by_rank: Sequence[Sequence[Any]]) -> Any:
-        """The results of the function: each is with the first rank of its stage."""
         rest = [iter(one) for one in by_rank]
         outputs = [one for one in self.plan.outputs if one.role == "result"]
         return self.plan.results.build([next(rest[self.plan.ranks_of(one.stage)[0]]) for one in outputs])

@@ -109,7 +109,6 @@ class _Tape:
         self.outputs = outputs
 
     def gradients(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Those of the inputs; of one that has none, zeros, or without a floating dtype nothing."""
         pairs = [(one, grad) for one, grad in zip(self.outputs, grads, strict=True) if one.requires_grad]
         wanted = [one for one in self.inputs if one.requires_grad]
         outputs, given = [one for one, _ in pairs], [grad for _, grad in pairs]

@@ -154,7 +154,6 @@ class Lowering:
         return out
 
     def _apply_number(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Slot:
-        """An operation that gives a number, of numbers or of a tensor that each rank has."""
         args = mapped(
             lambda one: Slot(self.redistribute(one.number, self.replicas)) if isinstance(one, Slot) else one, args
         )

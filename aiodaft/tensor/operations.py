@@ -131,12 +131,7 @@ class Arguments:
     leaves: tuple[tuple[str, Meta | None, Any], ...]
 
     def bind(self, *args: Any) -> dict[str, torch.Tensor]:
-        """The tensors of these arguments, by the name of their input.
-
-        Raises:
-            TypeError: The arguments have another structure, or a value that is no tensor differs.
-            ValueError: A tensor has another shape or dtype: it needs a program of its own.
-        """
+        """The tensors of these arguments, by the name of their input."""
         leaves, tree = tree_flatten(args)
         if tree != self.tree:
             names = ", ".join(dict.fromkeys(name.partition(".")[0] for name, *_ in self.leaves)) or "none"

@@ -91,7 +91,6 @@ class _Call:
         return self.lowers.apply(op, args, kwargs)
 
     def local(self, spec: Spec, op: str, *args: Any, **kwargs: Any) -> Slot:
-        """An operation on local tensors, of which the result is part of such a tensor."""
         out = self.lowers.new(spec)
         self.lowers.emit(Instruction("op", f"aten.{op}", args, kwargs, (out,)))
         return Slot(out)
@@ -170,7 +169,6 @@ def _mean_loss_backward(call: _Call) -> Any:
 
 
 def _over_parts(call: _Call, name: str) -> list[int]:
-    """The axes that cut the dimension of a softmax, of which each rank has some."""
     spec = call.spec(name)
     shapes = call.lowers.rules.local_shapes(spec)
     if not spec.meta.shape or not _is_plain(spec) or any(shape[call["dim"]] == 0 for shape in shapes):

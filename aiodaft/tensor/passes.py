@@ -166,7 +166,6 @@ def outs_of(step: Traced) -> list[int]:
 
 
 def phase_of(step: Traced) -> Phase:
-    """The part of the step that does it; a gradient is complete where the update begins."""
     return "update" if isinstance(step, Gradient) else step.cause.phase
 
 

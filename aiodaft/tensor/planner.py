@@ -161,7 +161,6 @@ class Planner:
             self.inside |= {out: one for out in one.outs if out is not None}
 
     def _recomputed(self, module: str) -> str | None:
-        """The outermost module around this one that is recomputed, or itself."""
         parts = module.split(".") if module else []
         paths = (".".join(parts[: end + 1]) for end in range(len(parts)))
         return next((path for path in paths if matches(self.strategy.recompute, path)), None)
@@ -184,7 +183,6 @@ class Planner:
         return self.numbers[number]
 
     def _parameter(self, number: int, cause: Cause) -> int:
-        """A parameter as the strategy says that it is computed with, or its part that is updated."""
         if cause.phase == "update":
             return self.parts.get(number, self.numbers[number])
         given = first(self.strategy.use, self.parameters[number])

@@ -105,7 +105,6 @@ class Recorder:
         return outs
 
     def _taken(self, block: Block, cell: Cell) -> int:
-        """The index in the block of a tensor that is new there."""
         if cell.block.error is not None:
             raise cell.block.error
         block.sources.add(cell.block)
@@ -114,7 +113,6 @@ class Recorder:
         return at
 
     def _moved(self, block: Block, cell: Cell, target: Placements, place: Place) -> int:
-        """The index of a tensor that is redistributed for one operation, or was for an earlier one of the block."""
         known = block.moved.get((cell.number, target))
         if known is None:
             block.key += (self.entries.route(cell.layout, target), block.index[cell.number], len(block.index))

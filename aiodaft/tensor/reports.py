@@ -35,7 +35,6 @@ def size_text(count: float) -> str:
 
 
 def ranks_text(values: Sequence[int]) -> str:
-    """`1.5 MB`, or the least and the most of the ranks."""
     least, most = min(values, default=0), max(values, default=0)
     return size_text(most) if least == most else f"{size_text(least)} to {size_text(most)}"
 

@@ -84,7 +84,6 @@ class Rules:
         self._table = None if table == "none" else _table(self.axes, self.local_shapes)
 
     def place(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Placing | None:
-        """How an operation is done in parts; None if it has to be done whole."""
         if self._table is None or _specs(dict(kwargs)):
             return None
         if op in RESHAPES:

@@ -146,11 +146,7 @@ EXTREMES = {"min": _extreme(min, torch.ops.prim.min.float), "max": _extreme(max,
 
 
 class LiveScalars(Mapping[str, Any]):
-    """Numbers of optimizers by name, read from their groups when they are asked for.
-
-    Raises:
-        ValueError: A number is such that the code of the step would take another branch.
-    """
+    """Numbers of optimizers by name, read from their groups when they are asked for."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[Any, ...]] = {}

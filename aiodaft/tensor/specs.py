@@ -81,7 +81,6 @@ def unplaced(placements: Placements, axes: Mapping[str, int]) -> dict[str, Place
 
 
 def text(placement: Placement) -> str:
-    """`S(0)`, `R` or `P(sum)`."""
     match placement:
         case Shard(dim=dim):
             return f"S({dim})"
@@ -105,7 +104,6 @@ def untext(text: str) -> Placement:
 
 
 def coords(axes: Mapping[str, int], rank: int) -> tuple[int, ...]:
-    """The place of a rank on each axis; the last axis is the fastest."""
     places = []
     for size in reversed(tuple(axes.values())):
         rank, place = divmod(rank, size)
@@ -114,7 +112,6 @@ def coords(axes: Mapping[str, int], rank: int) -> tuple[int, ...]:
 
 
 def bounds(shape: Sequence[int], placements: Placements, axes: Mapping[str, int], rank: int) -> list[tuple[int, int]]:
-    """The start and the length of a rank's part in each dimension."""
     part = [(0, length) for length in shape]
     for size, place, placement in zip(axes.values(), coords(axes, rank), placements, strict=True):
         if placement.is_shard():

@@ -62,7 +62,6 @@ def _schedule(strategy: Strategy, stages: int, axes: Mapping[str, int]) -> Sched
 
 
 def _lower(trace: Trace, stages: Stages, planners: Sequence[_StagePlanner]) -> list[Output]:
-    """Lower each operation after those that it reads; returns the outputs of the stages."""
     for planner in planners:
         planner.run("F", stages.steps.get((planner.stage, "F"), ()))
     for planner in reversed(planners):
@@ -274,7 +273,6 @@ class _Assembly:
             received = now
 
     def _stage(self, planner: _StagePlanner, received: set[tuple[int, int]] | None) -> list[Segment]:
-        """The segments of a stage, made from the last to the first: each gives what later ones take."""
         wanted = {one.slot for one in self.outputs if one.stage == planner.stage}
         place = self.places[planner.stage]
         made: list[Segment] = []
@@ -310,7 +308,6 @@ class _Assembly:
         return Segment(planner.stage, kind, tuple(sorted(takes)), instructions, tuple(sorted(outs & wanted)), causes)
 
     def _goes(self, instruction: Instruction) -> tuple[int, int]:
-        """The number of what is sent, and the ranks to which it goes."""
         return instruction.args[0].number, self.places[instruction.args[1]]
 
     def _count(self, segment: Segment) -> None:

@@ -123,7 +123,6 @@ def matches(patterns: Iterable[str], name: str) -> bool:
 
 
 def check_patterns(kind: str, patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Refuses a pattern that fits no name."""
     known = list(names)
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in known):

@@ -52,7 +52,6 @@ class Table:
         self._theirs: dict[Spec, DTensorSpec] = {}
 
     def ask(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Answer | None:
-        """How torch would place an operation on such tensors; None if it refuses."""
         args = _counted(op, args)
         info = _schema_info(op, args)
         schema = OpSchema(op, mapped(self._their, args), dict(kwargs), schema_info=info)

@@ -127,7 +127,6 @@ class Tracer(TorchDispatchMode):
         self._shared.add(self._value(tensor).slot)
 
     def like(self, tensor: torch.Tensor) -> FakeTensor:
-        """A fake tensor with the same shape, and a leaf as it is one."""
         device = "cpu" if tensor.device.type == "meta" else tensor.device
         with self.fake:
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -153,7 +152,6 @@ class Tracer(TorchDispatchMode):
     # marks
 
     def mark(self, tensor: torch.Tensor, module: str, side: str) -> torch.Tensor:
-        """The same tensor beyond the end of a module, and so its gradient."""
         self._marking = (module, side, None)
         marked: torch.Tensor = aten.alias.default(tensor)
         forward = self.operations[-1]
@@ -346,7 +344,6 @@ class Tracer(TorchDispatchMode):
     # values
 
     def _walk(self, value: _Value) -> list[int]:
-        """The numbers of the memory of a tensor and of each view on the way to it, now."""
         slots = [value.memory.slot]
         for at, step in enumerate(value.path):
             after = value.path[at + 1].parent if at + 1 < len(value.path) else self.metas[value.slot]
@@ -473,7 +470,6 @@ _INSIDE = tuple(os.path.dirname(one) + os.sep for one in (torch.__file__, os.pat
 
 @functools.cache
 def _user_file(path: str) -> str:
-    """The name of a file of user code; empty for one of torch, of Python or of this package."""
     library = path.startswith(_STDLIB) and "site-packages" not in path
     return "" if library or path.startswith(("<", *_INSIDE)) else os.path.basename(path)
 

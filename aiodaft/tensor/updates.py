@@ -41,7 +41,6 @@ class Update:
 
     @contextmanager
     def entered(self, begin: Callable[[], None]) -> Generator[None]:
-        """The optimizer works on fake tensors in this block, and calls `begin` before each step."""
         optimizer, tracer = self.optimizer, self.tracer
         attributes = dict(vars(optimizer))
         code = inspect.unwrap(type(optimizer).step).__globals__
@@ -116,7 +115,6 @@ class Update:
         }
 
     def _first_state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
-        """The state of each parameter before its first step: as it is, or as the optimizer would make it."""
         optimizer = self.optimizer
         state, groups = optimizer.state, optimizer.param_groups
         missing = [one for group in groups for one in group["params"] if one.requires_grad and not state.get(one)]

@@ -50,7 +50,6 @@ class Traits(NamedTuple):
 
 @cache
 def traits_of(func: Op) -> Traits:
-    """The arguments that an operation writes to, and the one that its results are views of."""
     arguments = func._schema.arguments
     aliased = [(at, one, one.alias_info) for at, one in enumerate(arguments) if one.alias_info is not None]
     written = tuple(one.name if one.kwarg_only else at for at, one, alias in aliased if alias.is_write)
@@ -180,7 +179,6 @@ class Aliases:
         self._children.setdefault(view.base, []).append(number)
 
     def root(self, number: int) -> int:
-        """The tensor that is no view, whose memory this is."""
         while (view := self.views.get(number)) is not None:
             number = view.base
         return number

@@ -5,6 +5,7 @@ name has a greater one. Both only grow, and no coordinator uses one again: the h
 coordinator, which is greater at each start of one.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
 from __future__ import annotations
 
 import enum

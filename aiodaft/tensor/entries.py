@@ -56,8 +56,6 @@ _MOST_ENTRIES: Final = 20_000
 
 
 class Layout:
-    """A spec, of which there is one object for each, so that a look-up compares no specs."""
-
     __slots__ = ("axes", "dtype", "shape", "spec", "stride")
 
     def __init__(self, axes: tuple[str, ...], spec: Spec) -> None:

@@ -313,7 +313,6 @@ def _result(result: Any, outs: Sequence[Cell], recorder: Recorder, given: Any) -
 
 
 def _with_plain(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """An operation with plain tensors among the handles: they are the same for all ranks."""
     recorder = _recorder((args, kwargs))
     names = [one.name for one in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}

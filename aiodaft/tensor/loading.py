@@ -424,7 +424,6 @@ class Step:
             raise
 
     async def _is_whole(self, error: Exception) -> bool:
-        """Whether all ranks have done the same number of runs, and no other one in part."""
         if isinstance(error, OutcomeUnknown):
             return False
         try:

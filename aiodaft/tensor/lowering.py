@@ -213,7 +213,6 @@ class Lowering:
         return is_alone and self.aliases.is_attached(number) and self.spec(number).placements == want
 
     def _gather_roots(self, numbers: Iterable[int]) -> None:
-        """The memory behind views becomes replicas, of which each view is a view."""
         for root in dict.fromkeys(map(self.aliases.root, numbers)):
             self._hold(root, self._writable(root, self.redistribute(root, self.replicas)))
 
@@ -336,7 +335,6 @@ def name_of(op: OpOverload[..., Any]) -> str:
 
 
 def received_bytes(kind: CollectiveKind, members: int, before: int, after: int, whole: int) -> int:
-    """The bytes that a rank must receive, of its sizes before and after, and of the tensor that all members make."""
     match kind:
         case "all_reduce":
             return 2 * before * (members - 1) // members

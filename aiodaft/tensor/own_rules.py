@@ -340,7 +340,6 @@ def _is_batch_or_head(placement: Placement) -> bool:
 
 
 def _of_mask(shape: tuple[int, ...], placement: Any) -> Placement:
-    """The placement of a mask, which may be the same for all heads, or for all sequences."""
     at = placement.dim - (4 - len(shape)) if isinstance(placement, Shard) else -1
     return Shard(at) if at >= 0 and shape[at] != 1 else Replicate()
 

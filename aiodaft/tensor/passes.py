@@ -23,7 +23,6 @@ class Step(NamedTuple):
 
 
 def without_dead(steps: Sequence[Step], wanted: Iterable[int]) -> list[Step]:
-    """The instructions that the wanted tensors depend on, and those that write to a tensor."""
     needed, kept = set(wanted), list[Step]()
     for step in reversed(steps):
         one = step.instruction

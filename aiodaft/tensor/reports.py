@@ -40,7 +40,6 @@ def ranks_text(values: Sequence[int]) -> str:
 
 
 def described(head: str, bytes_: Mapping[str, tuple[int, ...]], lines: Sequence[tuple[Cause, str, int, bool]]) -> str:
-    """A plan as a text: totals, then each group of equal collectives with its place in the user's code."""
     totals = [f"{axis}: {ranks_text(counts)} received by a rank" for axis, counts in bytes_.items()]
     counted: dict[tuple[str, str, bool], int] = {}
     for cause, title, times, written in lines:

@@ -279,7 +279,6 @@ def norm_of(placement: Placement) -> float | None:
 
 
 def strided(placement: Placement) -> tuple[int, int] | None:
-    """The dimension and the factor of a strided part, which a view of a sharded inner dimension gives."""
     one = cast(Any, placement)
     return (one.dim, int(one.split_factor)) if type(placement).__name__ == "_StridedShard" else None
 

@@ -58,7 +58,6 @@ class Spec:
 
 
 def placed(given: Mapping[str, Placement], axes: Mapping[str, int]) -> Placements:
-    """`{"tp": Shard(0)}` as one placement for each axis; an axis that is not named has replicas."""
     if unknown := given.keys() - axes.keys():
         raise ValueError(f"there is no axis {', '.join(sorted(unknown))}: the axes are {', '.join(axes)}")
     return tuple(given.get(axis, Replicate()) for axis in axes)
@@ -135,7 +134,6 @@ def cut(whole: Tensor, placements: Placements, axes: Mapping[str, int], rank: in
 
 
 def holders(placements: Placements, axes: Mapping[str, int]) -> list[int]:
-    """The ranks whose parts make the whole: of replicas the first one."""
     places = [coords(axes, rank) for rank in range(math.prod(axes.values()))]
     return [
         rank

@@ -190,7 +190,6 @@ class StageRuns:
 
 
 def _last_uses(routine: StagedRoutine) -> dict[tuple[int, str], tuple[int, ...]]:
-    """For each segment, the tensors of a micro-batch that no later one needs."""
     kept = set(routine.outputs) - routine.carried.keys()
     order = {kind: at for at, kind in enumerate("FBW")}
     last: dict[int, tuple[int, str]] = {}

@@ -118,7 +118,6 @@ class _StagePlanner(Planner):
             self.step(one)
 
     def begin_update(self) -> None:
-        """From here on, values of micro-batches are gone; the sums of gradients are there."""
         mine = [one for one in self.gradients.values() if self.stages.owners[self.slots[one.parameter]] == self.stage]
         self.sums = {one.source: self.number_of(one.source, one.cause) for one in mine}
         self.micro, self.numbers = self.numbers, self.taken | self.sums
@@ -154,7 +153,6 @@ class _StagePlanner(Planner):
         return made
 
     def _fetch(self, number: int, cause: Cause) -> None:
-        """Take an input, do an operation that belongs to no stage, or receive a value of another stage."""
         if (given := self.inputs.get(number)) is not None:
             owner = self.stages.owners.get(number, self.stage)
             if owner == self.stage or given.role != "parameter":

@@ -134,7 +134,6 @@ def _typed(value: Any) -> Any:
 
 
 def _strides_like(strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a dense tensor of this shape with the order of dimensions of these strides."""
     result, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim)):
         result[dim] = step

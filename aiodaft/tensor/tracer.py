@@ -358,7 +358,6 @@ class Tracer(TorchDispatchMode):
         return (*[None] * step.at, self._new(meta))
 
     def _write(self, value: _Value, slot: int) -> None:
-        """A tensor has another value now; other views of its memory are made again when they are read."""
         parents = self._walk(value)[:-1] if value.path else []
         written = slot
         for step, parent in zip(reversed(value.path), reversed(parents), strict=True):
@@ -385,7 +384,6 @@ class Tracer(TorchDispatchMode):
         return memory
 
     def _faked(self, value: Any) -> Any:
-        """A fake tensor in the place of another one, which becomes a constant of the program."""
         real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
         return self._constant(value) if real else value
 
@@ -475,7 +473,6 @@ def _user_file(path: str) -> str:
 
 
 def _seeds_backward() -> bool:
-    """Whether torch.autograd makes the gradient that a backward pass begins with."""
     frame = sys._getframe(1)
     for _ in range(12):
         if frame.f_code.co_name == "_make_grads":
@@ -487,7 +484,6 @@ def _seeds_backward() -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """For the fake operation, any float does as a number."""
     return 0.5 if isinstance(value, torch.SymFloat) else value
 
 

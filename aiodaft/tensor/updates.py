@@ -183,8 +183,6 @@ class Update:
 
 
 class _Fills(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
-    """Remembers the constant that a tensor is filled with when it is made."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default:
             return 0.5  # any number: 1 would make 1 - 1, and divide by it

@@ -23,7 +23,7 @@ from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.numbers import count, is_count, is_number
 from aiodaft._runtime.connections.route import Traffic
 from aiodaft._runtime.controller import Controller, ControllerOptions
-from aiodaft._runtime.diagnostics.telemetry import packed_setup
+from aiodaft._runtime.diagnostics.tracing import packed_setup
 from aiodaft._runtime.node.launcher import prefix_of
 from aiodaft._runtime.node.local_node import Machine
 from aiodaft._runtime.node.shipped_code import ShippedCode
@@ -31,8 +31,7 @@ from aiodaft._runtime.node.worker import NodeOptions
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.capabilities import has_fork_server
 from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.platform.error_log import log_error
-from aiodaft._runtime.platform.tasks import logger, shield_from_anyio
+from aiodaft._runtime.platform.tasks import log_error, logger, shield_from_anyio
 from aiodaft._runtime.process import MSGPACK, ProcessOptions
 from aiodaft._runtime.scope_actors import ScopeErrors
 from aiodaft._runtime.serialization.errors import add_note, give_frames, take_frames

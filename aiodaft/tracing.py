@@ -19,9 +19,8 @@ from aiodaft._runtime.diagnostics.process_view import answer_to
 from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.node.worker import WorkerProcess
 from aiodaft._runtime.owning import Owner
-from aiodaft._runtime.platform.error_log import private
 from aiodaft._runtime.platform.linux import clock_id
-from aiodaft._runtime.platform.tasks import logger, shield_from_anyio
+from aiodaft._runtime.platform.tasks import logger, private, shield_from_anyio
 from aiodaft.exceptions import DaftError
 
 __all__ = ["Trace"]

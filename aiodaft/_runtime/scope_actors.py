@@ -23,8 +23,7 @@ from aiodaft._runtime.node.worker import Conditions, Place, Tenant
 from aiodaft._runtime.objects.ref_state import RefState, UnhandledErrors
 from aiodaft._runtime.owning import Constraints, Owner, Reserved
 from aiodaft._runtime.placing import FixedSites, Order, Site, Sites, Waiting
-from aiodaft._runtime.platform.error_log import log_error
-from aiodaft._runtime.platform.tasks import logger, shield_from_anyio
+from aiodaft._runtime.platform.tasks import log_error, logger, shield_from_anyio
 from aiodaft._runtime.supervision.child_spec import WHY_STOPPED, ChildSpec, stop_actor, stop_in_turn
 from aiodaft._runtime.supervision.supervisor import Child, Supervisor
 from aiodaft.actor import Handle

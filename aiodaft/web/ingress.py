@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from aiodaft._runtime.platform.error_log import printable
-from aiodaft._runtime.platform.tasks import TaskOwner, logger
+from aiodaft._runtime.platform.tasks import TaskOwner, logger, printable
 from aiodaft.exceptions import DaftError, DeadlineExceeded, OutcomeUnknown, Overloaded
 from aiodaft.info import ANSWERING
 from aiodaft.runtime import Runtime

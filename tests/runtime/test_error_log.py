@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from aiodaft._runtime.platform.error_log import log_error, printable
+from aiodaft._runtime.platform.tasks import log_error, printable
 
 
 def test_every_line_but_the_first_is_indented() -> None:

@@ -235,7 +235,7 @@ MUTANTS: Final = [
     ),
     Mutant(
         "an error cannot forge a line of the log",
-        "aiodaft/_runtime/platform/error_log.py",
+        "aiodaft/_runtime/platform/tasks.py",
         '_MARGIN: Final = "  | "',
         '_MARGIN: Final = ""',
         "tests/runtime/test_error_log.py",

@@ -99,7 +99,6 @@ class Handover(Generic[AnswerT, TakerT]):
         return None
 
     def ask(self, key: Key) -> list[TakerT]:
-        """Answers of this key may not come: the takers that have to ask."""
         found = self._take(lambda expected: expected[1] == key)
         self._doubtful.update(expected for expected, _ in found)
         return [taker for _, taker in found]

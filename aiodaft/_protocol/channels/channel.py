@@ -170,7 +170,6 @@ class Keeper:
 
     @property
     def is_over(self) -> bool:
-        """Whether this keeper counts the holders, and the channel has none."""
         return self._counts and not self._holders
 
     def handle(self, sender: PeerId, message: Message) -> list[Command]:

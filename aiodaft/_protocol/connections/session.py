@@ -71,7 +71,6 @@ class Definitions(Generic[T]):
         return True
 
     def take_back(self, name: bytes) -> bool:
-        """No later value uses this name: whether the other end has to be told."""
         if name not in self._told:
             return False
         self._told.remove(name)

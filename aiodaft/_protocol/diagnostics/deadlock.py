@@ -225,8 +225,6 @@ def _reach(start: CallAt, stuck: dict[CallAt, Waiting]) -> set[CallAt]:
 
 
 def _cycle_of(knot: set[CallAt], stuck: dict[CallAt, Waiting]) -> Deadlock:
-    """The shortest cycle through the call of a knot that is to be given up."""
-
     def weight(call: CallAt) -> tuple[bool, bool, int, PeerId, CallId]:
         # The number of a strand is none in the order of its owner's calls: those are younger.
         serial = call.number if call.within else serial_of(call.number)

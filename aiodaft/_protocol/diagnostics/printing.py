@@ -44,7 +44,6 @@ class Printed:
 
     @property
     def is_bar(self) -> bool:
-        """Whether that line was overwritten, as progress bars are."""
         return b"\r" in self._rest
 
 

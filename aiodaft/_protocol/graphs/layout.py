@@ -240,7 +240,6 @@ def duration(seconds: float) -> str:
 
 
 def value_text(note: ValueNote) -> str:
-    """The known facts about a value, such as "float32[8, 64] 2 KiB"."""
     return " ".join(filter(None, [note.kind, "" if note.size is None else amount(note.size)]))
 
 

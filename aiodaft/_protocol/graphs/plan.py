@@ -130,7 +130,6 @@ class SubPlan(Generic[DataT]):
 
     @property
     def follows(self) -> bool:
-        """Whether each segment waits for a value of another step."""
         return all(set(segment.needs).difference(self.inputs) for segment in self.segments)
 
 
@@ -272,7 +271,6 @@ def _continues(
 
 
 def _behind(flow: Dataflow[DataT], sequence: Sequence[int]) -> dict[int, int]:
-    """For each step the steps whose results it needs, directly or not, as bits."""
     behind: dict[int, int] = {}
     for index in sequence:
         bits = 0

@@ -287,7 +287,6 @@ class Needs:
     # For the deadlock search.
 
     def maker_of(self, run: int, value: int) -> CallAt:
-        """The strand that makes a value in a run, in this or another process."""
         plan = self.plan
         process = next((process for process, values in plan.receives.items() if value in values), plan.process)
         number = -1 - ((self._graph << _RUN_BITS | run) << _VALUE_BITS | value)

@@ -273,7 +273,6 @@ def reduce(members: int, root: int, *, by_parts: bool) -> Plan:
 
 
 def reduce_scatter(members: int, lengths: tuple[int, ...] | None = None, *, one_memory: bool) -> Plan:
-    """Each member reduces its rows, in the order of ranks."""
     plan = Plan(members)
     plan.lengths = lengths
     if one_memory:
@@ -296,7 +295,6 @@ def gather(members: int, root: int) -> Plan:
 
 
 def all_to_all(members: int, *, one_memory: bool) -> Plan:
-    """Member j gets the list of item j of every member's list."""
     plan = Plan(members)
     for rank in plan.inputs:
         if one_memory:

@@ -229,7 +229,6 @@ class Inbox:
         return [Give(receive, message), *self._after_removal(message)]
 
     def _after_removal(self, message: Message) -> list[Command]:
-        """Remove a message: others may come now, or be the first of their sender."""
         source, tag = message.source, message.tag
         own = source, message.within
         _discard(self._sent, source, message)

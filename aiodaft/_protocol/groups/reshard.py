@@ -306,7 +306,6 @@ def _by_cell(grid: Grid) -> dict[tuple[int, ...], list[int]]:
 
 
 def _overlapping(grid: Grid, box: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
-    """The cells that have elements of a box, each with its part of the box."""
     near = [
         range(bisect_right(cuts, start) - 1, bisect_left(cuts, stop))
         for cuts, (start, stop) in zip(grid.cuts, box, strict=True)

@@ -45,7 +45,6 @@ class Asked(NamedTuple):
     roster: int
 
     def is_beside(self, other: Asked) -> bool:
-        """Whether the two begin one after the other."""
         return self.runs_on == other.runs_on or self.key[0] == other.key[0]
 
 

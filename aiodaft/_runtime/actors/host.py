@@ -19,8 +19,7 @@ from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, Share
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.context import current_terms, deadline_of, exceeded
-from aiodaft._runtime.platform.error_log import log_error, text_of
-from aiodaft._runtime.platform.tasks import logger
+from aiodaft._runtime.platform.tasks import log_error, logger, text_of
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError, DeadlineExceeded, GroupChanged, LeaseLost
 from aiodaft.methods import MethodSpec

@@ -42,7 +42,7 @@ from aiodaft._protocol.connections.session import STALL, Definitions, Session, U
 from aiodaft._protocol.ids import CallId, PeerId, can_share_memory
 from aiodaft._runtime.connections.ring_poller import SPACE, Descriptors, RingPair, RingPoller, SendQueue
 from aiodaft._runtime.connections.route import Traffic
-from aiodaft._runtime.platform.error_log import log_error
+from aiodaft._runtime.platform.tasks import log_error
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.definitions import Definition, Named
 from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, RemoteProtocolError

@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, Final, NoReturn
 
-from aiodaft._runtime.platform.error_log import private_file
+from aiodaft._runtime.platform.tasks import private_file
 from aiodaft.exceptions import KeyFileError
 from aiodaft_transport import Key
 from aiodaft_transport.handshake import KEY_SIZE

@@ -121,7 +121,6 @@ class RingWriter(_Direction):
         return count
 
     def wait_for_room(self) -> bool:
-        """Ask the reader to ring when there is room; False if there is room already."""
         words = self.words
         words[_WRITER_SLEEPS] = 1
         barrier()
@@ -282,7 +281,6 @@ class RingPoller:
         self._rings = ()
 
     def look(self) -> None:
-        """Begin to poll: a message was sent, and its answer may come soon."""
         self.pace.since = _now()
         if self._rings and not self.polling:
             self.polling = True
@@ -364,7 +362,6 @@ class RingPoller:
         return found
 
     def _asleep(self) -> bool:
-        """Ask for the doorbells; False if data came meanwhile."""
         for ring, _ in self._rings:
             ring.reader.sleep()
         barrier()

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from aiodaft._protocol.coordination.records import Change, Kind, Record, plain_of, record_of
 from aiodaft._protocol.coordination.registry import Stored
 from aiodaft._runtime.coordination.coordinator import NotStored, Store, StoreFailed
-from aiodaft._runtime.platform.error_log import private
+from aiodaft._runtime.platform.tasks import private
 from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft.exceptions import CorruptState, ResourceExhausted
 
@@ -180,7 +180,6 @@ class SqliteStore:
             await self._run(lambda: self._file.commit(changes))
 
     async def lost(self) -> None:
-        """Wait for ever: as long as the file is open, no other process can open it."""
         await asyncio.get_running_loop().create_future()
 
     async def aclose(self) -> None:

@@ -103,7 +103,6 @@ def _is_pythons(frame: types.FrameType) -> bool:
 
 
 def users_line(frames: Frames) -> str:
-    """The innermost line of user code, as "file:line in function"."""
     for frame in reversed(frames):
         if not (is_ours(frame) or _is_pythons(frame)):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -244,7 +244,6 @@ def _runs_users_code(task: asyncio.Task[object]) -> bool:
 
 
 def _frames(frames: Frames) -> tuple[Frame, ...]:
-    """As data, without the runtime's frames unless there are no others."""
     shown = [frame for frame in frames if not is_ours(frame)] or frames
     found = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in shown]
     return tuple(Frame(file, line, name, linecache.getline(file, line).strip()) for file, line, name in found)

@@ -1,7 +1,7 @@
 """Spans of OpenTelemetry: of the calls that a process makes and serves, of runs of graphs, and of large values.
 
 A span of the caller and one of the actor make a call; the context of the first is sent with it, as W3C Trace Context.
-Only `telemetry.py` loads this. The objects at which calls begin are told to make spans, so without it nothing is asked.
+Only `tracing.py` loads this. The objects at which calls begin are told to make spans, so without it nothing is asked.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ class Spans:
 
     @contextmanager
     def _making(self, name: str, kind: SpanKind, attributes: dict[str, Any]) -> Generator[Span]:
-        """A span that the calls made in the block belong to. It ends if they raise."""
         here, terms = otel_context.get_current(), current_terms.get()
         if not otel.get_current_span(here).get_span_context().is_valid:
             # The program has begun a trace without OpenTelemetry. It may have baggage nevertheless.

@@ -312,7 +312,6 @@ class GraphOwner:
         self._context.agent_of(receiver).edge_failed.tell(number, sender, why)
 
     def step_failed(self, number: int, why: DaftError) -> None:
-        """Tell the processes of a run, at its first error, that a step has failed."""
         run = self._runs.all.get(number)
         if run is not None and run.deployment is not None and not run.has_failed:
             run.has_failed = True

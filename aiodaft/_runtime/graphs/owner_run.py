@@ -210,7 +210,6 @@ class OwnerRun(OwnedRun):
         return waits
 
     def _use(self, stored: StoredValue) -> GraphValue:
-        """An encoded input. Holds the refs inside it while the run is under way."""
         used = [state_of(ref) for ref in (*stored.encoded.slots, *stored.refs)]
         for state in used:
             state.add_use()
@@ -241,7 +240,6 @@ class OwnerRun(OwnedRun):
         return True
 
     def settle(self, item: m.GraphItem, refs: list[Ref[Any]]) -> None:
-        """A result came, with the refs inside it, or the news that a step is over."""
         kind, state = len(item), self.states.get(item[0])
         if state is None and kind == m.FAILED_VALUE:
             state = self._unheld(item[0])

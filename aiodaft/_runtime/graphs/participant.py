@@ -65,7 +65,6 @@ class Participant:
         self._cut: dict[PeerId, DaftError] = {}
 
     def run(self, number: int) -> ParticipantRun:
-        """Return a run, or make it: its values can come before RUN does."""
         run = self.runs.get(number)
         if run is None:
             run, self._next = self._next or ParticipantRun(self), None
@@ -235,7 +234,6 @@ class ParticipantRun(Share[Flowing]):
         self._one_finished()
 
     def tell(self, step: BoundStep, value: Flowing, stored: StoredValue | None = None) -> None:
-        """Send a result to its receivers: plain, an error, or stored and ready."""
         participant, index, result = self.participant, step.index, step.result
         is_plain = type(value) is not GraphValue
         item: m.GraphItem = (index, value)

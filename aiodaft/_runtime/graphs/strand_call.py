@@ -47,8 +47,6 @@ class StepTiming:
         return ValueNote(self._kind, self._size, self._seconds)
 
     def around(self, fn: Callable[..., Any], *, on_thread: bool) -> Callable[..., Any]:
-        """The method with a clock around it; a method that fails has made nothing."""
-
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self._clock():
                 result = fn(*args, **kwargs)
@@ -73,7 +71,6 @@ class StepTiming:
             self._seconds = time.perf_counter() - began
 
     def stored(self, stored: StoredValue) -> None:
-        """The result is encoded; a plain one never is."""
         self._size = size_of(stored)
 
 

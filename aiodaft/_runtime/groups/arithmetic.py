@@ -160,7 +160,6 @@ def new_memory(shape: Any, dtype: Any) -> Any:
 
 
 def no_gradients() -> AbstractContextManager[object]:
-    """No step is recorded for autograd: its result is a value of its own."""
     torch = loaded_torch()
     return nullcontext() if torch is None else torch.no_grad()
 

@@ -18,7 +18,7 @@ from aiodaft._protocol.diagnostics.printing import Member, Merged, Merging, Scre
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.logs.log_files import LogFiles, Recent, Said, json_of
 from aiodaft._runtime.logs.options import Display, Entry, JsonFormatter, Life, Line, Logs, Source, Written, log_record
-from aiodaft._runtime.platform.error_log import log_error
+from aiodaft._runtime.platform.tasks import log_error
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError
 

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from aiodaft._protocol.diagnostics.printing import member_of
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.logs.options import JsonFormatter, Line, Source, json_line, json_time, log_record
-from aiodaft._runtime.platform.error_log import log_error, private
+from aiodaft._runtime.platform.tasks import log_error, private
 
 logger = logging.getLogger("aiodaft")
 

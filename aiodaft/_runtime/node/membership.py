@@ -17,8 +17,7 @@ from aiodaft._runtime.logs.console import ConsoleThread
 from aiodaft._runtime.node.nodes import CoordinatorContact, Nodes
 from aiodaft._runtime.node.shipped_code import host_code
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.error_log import log_error
-from aiodaft._runtime.platform.tasks import logger
+from aiodaft._runtime.platform.tasks import log_error, logger
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError, LeaseLost, NameTaken, PeerLost, ProtocolError
 

@@ -29,15 +29,15 @@ from aiodaft._runtime.connections.far import FarConnections, Network
 from aiodaft._runtime.connections.identity import Identity
 from aiodaft._runtime.diagnostics.await_chains import offer_dump
 from aiodaft._runtime.diagnostics.breakpoints import debug_at
-from aiodaft._runtime.diagnostics.telemetry import begin_telemetry, end_telemetry, set_up_telemetry
+from aiodaft._runtime.diagnostics.tracing import begin_telemetry, end_telemetry, set_up_telemetry
 from aiodaft._runtime.logs.options import trace_ids
 from aiodaft._runtime.logs.worker_output import send_records
 from aiodaft._runtime.node.environment import BY_KERNEL, WorkerSettings
 from aiodaft._runtime.node.worker import Heartbeat
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.linux import FOR_PROGRAM, die_with_parent, finish, kill_group, leave_signals, when_forked
+from aiodaft._runtime.platform.tasks import log_error
 from aiodaft._runtime.process import opened
 from aiodaft._runtime.serialization.errors import encode_error
 from aiodaft._runtime.serialization.scripts import await_main, script_of

@@ -13,21 +13,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, cast
 
 from aiodaft._protocol.diagnostics import trace
 from aiodaft._protocol.ids import CallId, PeerId, serial_of
-from aiodaft._protocol.objects.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict, first_error
+from aiodaft._protocol.objects.value import (
+    FAILED,
+    FREED,
+    HERE,
+    PENDING,
+    THERE,
+    Borrowing,
+    Status,
+    Value,
+    Verdict,
+    first_error,
+)
+from aiodaft._protocol.supervision import FailedAwaits
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.into_tensor import IntoTensor
-from aiodaft._runtime.objects.ref_host import RefHost
+from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.platform.error_log import log_error
-from aiodaft._runtime.platform.tasks import run_through, wait_shielded
-from aiodaft._runtime.platform.wakeup import Wakeup
+from aiodaft._runtime.platform.tasks import log_error, run_through, wait_shielded
+from aiodaft._runtime.platform.wakeup import Wakeup, Wakeups
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.decoder import ReceivedValue, is_heavy
 from aiodaft._runtime.serialization.errors import copy_error
@@ -39,8 +51,6 @@ ABSENT: Final = object()
 
 
 class UnhandledErrors(Protocol):
-    """The part of a scope that the refs of its actors use."""
-
     def fail(self, error: BaseException, what: str) -> None: ...
     def hold(self, state: RefState) -> None: ...
     def settle(self, state: RefState) -> None: ...
@@ -103,7 +113,6 @@ class RefState(Value):
 
     @property
     def origin(self) -> str:
-        """The source of the value: for a call with its actor, such as "Model.execute of Model-1"."""
         return self.label
 
     def parts(self) -> tuple[Ref[Any], ...] | None:
@@ -153,11 +162,6 @@ class RefState(Value):
             self._watchers.append(callback)
 
     def unwatch(self, callback: Callable[[Any], object]) -> int:
-        """Undo `watch` of an interested callback; returns how many registrations there were.
-
-        Raises:
-            RuntimeError: This is not the thread of the loop.
-        """
         if not self.process.is_here:
             raise RuntimeError(f"a callback of {self.label} is removed in the thread of its event loop only")
         before = len(self._watchers or ())
@@ -167,7 +171,6 @@ class RefState(Value):
         return removed
 
     def cancel(self, why: str) -> bool:
-        """Ask for the call to be cancelled; False if it is over already."""
         if self.settled or self.process.is_here:
             return not self.settled and self._cancel(why)
         # On the loop: this thread may have handed the call itself to the loop just before.
@@ -242,7 +245,6 @@ class RefState(Value):
         self.free_if_unheld()
 
     def free_now(self) -> None:
-        """Free the value although it has holders. Safe in any thread."""
         if not (self.settled and self.process.is_here):
             self.watch(type(self).free_now)
             return
@@ -299,14 +301,6 @@ class RefState(Value):
     # Waiting.
 
     def wait(self, ref: Ref[Any]) -> Generator[Any, None, Any]:
-        """Wait for the value in this process and return it, or raise the error.
-
-        The frame of this generator keeps the ref alive while it is awaited, also in `await actor.method()`. Notebooks
-        and pytest leave it out of tracebacks.
-
-        Cancellation: if nothing else needs the value, the remote call is cancelled, and the wait goes on until its
-        cleanup has run, at most for the process's grace time.
-        """
         while self.value is ABSENT and self.error is None:
             if self.received is None or is_heavy(self.received.payload):
                 wakeup = self._add_waiter()
@@ -343,7 +337,6 @@ class RefState(Value):
             self.objects.failed_awaits.note(self.maker, self.number, self.process.next_number())
 
     def result(self, ref: Ref[Any], timeout: float | None) -> Any:
-        """Return the value, or raise the error; where it is not here, another thread than that of the loop waits."""
         near = self.value is not ABSENT or self.error is not None
         if near or (self.received is not None and not is_heavy(self.received.payload)):
             if self.process.is_here:
@@ -358,7 +351,6 @@ class RefState(Value):
         return self.objects.owner.block_on(ref, timeout)
 
     def wait_settled(self) -> Generator[Any, None, None]:
-        """Wait until the call is over. Does not raise the error of the call."""
         if not self.settled:
             self.process.check_open(f"{self.label} cannot be awaited")
             self.check_loop()
@@ -412,7 +404,6 @@ class RefState(Value):
                 why.__cause__ = copy_error(self.error)
 
     def _leave(self, wakeup: Wakeup) -> bool:
-        """Remove a waiter. If it was the last one of a call under way, cancel the call and return True."""
         if self._waiters and wakeup in self._waiters:
             self._waiters.remove(wakeup)
         return self._end_unawaited()
@@ -547,3 +538,59 @@ def state_of(ref: Ref[Any]) -> RefState:
 def _wake(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+class InboundProducer(Protocol):
+    """A call that is queued or runs in this process, and makes a value."""
+
+    @property
+    def given_up(self) -> bool: ...
+
+    def add_puller(self, found: Callable[[Any], object]) -> None: ...
+
+
+class ObjectsOwner(Protocol):
+    def borrow(self, owner: PeerId, number: CallId) -> Awaitable[object]: ...
+    def give_back(self, owner: PeerId, number: CallId) -> None: ...
+    def cancel_remote(self, owner: PeerId, number: CallId) -> None: ...
+    def ended_remote(self, owner: PeerId, number: CallId) -> Awaitable[bool]: ...
+    def unread_remote(self, producer: PeerId, owner: PeerId, number: CallId) -> Awaitable[object]: ...
+    def running_call(self, owner: PeerId, number: CallId) -> InboundProducer | None: ...
+    def cancel_local(self, number: CallId) -> bool: ...
+    def credit_local(self, number: CallId, count: int) -> None: ...
+    def block_on(self, ref: Ref[Any], timeout: float | None) -> Any: ...
+
+
+class Dropped(Protocol):
+    def drop_handle(self) -> None: ...
+
+
+class RefHost:
+    """The parts of a process that its refs and streams use."""
+
+    # `Transfer.pull`.
+    pull: Callable[..., Awaitable[ReceivedValue]]
+
+    def __init__(self, process: Process, store: Store, owner: ObjectsOwner, wakeups: Wakeups) -> None:
+        self.process = process
+        self.store = store
+        self.owner = owner
+        self.wakeups = wakeups
+        self.borrowing: Borrowing[Any] = Borrowing(process.id)
+        self.failed_awaits: FailedAwaits[weakref.ref[Any]] = FailedAwaits()
+        # Reports an error that no code saw and no scope owns.
+        self.on_unheld: Callable[[BaseException, str], object] = lambda error, what: log_error(what, error)
+        self._dropped: deque[Dropped] = deque()
+        self._draining = False
+
+    def drop_soon(self, dropped: Dropped) -> None:
+        """Call `drop_handle` on the loop; from any thread, also while garbage is collected."""
+        self._dropped.append(dropped)
+        if not self._draining:
+            self._draining = True
+            self.process.call_soon(self.drop_now)
+
+    def drop_now(self) -> None:
+        self._draining = False
+        while self._dropped:
+            self._dropped.popleft().drop_handle()

@@ -12,8 +12,7 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.objects.value import HERE, THERE, Borrowing, Key
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.objects.ref_host import RefHost
-from aiodaft._runtime.objects.ref_state import RefState, state_of
+from aiodaft._runtime.objects.ref_state import RefHost, RefState, state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.exceptions import DaftError, OwnerDied

@@ -16,8 +16,7 @@ from aiodaft._protocol.diagnostics import trace
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.objects.stream import Consumption, Phase
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.objects.ref_host import RefHost
-from aiodaft._runtime.objects.ref_state import RefState, release_inputs
+from aiodaft._runtime.objects.ref_state import RefHost, RefState, release_inputs
 from aiodaft._runtime.platform.tasks import current_task, shield_from_anyio
 from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed

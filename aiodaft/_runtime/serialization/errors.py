@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 from aiodaft._protocol.connections.codec import pack, unpack
 from aiodaft._protocol.diagnostics.failures import raised_by
-from aiodaft._runtime.platform.error_log import text_of
+from aiodaft._runtime.platform.tasks import text_of
 from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.encoder import Names, encode

@@ -126,13 +126,15 @@ class DistTensor(Tensor):
     def redistribute(self, **placements: Placement) -> DistTensor:
         """The same tensor with other placements; an axis that is not named gets replicas.
 
-        It is a copy, or a view if these are its placements already. Its gradient comes back in the placements of this
-        tensor.
+        It is a copy, or this tensor itself if these are its placements already. Its gradient comes back in the
+        placements of this tensor.
 
         Raises:
             ValueError: There is no such axis.
         """
         target = _placed(self, self.recorder, placements)
+        if self.cell.layout.spec.placements == target:
+            return self
         moved: DistTensor = _Redistribute.apply(self, target)  # type: ignore[no-untyped-call]  # torch's
         return moved
 

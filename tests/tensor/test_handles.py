@@ -123,8 +123,13 @@ async def test_gradients_through_redistributions_to_the_same_placements_have_mem
     assert torch.equal(await value(a.grad), torch.full((4, 2), 2.0))
     assert torch.equal(await value(b.grad), torch.full((4, 2), 2.0))
     y = a * 2
-    with pytest.raises(RuntimeError, match="a view and is being modified inplace"):
-        y.redistribute(dp=Shard(0)).mul_(3)
+    assert y.redistribute(dp=Shard(0)) is y
+    saved = y * y
+    y.redistribute(dp=Shard(0)).mul_(3)
+    y.sum().backward(retain_graph=True)
+    assert torch.equal(await value(a.grad), torch.full((4, 2), 8.0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
 
 
 @pytest.mark.parametrize("target", [{}, {"tp": Shard(0)}, {"tp": Shard(1)}])

@@ -261,6 +261,7 @@ class Step:
         self.name = name
         self._workers = workers
         self._state = tuple(state)
+        self._ranks = {stage: plan.ranks_of(stage) for stage in plan.stages}
         self._numbers = {one.name: (number, one.stage) for one, number in state}
         self._arguments = [one for one in plan.inputs if one.role == "argument"]
         self._scalars = [one for one in plan.inputs if one.role == "scalar" and one.name != _STEP]
@@ -310,14 +311,14 @@ class Step:
         wanted: list[list[int]] = [[] for _ in range(size)]
         kept = [(one, number) for one, number in self._state if one.role != "constant"]
         for one, number in kept:
-            ranks = plan.ranks_of(one.stage)
+            ranks = self._ranks[one.stage]
             for at in holders(plan.specs[one.slot].placements, plan.inner):
                 wanted[ranks[at]].append(number)
         refs = self._workers.group.each(Worker.get, wanted, self._session)
         counted = self._workers.group[0].progress(self._session, self.name)
         *parts, progress = await values_of([*refs, counted])
         by_number: dict[int, dict[int, Tensor]] = {number: {} for _, number in kept}
-        inner = {rank: at for one, _ in kept for at, rank in enumerate(plan.ranks_of(one.stage))}
+        inner = {rank: at for one, _ in kept for at, rank in enumerate(self._ranks[one.stage])}
         for rank, (numbers, given) in enumerate(zip(wanted, parts, strict=True)):
             for number, part in zip(numbers, given, strict=True):
                 by_number[number][inner[rank]] = part
@@ -343,7 +344,7 @@ class Step:
             raise KeyError(f"the state has no {name!r}: it has {', '.join(self._numbers)}")
         number, stage = self._numbers[name]
         members = self._workers.group
-        return Refs([members[rank].part(self._session, number) for rank in self.plan.ranks_of(stage)])
+        return Refs([members[rank].part(self._session, number) for rank in self._ranks[stage]])
 
     def _same(self, inputs: Sequence[Input], plan: Plan) -> dict[int, tuple[Input, int]]:
         here = {
@@ -399,10 +400,10 @@ class Step:
 
         values: list[list[Any]] = [[] for _ in workers.group]
         for one in self._arguments:
-            for at, rank in enumerate(plan.ranks_of(one.stage)):
+            for at, rank in enumerate(self._ranks[one.stage]):
                 values[rank].append(_argument(given[one.name], plan, one.slot, at))
         for one in self._scalars:
-            for rank in plan.ranks_of(one.stage):
+            for rank in self._ranks[one.stage]:
                 values[rank].append(known[one.name])
         orders = [Order(self._session, workers._attempt, self.name, here) for here in values]
         return workers.group.each(method, orders), workers._attempt
@@ -433,7 +434,7 @@ class Step:
         return not any(one.changing for one in told) and len({one.done for one in told}) == 1
 
     def _programs(self, compiled: bool) -> list[Program]:
-        ranks = {stage: self.plan.ranks_of(stage) for stage in self.plan.stages}
+        ranks = self._ranks
         known: dict[frozenset[tuple[int, bool]], Program] = {}
         result = []
         for rank in range(self.plan.size):
@@ -465,7 +466,7 @@ class Step:
     def _results(self, by_rank: Sequence[Sequence[Any]]) -> Any:
         rest = [iter(one) for one in by_rank]
         outputs = [one for one in self.plan.outputs if one.role == "result"]
-        return self.plan.results.build([next(rest[self.plan.ranks_of(one.stage)[0]]) for one in outputs])
+        return self.plan.results.build([next(rest[self._ranks[one.stage][0]]) for one in outputs])
 
 
 class Run(Awaitable[Any]):

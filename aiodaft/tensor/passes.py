@@ -13,6 +13,7 @@ from aiodaft.tensor.instructions import Instruction, Slot, operation, slots_of
 from aiodaft.tensor.operations import Cause, Gradient, Mark, Operation, Phase, Trace
 from aiodaft.tensor.specs import Meta, Spec
 from aiodaft.tensor.strategy import nearest
+from aiodaft.tensor.views import written_arguments
 
 __all__ = ["SegmentKind", "Stages", "Step", "outs_of", "split", "with_buckets", "without_dead"]
 
@@ -171,8 +172,7 @@ def phase_of(step: Traced) -> Phase:
 def _forward(trace: Trace, cuts: Sequence[str], stages: Stages) -> None:
     roles = {one.slot: one.role for one in trace.inputs}
     # Whether a tensor depends on parameters, and on arguments.
-    depends = {slot: (role in ("parameter", "buffer"), role == "argument") for slot, role in roles.items()}
-    depends |= {slot: (False, False) for slot, role in roles.items() if role == "buffer"}
+    depends = {slot: (role == "parameter", role == "argument") for slot, role in roles.items()}
     for step in trace.operations:
         if phase_of(step) != "forward":
             continue
@@ -220,9 +220,7 @@ def _weights(stages: Stages, backward: Sequence[Traced]) -> None:
     for step in reversed(backward):
         stage = stages.at[_first(step)]
         read = reads_of(step)
-        crossing = any(stages.at.get(one, stage) != stage for one in read)
-        if crossing:
-            needed.update(one for one in read if stages.at.get(one, stage) != stage)
+        needed.update(one for one in read if stages.at.get(one, stage) != stage)
         if needed.intersection(outs_of(step)):
             needed.update(read)
     for step in backward:
@@ -264,14 +262,15 @@ def _update(trace: Trace, stages: Stages) -> None:
             continue
         else:
             # A write is at the stage of its target.
-            written = reads_of(step)[0] if _is_write(step) else -1
-            stage = held.get(written, max(read)[1])
+            written = _written(step)
+            stage = max(read)[1] if written is None else held.get(written, max(read)[1])
         held |= dict.fromkeys(outs_of(step), stage)
         _put(stages, step, stage, "U")
 
 
-def _is_write(step: Traced) -> bool:
-    return isinstance(step, Operation) and str(step.target).rpartition(".")[0].endswith("_")
+def _written(step: Traced) -> int | None:
+    written = written_arguments(step.target, step.args, step.kwargs) if isinstance(step, Operation) else []
+    return written[0] if written else None
 
 
 def _homes(trace: Trace, slots: Sequence[int], held: Mapping[int, int], sizes: Mapping[int, int]) -> dict[int, int]:

@@ -147,18 +147,22 @@ class Planner:
     # Operations
 
     def _operation(self, one: Operation) -> None:
-        results = self.lowering.apply(one.target, *self._looked_up(one))
-        made = results if isinstance(results, list | tuple) else (results,)
-        for out, slot in zip(one.outs, made, strict=False):
-            if out is not None and slot is not None:
-                self.numbers[out] = slot.number
-                if out in self.gradients:
-                    self.gradient_is_there(self.gradients[out])
+        for out, number in self._applied(one):
+            self.numbers[out] = number
+            if out in self.gradients:
+                self.gradient_is_there(self.gradients[out])
         read = slots_of((one.args, one.kwargs))
         if read and one.cause.phase == "forward" and all(n in self.parameters or n in self.derived for n in read):
             self.derived |= {out: one for out in one.outs if out is not None}
         if one.cause.phase == "forward" and self._recomputed(one.cause.module):
             self.inside |= {out: one for out in one.outs if out is not None}
+
+    def _applied(self, one: Operation) -> list[tuple[int, int]]:
+        """The tensors that it makes, by their numbers in the program and in the plan."""
+        results = self.lowering.apply(one.target, *self._looked_up(one))
+        made = results if isinstance(results, list | tuple) else (results,)
+        both = zip(one.outs, made, strict=False)
+        return [(out, slot.number) for out, slot in both if out is not None and slot is not None]
 
     def _recomputed(self, module: str) -> str | None:
         parts = module.split(".") if module else []
@@ -212,11 +216,7 @@ class Planner:
             if isinstance(one, Mark):
                 self.again[number, where] = self._mark(one)
             else:
-                results = self.lowering.apply(one.target, *self._looked_up(one))
-                made = results if isinstance(results, list | tuple) else (results,)
-                for out, slot in zip(one.outs, made, strict=False):
-                    if out is not None and slot is not None:
-                        self.again[out, where] = slot.number
+                self.again |= {(out, where): number for out, number in self._applied(one)}
             self.lowering.cause = cause
         return self.again[number, where]
 

@@ -17,7 +17,8 @@ from aiodaft.tensor.plan import Plan
 from aiodaft.tensor.planner import Planner
 from aiodaft.tensor.reports import place_of
 from aiodaft.tensor.rules import Rules
-from aiodaft.tensor.staging import PIPELINE_AXIS, plan_stages
+from aiodaft.tensor.stage_runs import PIPELINE_AXIS
+from aiodaft.tensor.staging import plan_stages
 from aiodaft.tensor.strategy import Strategy
 
 __all__ = ["ImplicitCollectives", "Program", "plan"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from aiodaft.ref import Ref
 from aiodaft.tensor.code import Code, Routine, Row
 from aiodaft.tensor.instructions import Instruction
 
-__all__ = ["Pipe", "StageRuns", "StagedRoutine"]
+__all__ = ["PIPELINE_AXIS", "Pipe", "StageRuns", "StagedRoutine", "rank_in_stage"]
+
+PIPELINE_AXIS: Final = "pp"
 
 
 class StagedRoutine(NamedTuple):
@@ -105,10 +107,9 @@ class StageRuns:
         self._routine = routine
         self.axis = routine.axis
         self.pipe = Pipe(routine.places, routine.axis)
-        rows = {**rows, "pp": self.pipe}  # type: ignore[dict-item]  # sends and receives, and has no collectives
-        place, group = 0, current_group()
-        for axis, size in group.axes.items():
-            place = place if axis == routine.axis else place * size + group.coords[axis]
+        rows = {**rows, PIPELINE_AXIS: self.pipe}  # type: ignore[dict-item]  # sends and receives, and has no collectives
+        group = current_group()
+        place = rank_in_stage(group.coords, group.axes, routine.axis)
         self._codes = {key: Code(one, rank, rows, watch, place) for key, one in routine.segments.items()}
         self._ends = _last_uses(routine)
         self._held: list[dict[int, Any]] = []
@@ -187,6 +188,14 @@ class StageRuns:
             return torch.cat(parts)
         total = torch.stack(parts).sum()
         return total / len(parts) if total.is_floating_point() else total
+
+
+def rank_in_stage(coords: Mapping[str, int], axes: Mapping[str, int], pipeline: str) -> int:
+    """The rank among the members of one stage, which differ in the other axes."""
+    rank = 0
+    for axis, size in axes.items():
+        rank = rank if axis == pipeline else rank * size + coords[axis]
+    return rank
 
 
 def _last_uses(routine: StagedRoutine) -> dict[tuple[int, str], tuple[int, ...]]:

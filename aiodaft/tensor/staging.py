@@ -16,13 +16,12 @@ from aiodaft.tensor.plan import Collective, Pipeline, Plan, Segment
 from aiodaft.tensor.planner import Planner, check_names, flops_of, joined_collectives, peak_of
 from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.specs import Placements
+from aiodaft.tensor.stage_runs import PIPELINE_AXIS, rank_in_stage
 from aiodaft.tensor.strategy import Strategy
 
-__all__ = ["PIPELINE_AXIS", "plan_stages"]
+__all__ = ["plan_stages"]
 
 ByRank: TypeAlias = tuple[int, ...]
-
-PIPELINE_AXIS: Final = "pp"
 
 _SCHEDULES: Final[Mapping[str, Callable[..., Schedule]]] = {
     one.__name__: one for one in (gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zbv)
@@ -361,13 +360,10 @@ class _Assembly:
         return tuple(map(sum, zip(*parts, strict=True))) if parts else (0,) * self.rules.size
 
     def _by_rank(self, stages: Sequence[ByRank], combine: Callable[[list[int]], int]) -> ByRank:
-        inner = [axis for axis in self.axes if axis != PIPELINE_AXIS]
         result = []
         for at in product(*map(range, self.axes.values())):
             coords = dict(zip(self.axes, at, strict=True))
-            rank = 0
-            for axis in inner:
-                rank = rank * self.axes[axis] + coords[axis]
+            rank = rank_in_stage(coords, self.axes, PIPELINE_AXIS)
             mine = coords.get(PIPELINE_AXIS, 0)
             result.append(combine([by[rank] for stage, by in enumerate(stages) if self.places[stage] == mine]))
         return tuple(result)

@@ -355,3 +355,13 @@ async def test_a_guest_of_a_lost_host_that_is_not_restarted_ends(house: House) -
     house.moves[0][2].set_exception(ActorDied("there is no such process"))
     await turns()
     assert "cannot be made again: Host-1" in str(guest.target.ended)
+
+
+async def test_the_end_of_the_process_that_an_actor_leaves_is_no_death_of_its_next_incarnation(house: House) -> None:
+    child = house.child()
+    await house.lose_node()
+    await house.directory.process_ended(THERE, died(), wanted=True)
+    [(actor, _, found)] = house.moves
+    found.set_result(Place(FAR, actor, ()))
+    await house.answer("host", None)
+    assert (child.restarts, child.target.place, house.failed) == (1, Location(FAR, actor), [])

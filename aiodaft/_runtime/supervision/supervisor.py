@@ -365,6 +365,9 @@ class Supervisor:
 
     async def _make(self, child: Child) -> None:
         found = await self._find_place(child)
+        if found.peer != child.place.peer:
+            # The process that it left has ended meanwhile.
+            child.crash = None
         child.place = Location(found.peer, found.actor)
         try:
             await child.wait_for(child.spec.make(self._caller, found.peer, found.actor, again=True))

@@ -15,6 +15,7 @@ from typing import Any
 _NAMES = {
     "aiodaft.tensor.capturing": "CaptureError capture",
     "aiodaft.tensor.handles": "DistTensor",
+    "aiodaft.tensor.hardware": "PRESETS Hardware Link",
     "aiodaft.tensor.loading": "Run Step Workers workers",
     "aiodaft.tensor.local_functions": "local",
     "aiodaft.tensor.plan": "Collective Plan",

@@ -4,6 +4,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from aiodaft.tensor.capturing import CaptureError, capture
 from aiodaft.tensor.handles import DistTensor
+from aiodaft.tensor.hardware import PRESETS, Hardware, Link
 from aiodaft.tensor.loading import Run, Step, Workers, workers
 from aiodaft.tensor.local_functions import local
 from aiodaft.tensor.plan import Collective, Plan
@@ -15,10 +16,13 @@ from aiodaft.tensor.strategy import Strategy
 from aiodaft.tensor.worker import Worker
 
 __all__ = [
+    "PRESETS",
     "CaptureError",
     "Collective",
     "DistTensor",
+    "Hardware",
     "ImplicitCollectives",
+    "Link",
     "Partial",
     "Plan",
     "Program",

@@ -24,7 +24,6 @@ from aiodaft._protocol.numbers import count, is_count, is_number
 from aiodaft._runtime.connections.route import Traffic
 from aiodaft._runtime.controller import Controller, ControllerOptions
 from aiodaft._runtime.diagnostics.tracing import packed_setup
-from aiodaft._runtime.node.launcher import prefix_of
 from aiodaft._runtime.node.local_node import Machine
 from aiodaft._runtime.node.shipped_code import ShippedCode
 from aiodaft._runtime.node.worker import NodeOptions
@@ -98,8 +97,6 @@ class Runtime(Scope):
         fork: False starts every worker by exec, for code that fails in a forked process. Default: True where the system
             has a fork server, as Linux does.
         uvloop: Whether workers run on uvloop. Default: if it is installed.
-        isolation: "pidns" puts the actors into a PID namespace: all processes that they start end with their fork
-            server, also if that is killed. The actors' `os.getpid()` then differs from the pid outside.
         stop_grace: Seconds that calls under way get when their actor is stopped.
         cancel_grace: Seconds that cancelled calls get for their cleanup. A running `def` method gets none: a thread
             cannot be interrupted.
@@ -123,7 +120,6 @@ class Runtime(Scope):
     Raises:
         OSError: When it is opened: the folder for logs cannot be made.
         Unreachable: The transport does not work on this machine.
-        SpawnFailed: The isolation is not possible on this machine.
     """
 
     def __init__(
@@ -140,7 +136,6 @@ class Runtime(Scope):
         preload: tuple[str, ...] | None = None,
         fork: bool | None = None,
         uvloop: bool | None = None,
-        isolation: str | None = None,
         stop_grace: float = 5.0,
         cancel_grace: float = 2.0,
         max_pending: int = 1_000_000,
@@ -182,7 +177,6 @@ class Runtime(Scope):
             node=NodeOptions(
                 has_fork_server() if fork is None else fork,
                 preload,
-                prefix_of(isolation),
                 has_uvloop() if uvloop is None else uvloop,
             ),
             labels=dict(check_labels(labels or {})),

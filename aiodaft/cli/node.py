@@ -224,7 +224,7 @@ def make_node(
             1_000_000,
             MSGPACK,
         ),
-        node=NodeOptions(has_fork_server(), None, (), has_uvloop()),
+        node=NodeOptions(has_fork_server(), None, has_uvloop()),
     )
     return NodeProcess(options, machine, coordinator, env)
 

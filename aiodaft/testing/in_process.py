@@ -107,7 +107,7 @@ class AutojumpLoop(asyncio.BaseEventLoop):
 # Pids from here on belong to no process of the machine: a signal to one reaches nothing.
 FIRST_PID: Final = 10_000_000
 # Options that need processes.
-_NEEDS_PROCESSES: Final = {"address", "env", "isolation", "key_file"}
+_NEEDS_PROCESSES: Final = {"address", "env", "key_file"}
 
 
 def in_process(**options: Any) -> Runtime:
@@ -119,7 +119,7 @@ def in_process(**options: Any) -> Runtime:
     actor is cancelled, so that its `finally` blocks run, and a `def` method that runs goes on to its end.
 
     Args:
-        options: Those of `aiodaft.Runtime`, without `address`, `key_file`, `isolation` and `env`.
+        options: Those of `aiodaft.Runtime`, without `address`, `key_file` and `env`.
 
     Raises:
         ValueError: An option needs processes.

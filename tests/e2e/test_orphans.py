@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 from actors import Echo
-from inside import awaited, fork_server_of
+from inside import awaited
 from leaks import descendants, ended, wait_gone
-from odd_actors import Parent
 
 import aiodaft
-from aiodaft._runtime.node.launcher import prefix_of
 from aiodaft._runtime.platform import linux as processes
 
 CONTROLLERS = Path(__file__).parents[1] / "support" / "controllers.py"
@@ -41,11 +39,6 @@ def controller(how: str, home: Path) -> Generator[tuple[subprocess.Popen[str], l
             yield process, [int(pid) for pid in process.stdout.readline().split()]
         finally:
             process.kill()
-
-
-def only_child(pid: int) -> int:
-    """The one process that another has started."""
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
 
 
 @pytest.mark.parametrize(
@@ -122,58 +115,6 @@ def test_c52_killed_while_payloads_move_nothing_stays(seed: int, tmp_path: Path)
         assert wait_gone(everybody) == set()
     # At /dev/shm every test looks.
     assert list(tmp_path.iterdir()) == []
-
-
-async def test_c41_and_c42_in_a_pid_namespace_nothing_survives_its_actor_or_the_fork_server() -> None:
-    try:
-        rt = aiodaft.Runtime(preload=(), isolation="pidns")
-    except aiodaft.SpawnFailed as error:
-        pytest.skip(str(error))
-    async with rt:
-        mine = descendants()
-        parent, other = await rt.spawn(Parent), await rt.spawn(Parent)
-        served = descendants() - mine
-        for actor in (parent, other):
-            await asyncio.gather(actor.fork_a_family(), actor.start_a_daemon(), actor.start_in_background())
-        pid = (await rt.info(parent)).pid
-        assert pid in served
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(aiodaft.ActorDied, match=rf"\(pid {pid}\) was killed by SIGKILL"):
-            await parent.pid()
-        # `setpriv` has become `unshare`; below it are the fork server, and the other actor with four of its own.
-        while len(descendants() - mine) > 3 + 4:
-            await asyncio.sleep(0.01)
-        left = descendants() - mine
-        # The fork server itself, not `unshare`, which waits for it.
-        ref = other.hold_interpreter()
-        os.kill(only_child(fork_server_of(rt)), signal.SIGKILL)
-        with pytest.raises(aiodaft.ActorDied):
-            await ref
-        with pytest.raises(aiodaft.SpawnFailed, match="the fork server is gone"):
-            await rt.spawn(Echo)
-        await ended(*left)
-
-
-def test_an_isolation_that_the_machine_lacks_is_refused() -> None:
-    with pytest.raises(ValueError, match="isolation='jail': there is None"):
-        aiodaft.Runtime(isolation="jail")
-    with pytest.raises(aiodaft.SpawnFailed, match='isolation="pidns" does not work here: unshare: unrecognized option'):
-        prefix_of("pidns", ("unshare", "--no-such-option"))
-    with pytest.raises(aiodaft.SpawnFailed, match="No such file or directory: 'no-such-program'"):
-        prefix_of("pidns", ("no-such-program",))
-
-
-async def test_without_privileges_a_pid_namespace_works_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    try:
-        rt = aiodaft.Runtime(preload=(), isolation="pidns")
-    except aiodaft.SpawnFailed as error:
-        pytest.skip(str(error))
-    assert "--user" in prefix_of("pidns")
-    async with rt:
-        echo = await rt.spawn(Echo)
-        assert len(await echo.echo(bytes(1_000_000))) == 1_000_000
-        assert (await rt.info(echo)).pid != await echo.pid()
 
 
 @kill_points

@@ -113,7 +113,7 @@ class Machine(Bench):
             others,
             launcher,
             machine,
-            NodeOptions(True, (), (), False),
+            NodeOptions(True, (), False),
         )
         self.unheld: list[ActorId] = []
         self.ended: list[tuple[PeerId, bool]] = []

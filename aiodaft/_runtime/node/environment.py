@@ -177,7 +177,7 @@ class Unforkable(NamedTuple):
 
 
 class Visited(NamedTuple):
-    """A command wants to ask something; has the pid of the fork server outside of its PID namespace."""
+    """A command wants to ask something; has the pid of the fork server."""
 
     pid: int
 

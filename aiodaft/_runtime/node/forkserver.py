@@ -52,7 +52,6 @@ from aiodaft._runtime.platform.linux import (
     kill,
     reap,
     session_of,
-    visible_pid,
 )
 from aiodaft_transport.system import remove_folder, sweep_folders
 
@@ -156,7 +155,7 @@ class ForkServer:
             with suppress(BlockingIOError):
                 numbers = self._wakeup.recv(4096)
             if VISIT in numbers:
-                self._send(Visited(int(os.readlink("/proc/self"))))
+                self._send(Visited(self._pid))
             self._report_ended()
         return self._node not in ready or self._take_order()
 
@@ -194,7 +193,7 @@ class ForkServer:
             self._send(Failed(order.worker, traceback.format_exc()))
         else:
             self._workers[pid] = order.worker
-            self._send(Spawned(order.worker, visible_pid(pid)))
+            self._send(Spawned(order.worker, pid))
 
     def _import_all(self, modules: list[str]) -> None:
         """Import modules, up to one that initialises CUDA: no child could use it, so none is forked from then on."""
@@ -296,14 +295,10 @@ def _exec_worker(order: Spawn, fds: list[int]) -> int:
 
 
 def main(fd: int, parent: int, thread: int, fork: int) -> None:
-    """Entry point of the process; `thread` is the thread of the parent that started it.
-
-    In a PID namespace of its own the parent is not visible (0), and `unshare` ends it with the parent.
-    """
+    """Entry point of the process; `thread` is the thread of the parent that started it."""
     fill_standard_streams()
     server = ForkServer(socket.socket(fileno=fd), parent, thread, fork=bool(fork))
-    if parent:
-        die_with_parent(parent, signal.SIGCONT)
+    die_with_parent(parent, signal.SIGCONT)
     # Imports the modules of every worker; an import has no side effects.
     from aiodaft._runtime.node import worker_main as worker  # noqa: F401, PLC0415 - loaded for the children
 

@@ -39,45 +39,11 @@ from aiodaft._runtime.platform.linux import (
     is_stopped,
     kill,
     kill_tree,
-    process_tree,
     refusal,
     signs_of_life,
 )
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import SpawnFailed
-
-# PID namespaces: an option to isolate the processes of actors from the rest of the machine.
-#
-# The fork server is the first process of the namespace. When it ends, also by SIGKILL, the kernel kills every process
-# in the namespace, in any session or group.
-
-# The namespace ends with `unshare`, and `unshare` with the thread that has started it.
-_UNSHARE: Final = ("setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child")
-# For users without privileges.
-_ROOTLESS: Final = ("--user", "--map-current-user")
-
-
-def prefix_of(isolation: str | None, unshare: tuple[str, ...] = _UNSHARE) -> tuple[str, ...]:
-    """The command that starts the fork server in its isolation. Blocks for some milliseconds: the command is tried.
-
-    Raises:
-        ValueError: There is no such isolation.
-        SpawnFailed: The machine does not allow it; says why.
-    """
-    if isolation is None:
-        return ()
-    if isolation != "pidns":
-        raise ValueError(f'isolation={isolation!r}: there is None, and "pidns"')
-    problems: list[str] = []
-    for rights in ((), _ROOTLESS) if os.geteuid() == 0 else (_ROOTLESS,):
-        command = [*unshare, *rights, "true"]
-        try:
-            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5, check=True)
-        except (OSError, subprocess.SubprocessError) as error:
-            problems.append(str(getattr(error, "stderr", "") or error).strip())
-        else:
-            return (*unshare, *rights)
-    raise SpawnFailed(f'isolation="pidns" does not work here: {"; ".join(problems)}')
 
 
 class ForkServerWatch:
@@ -306,15 +272,11 @@ class WorkerLauncher(Launcher):
         except OSError as error:
             raise SpawnFailed(refusal(error, "the fork server cannot be started")) from error
         with theirs:
-            # An isolated fork server cannot see this process.
-            parent = (0, 0) if self._options.isolation else (os.getpid(), threading.get_native_id())
-            command = fresh_python(
-                "aiodaft._runtime.node.forkserver", theirs.fileno(), *parent, int(self._options.fork)
-            )
+            numbers = theirs.fileno(), os.getpid(), threading.get_native_id(), int(self._options.fork)
             self._environment = dict(os.environ)
             try:
                 self._process = subprocess.Popen(
-                    [*self._options.isolation, *command],
+                    fresh_python("aiodaft._runtime.node.forkserver", *numbers),
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
@@ -402,8 +364,7 @@ class WorkerLauncher(Launcher):
 
     def _server_pid(self) -> int:
         assert self._process is not None
-        # An isolated fork server is the child of the command that isolates it.
-        return process_tree(self._process.pid)[:2][-1] if self._options.isolation else self._process.pid
+        return self._process.pid
 
     def _worker_pids(self) -> set[int]:
         return {worker.pid for worker in self.workers.values() if worker.pid}

@@ -164,12 +164,10 @@ class NodeOptions(NamedTuple):
     Attributes:
         fork: False starts every worker by exec.
         preload: Modules that the fork server imports; None: those that are slow to import and loaded here.
-        isolation: The command that isolates the fork server; see `prefix_of`.
     """
 
     fork: bool
     preload: tuple[str, ...] | None
-    isolation: tuple[str, ...]
     uvloop: bool
 
 

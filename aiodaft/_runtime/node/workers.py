@@ -62,7 +62,7 @@ class Launcher(ABC):
         self.on_server_lost: Callable[[str], object] = lambda why: None
         # Takes output to the program on another machine that shows it; None if this process does.
         self.relay_to: Callable[[PeerId], Relay | None] = lambda program: None
-        # Called when a command wants to ask something, with the pid of the fork server outside its PID namespace.
+        # Called when a command wants to ask something, with the pid of the fork server.
         self.on_visit: Callable[[int], object] = lambda pid: None
 
     @abstractmethod
@@ -257,11 +257,10 @@ class ExecLauncher(Launcher):
         """Each process imports its modules itself; `preload` has no effect.
 
         Raises:
-            SpawnFailed: An option needs a fork server.
+            SpawnFailed: `fork=True` needs a fork server.
         """
-        for asked, option in ((options.fork, "fork=True"), (options.isolation, "isolation")):
-            if asked:
-                raise SpawnFailed(f"{option} needs a fork server, which this system does not have: leave it out")
+        if options.fork:
+            raise SpawnFailed("fork=True needs a fork server, which this system does not have: leave it out")
         super().__init__(loop, timeouts, console)
         self._children: dict[PeerId, _Child] = {}
         # The ends of the pipe with which the workers end; there once one was started.

@@ -15,7 +15,6 @@ from aiodaft._protocol.node.liveness import PERIOD
 from aiodaft._protocol.node.resources import Gpu
 from aiodaft._runtime.platform.capabilities import Sockets
 from aiodaft._runtime.platform.gpu_claims import machine_gpus
-from aiodaft._runtime.platform.linux import visible_pid
 from aiodaft._runtime.platform.threads import HelperThread
 
 
@@ -63,7 +62,7 @@ class Env:
     token: Callable[[int], bytes] = os.urandom
     gpus: Callable[[], Sequence[Gpu]] = machine_gpus
     hostname: Callable[[], str] = lambda: os.uname().nodename or "localhost"
-    pid: Callable[[], int] = visible_pid
+    pid: Callable[[], int] = os.getpid
     sockets: Sockets = field(default_factory=Sockets)
     thread: Callable[[str, asyncio.AbstractEventLoop], HelperThread] = HelperThread
     remembered: int = 1024

@@ -94,8 +94,7 @@ def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def is_thread(process: int, thread: int) -> bool:
-    """Whether a process still has a thread; True for the process 0, which is not visible from this PID namespace."""
-    return not SEES_PROCESSES or not process or os.path.exists(f"/proc/{process}/task/{thread}")
+    return not SEES_PROCESSES or os.path.exists(f"/proc/{process}/task/{thread}")
 
 
 def adopt_orphans() -> None:
@@ -103,37 +102,13 @@ def adopt_orphans() -> None:
 
 
 def children() -> list[int]:
-    """The children of this single-threaded process, by their pids in its own PID namespace."""
-    visible = _visible_children()
-    return visible if visible_pid() == os.getpid() else [_pid_inside(pid) for pid in visible]
-
-
-def visible_pid(child: int | None = None) -> int:
-    try:
-        own = int(os.readlink("/proc/self"))
-    except OSError:
-        return child or os.getpid()
-    if child is None or own == os.getpid():
-        return child or own
-    return next((pid for pid in _visible_children() if _pid_inside(pid) == child), child)
-
-
-def _visible_children() -> list[int]:
+    """The children of this single-threaded process."""
     try:
         # As bytes: decoding may import a codec, which a signal handler that calls this must not interrupt.
         with open("/proc/thread-self/children", "rb") as file:
             return [int(pid) for pid in file.read().split()]
     except OSError:
         return []
-
-
-def _pid_inside(visible: int) -> int:
-    try:
-        with open(f"/proc/{visible}/status", encoding="utf-8", errors="replace") as file:
-            return next(int(line.split()[-1]) for line in file if line.startswith("NSpid:"))
-    except (OSError, StopIteration):
-        # It has ended; no process has the pid 0.
-        return 0
 
 
 def resident_bytes() -> int:
@@ -291,7 +266,7 @@ def exhausted(error: OSError, what: str) -> ResourceExhausted:
 
 
 def refusal(error: OSError, what: str) -> str:
-    process, text = f"process {visible_pid()}", error.strerror or str(error)
+    process, text = f"process {os.getpid()}", error.strerror or str(error)
     if error.errno == errno.EMFILE:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         reason = (

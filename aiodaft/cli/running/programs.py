@@ -123,7 +123,7 @@ async def programs(wanted: str | None) -> AsyncGenerator[Found, None]:
     # Programs of others are asked by root alone, which names them: they may be made to look like one.
     user = check_may_ask(pid) if pid else os.geteuid()
     servers = [server for server in _fork_servers() if server.uid == user]
-    leading = [server for server in servers if wanted is not None and wanted in map(str, server.parents)]
+    leading = [server for server in servers if wanted == str(server.program)]
     # A program that is attached to a cluster has no fork server: that of its node leads to it. So may any.
     searching = wanted is not None and not leading
     if not leading and (not pid or _status(pid)):
@@ -181,7 +181,7 @@ def command_of(pid: int) -> str:
 
 def _complete_pid(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     servers = _fork_servers() if can_be_asked() else []
-    pids = {server.parents[0] for server in servers if server.uid == os.geteuid()}
+    pids = {server.program for server in servers if server.uid == os.geteuid()}
     return [CompletionItem(str(pid), help=command_of(pid)) for pid in sorted(pids) if str(pid).startswith(incomplete)]
 
 
@@ -219,14 +219,11 @@ def check_may_ask(pid: int) -> int:
 
 
 class _Server(NamedTuple):
-    """A fork server: its process, its user, and its parent and that one's parent.
-
-    With `isolation`, one process is between the fork server and its program.
-    """
+    """A fork server: its process, its user, and the process that has started it."""
 
     pid: int
     uid: int
-    parents: tuple[int, ...]
+    program: int
 
 
 async def _visit(server: _Server, opened: ExitStack, patience: float, silent: list[Silent]) -> list[Program]:
@@ -251,7 +248,7 @@ async def _visit(server: _Server, opened: ExitStack, patience: float, silent: li
             pass
         except TimeoutError:
             if not found:
-                silent.append(_silent(next(filter(offers_dump, server.parents), server.parents[0])))
+                silent.append(_silent(server.program))
     return found
 
 
@@ -295,9 +292,7 @@ def _fork_servers() -> list[_Server]:
                 command = file.read()
             # Forked workers have the same command line. The signal ends a process that does not catch it.
             if _FORK_SERVER in command and int(status["SigCgt"], 16) >> (VISIT - 1) & 1:
-                parent = int(status["PPid"])
-                parents = parent, int(_status(parent).get("PPid", 0))
-                found.append(_Server(pid, _uid_of(status), parents))
+                found.append(_Server(pid, _uid_of(status), int(status["PPid"])))
     return found
 
 

@@ -125,7 +125,7 @@ class SimulatedHost:
             network=env.network,
             labels={},
             process=_OPTIONS._replace(node=self.name),
-            node=NodeOptions(True, (), (), False),
+            node=NodeOptions(True, (), False),
         )
         machine = Machine(env, 100, 0, None, share_gpus=False)
         stored = Stored(term=self._starts, forgot=self._starts > 1)

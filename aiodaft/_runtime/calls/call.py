@@ -32,7 +32,6 @@ from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, OutcomeUnkno
 from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref, RefFacts, Stream
 
-# The words of `ActorFacts`.
 _STATES: Final = {
     Health.ALIVE: "alive",
     Health.LEAVING: "draining",
@@ -42,7 +41,6 @@ _STATES: Final = {
 
 
 class Siblings(Protocol):
-    # Why they are not made again: one has failed.
     failed: DaftError | None
 
     def made_again(self, state: CallState) -> None: ...
@@ -58,15 +56,13 @@ class CallSink(Protocol):
         number: CallId,
         state: CallState | None,
     ) -> bool:
-        """Take a call, or without a state a tell; False: it is to be given to `submit`."""
+        """Take a call, or without a state a tell; False: give it to `submit`."""
         return False
 
     def submit(self, request: Request) -> None: ...
 
 
 class Sender(CallSink, Protocol):
-    """Sends calls; see `Outgoing`."""
-
     def submit_later(self, request: Request) -> None: ...
 
     def turn_came(self, request: Request) -> None: ...
@@ -77,8 +73,8 @@ class Sender(CallSink, Protocol):
 class Caller:
     """The parts of a process that its handles use to make calls."""
 
-    # `Outgoing` sets these. `outgoing` takes the calls of handles; while a graph is captured, it is the recorder, else
-    # `direct`, which telemetry replaces.
+    # `outgoing` takes the calls of handles: while a graph is captured the recorder, else `direct`, which telemetry
+    # replaces.
     sender: Sender
     outgoing: CallSink
     direct: CallSink
@@ -89,12 +85,9 @@ class Caller:
         self.process = process
         self.connections = connections
         self.objects = objects
-        # The actors of this process.
         self.actors = actors
         self.next_number = process.next_number
-        # Whether the node of a process is being drained; told to processes that own actors there.
         self.is_draining: Callable[[PeerId], bool] = lambda remote: False
-        # Gives the maker of a call: the running task; in a worker, the call that the task serves.
         self.current_maker: Callable[[], object] = partial(current_task, process.loop)
 
     def handle(self, remote: PeerId, actor: ActorId, label: str, cls: type, sink: UnhandledErrors | None = None) -> Any:
@@ -105,12 +98,9 @@ class CallState(RefState):
     """The result of a call that this process made."""
 
     handles = 1
-    # The processes to which its producer was told to send the result.
     forwarded: frozenset[PeerId] = frozenset()
-    # If it is one of the calls of a call of a group: all of them.
     siblings: Siblings | None = None
     _cancelling = False
-    # Ends the wait for a call that was cancelled.
     _timer: asyncio.TimerHandle | None = None
 
     def __init__(self, target: Target, spec: MethodSpec, number: CallId) -> None:
@@ -164,7 +154,7 @@ class CallState(RefState):
             self.connection.follow()
             self.connection.send(m.forward(self.number, consumer))
             if self.forwarded:
-                # The producer sends the value to some consumers while this process makes the calls of the others.
+                # The producer may send the value while this process makes the other calls.
                 self.connection.flush()
         self.forwarded |= {consumer}
 
@@ -184,7 +174,6 @@ class CallState(RefState):
         if self.inputs is not None or self._watchers is not None or self.shared or self._cancelling:
             self._settle(HERE)
             return
-        # Only the tasks that await the value need to be told.
         self.status = HERE
         if self._waiters is not None:
             self._wake_waiters()
@@ -205,7 +194,6 @@ class CallState(RefState):
 
     def _settle(self, status: Status) -> None:
         if self._cancelling and status is not FAILED and not self.settled:
-            # The method could not be interrupted, or ignored its cancellation.
             if status is THERE:
                 self._release_remote()
             self.value, self.received = ABSENT, None
@@ -227,7 +215,7 @@ class CallState(RefState):
         self.on_error(error)
 
     def on_away(self, remote: PeerId) -> None:
-        """The callee has not accepted the call, because the actor moves, or has moved, to another process."""
+        """The actor moves, or has moved, to another process."""
         self.on_error(ActorDied(f"{self.target.label} is in another process now", executed=False))
 
     def _release_remote(self) -> None:
@@ -253,7 +241,6 @@ class CallState(RefState):
         return True
 
     def expect_cancellation(self) -> None:
-        """Note that this process cancelled the call: its error does not count as unhandled."""
         self._cancelling = True
         self.mark_seen()
 
@@ -267,7 +254,6 @@ class CallState(RefState):
 class Target:
     __slots__ = ("actor", "caller", "label", "remote", "sink", "stopped")
 
-    # The class of the states of its calls.
     state_class: ClassVar[type[CallState]] = CallState
 
     def __init__(
@@ -277,9 +263,7 @@ class Target:
         self.remote = remote
         self.actor = actor
         self.label = label
-        # The scope that reports unhandled errors.
         self.sink = sink
-        # The actor was stopped and has refused a call; its process may live.
         self.stopped = False
 
     def __str__(self) -> str:
@@ -340,8 +324,7 @@ class Target:
         if not own:
             caller.outgoing.submit(request)
             return
-        # Messages of the runtime itself, such as that a ref was dropped, do not have the deadline of the code in
-        # which it happens.
+        # The runtime's own messages do not have the deadline of the code in which they happen.
         with under(None):
             caller.outgoing.submit(request)
 
@@ -349,13 +332,7 @@ class Target:
         return _rebuild_handle, (self.caller.process.options.cluster, self.remote, self.actor, self.label, cls)
 
     def health(self) -> Health:
-        """The health of the actor, as far as this process knows. Safe in any thread.
-
-        Returns:
-            ALIVE: a call goes to the actor. LEAVING: the same, but its node is being drained, as far as this process
-            was told. SUSPECT: a call may have to wait, because the actor is restarted or its process does not answer.
-            LOST: a call fails at once.
-        """
+        """The health of the actor, as far as this process knows. Safe in any thread."""
         if self.stopped:
             return Health.LOST
         connections, remote = self.caller.connections, self.remote
@@ -377,7 +354,7 @@ class Target:
         return 0 if self.remote == here else 1 if node_of(self.remote) == node_of(here) else 2
 
     def note_death(self, error: ActorDied) -> None:
-        """Note the error of a call. It may be about another actor: the one of an argument or a nested call."""
+        """The error may be about another actor: the one of an argument or a nested call."""
         if error.executed is False and error.actor == self.label:
             self.stopped = True
 
@@ -420,17 +397,12 @@ def _rebuild_handle(runtime: PeerId, remote: PeerId, actor: ActorId, label: str,
 
 
 class Request:
-    # Defaults live in the class: most calls do not set these.
     terms: Terms | None = None
-    # The encoded arguments, until they are sent.
     stored: StoredValue | None = None
-    # The call may be repeated: the code that sets this releases the encoded arguments.
+    # The call may be repeated: this releases the encoded arguments.
     again = False
-    # The number of earlier attempts.
     attempt = 0
-    # Its turn came: it is ahead of all calls that still wait here, and is not refused any more.
     had_turn = False
-    # A trace has it: it may be submitted more than once.
     recorded = False
 
     def __init__(
@@ -449,17 +421,13 @@ class Request:
         self.kwargs = kwargs
         self.number = number
         self.mode = mode
-        # Receives the answer.
         self.state = state
-
-    # As an entry of `Order`.
 
     @property
     def lanes(self) -> tuple[Target]:
         return (self.target.lane,)
 
     def may_go(self) -> bool:
-        """Always: a call waits only for its turn."""
         return True
 
     def go(self) -> None:
@@ -467,11 +435,11 @@ class Request:
 
 
 class TellState:
-    """The state of a call without a result: the answer only says that it is over.
+    """The state of a call without a result.
 
     Args:
-        own: The runtime made it. Its loss is not reported: a process that is gone needs no message,
-            and one that ends sends none.
+        own: The runtime made it. Its loss is not reported: a process that is gone needs no message, and one that ends
+            sends none.
     """
 
     def __init__(self, label: str, *, own: bool = False) -> None:
@@ -506,7 +474,6 @@ class TellState:
             logger.warning("%s, called by tell(), may not have run: %s", self.label, printable(str(error)))
 
 
-# The states that wait for an answer.
 PendingCall: TypeAlias = CallState | StreamState | TellState
 
 

@@ -44,7 +44,7 @@ Locate: TypeAlias = Callable[[PeerId, ActorId, bool], Ref[Location]]
 
 
 class FollowingTarget(Target):
-    """A supervised actor as the target of calls of this process; all handles that follow it share this object.
+    """A supervised actor as the target of calls; all handles that follow it share this object.
 
     While the actor is down, its address is this process, which hosts no actor with its number.
     """
@@ -115,12 +115,11 @@ class FollowingTarget(Target):
         mode: int,
     ) -> None:
         request = state.request = Request(self, spec, args, kwargs, state.number, mode, state)
-        # It may be made again, with the arguments as they are now.
         request.again = spec.retries > 0 or bool(kwargs) or not all_plain(args)
         self.caller.outgoing.submit(request)
 
     def health(self) -> Health:
-        """See `Target.health`. The owner tells its own process where the actor is; any other process asks once."""
+        """The owner tells its own process where the actor is; any other process asks once."""
         seen = super().health()
         if seen is Health.LOST and self.ended is None and not self._known.told and self._finding is None:
             self.caller.process.call_soon(self._look)
@@ -136,8 +135,6 @@ class FollowingTarget(Target):
         cluster = self.caller.process.options.cluster
         return _rebuild, (cluster, self.owner, self.place.peer, self.actor, self.label, cls, True)
 
-    # Waiting for the next incarnation.
-
     def missed(self, request: Request, connection: Connection | None) -> None:
         """Put a call into the backlog: the actor is down or has moved.
 
@@ -148,7 +145,6 @@ class FollowingTarget(Target):
         if self.ended is not None:
             request.state.on_error(unsent(self.ended))
             return
-        # The state of the call frees the arguments.
         request.again = True
         if self._backlog.admit(request):
             self._start_finding(connection)
@@ -189,18 +185,13 @@ class FollowingTarget(Target):
         self._backlog.forget(number)
 
     async def arrive(self) -> None:
-        """Wait until the actor is up.
-
-        Raises:
-            DaftError: It is gone for good; the error says why.
-        """
+        """Raises DaftError: the actor is gone for good."""
         if self.is_down:
             self.move(await self.locate(wait=True))
         if self.ended is not None:
             raise unsent(self.ended)
 
     async def _find(self, connection: Connection | None) -> None:
-        """Ask for the location, which is answered when the actor is up, and send or fail the backlog."""
         try:
             found, problem = await self.find(connection, wait=True)
         except asyncio.CancelledError:
@@ -217,7 +208,7 @@ class FollowingTarget(Target):
             self.move(found)
 
     async def find(self, connection: Connection | None, *, wait: bool) -> tuple[Location, DaftError | None]:
-        """The location, and why calls cannot be made there that a connection, if any, has lost."""
+        """The location, and why a lost `connection` there cannot carry calls."""
         remote = lost = None
         # The lost one may have been renewed: then the actor is called over the new one.
         if connection is not None and connection.lost is not None:
@@ -229,8 +220,6 @@ class FollowingTarget(Target):
     def locate(self, *, wait: bool) -> Ref[Location]:
         """Ask the owner's directory for the location; with `wait`, it answers when the actor is up."""
         return self._followers.locate(self.owner, self.number, wait)
-
-    # News of it.
 
     def move(self, place: Location) -> None:
         """Note a location, unless a newer one is known: send the backlog, or fail it if the actor is gone for good."""
@@ -247,7 +236,6 @@ class FollowingTarget(Target):
         self._aim()
 
     def not_found(self, remote: PeerId) -> None:
-        """Note that the actor is not in a process, or that the process is gone."""
         self._known.not_found(remote)
         self._aim()
 
@@ -263,10 +251,8 @@ class FollowingTarget(Target):
 
 
 class _Followed:
-    """The state of a call of a supervised actor, which may wait for an incarnation, and be made again."""
-
     number: CallId
-    # The request to send again. Dropped when the call is over: it refers to this state.
+    # Dropped when the call is over: it refers to this state.
     request: Request | None = None
 
     def on_away(self, remote: PeerId) -> None:
@@ -275,7 +261,6 @@ class _Followed:
             cast("FollowingTarget", request.target).turned_away(request, remote)
 
     def _is_unsent(self, error: DaftError) -> bool:
-        """Whether a call that was not sent before its connection ended waits for the next incarnation."""
         request = self.request
         if request is None or error.executed is not False:
             return False
@@ -310,8 +295,6 @@ class FollowingStream(_Followed, StreamState):
 
 
 class FollowingTell(_Followed, TellState):
-    """The state of a call of a supervised actor that wants no result."""
-
     def __init__(self, number: CallId, label: str) -> None:
         super().__init__(label)
         self.number = number
@@ -326,9 +309,8 @@ class FollowingTell(_Followed, TellState):
 
 
 class FollowingCall(_Followed, CallState):
-    """The result of a call of a supervised actor, which may be repeated also if it has begun."""
+    """The result of a call that may be repeated also if it has begun."""
 
-    # An attempt may have run.
     _doubtful = False
 
     @property
@@ -352,7 +334,6 @@ class FollowingCall(_Followed, CallState):
         if self.settled or self._made_again(error):
             return
         if self._doubtful and isinstance(error, DaftError) and error.executed is False:
-            # Other calls may have the same error.
             error = copy_error(error).with_executed(None)
         super().on_error(error)
 
@@ -387,7 +368,6 @@ class FollowingCall(_Followed, CallState):
 
 class PinnedCall(CallState):
     def on_lost(self, error: DaftError) -> None:
-        """Refuse a call that was not sent before the connection ended, as all later calls."""
         if error.executed is False and not self.settled:
             cast("PinnedTarget", self.target).refuse(self, self.connection)
         else:
@@ -437,8 +417,6 @@ class PinnedTarget(Target):
 
 
 class Followers:
-    """The supervised actors that one process knows of."""
-
     def __init__(self, caller: Caller, locate: Locate) -> None:
         self.caller = caller
         self.locate = locate
@@ -474,10 +452,9 @@ def _rebuild(
     return Handle(target if follow else PinnedTarget(target, place), cls)
 
 
-# Calls of a system actor in the process of another actor, its host, also if that is restarted.
-#
-# Eager calls go to one process: the one where the host is, or, while it is down, its next one (`TargetBeside`). Those
-# of a captured graph go to where the host is when the graph is deployed (`AlwaysBeside`).
+# Calls of a system actor in the process of another actor, its host. Eager calls go to the process where the host is,
+# or, while it is down, its next one (`TargetBeside`). Those of a captured graph go to where the host is when the graph
+# is deployed (`AlwaysBeside`).
 
 
 class Beside(Target):
@@ -495,10 +472,7 @@ class Beside(Target):
 
 
 class TargetBeside(Beside):
-    """A system actor in the next process of a supervised actor: calls wait until that is known.
-
-    If the actor is not made again, they fail as its own calls do.
-    """
+    """Calls wait until the next process of a supervised actor is known; they fail if it is not made again."""
 
     __slots__ = ("_backlog",)
 
@@ -532,7 +506,7 @@ class TargetBeside(Beside):
 
 
 class AlwaysBeside(Beside):
-    """A system actor in the process of its host, wherever that is. Only graphs that are captured call it.
+    """A system actor in the process of its host, wherever that is, for captured graphs.
 
     `remote` is where it was at the capture; each deployment of the graph asks the host.
     """

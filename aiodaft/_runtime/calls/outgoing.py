@@ -34,7 +34,7 @@ class Backlog:
         self._caller = caller
         self._loop = caller.process.loop
         self._waiting: dict[CallId, tuple[Request, asyncio.TimerHandle | None]] = {}
-        # Never connected: it bounds the calls, and withdraws them as the window of a connection does.
+        # Never connected: it bounds the calls, as the window of a connection does.
         self._connection = caller.connections.make(caller.process.id, towards)
 
     def admit(self, request: Request) -> bool:
@@ -99,7 +99,6 @@ def submit_with_refs(
     """
     number, actor, name, consumer = state.number, state.target.actor, state.spec.name, connection.remote
     own = actor < FIRST_USER_ACTOR
-    # With inputs, it was sent before.
     if not connection.has_room(own=own) or state.inputs is not None or not are_short(args):
         return False
     process = refs.process
@@ -145,7 +144,6 @@ def submit_with_refs(
     return True
 
 
-# The kinds of calls that have neither deadline, trace nor earlier attempts.
 _SHORT: Final = {WANT_REPLY: CALL, WANT_NOTHING: TELL}
 
 
@@ -154,7 +152,7 @@ class Submitted(Entry, Protocol):
 
 
 class Outgoing:
-    """Sends calls. Says when runs of graphs may be sent, so that both keep one order."""
+    """Sends calls, and says when runs of graphs may be sent, so that both keep one order."""
 
     def __init__(self, caller: Caller, inbound: Inbound) -> None:
         self._caller = caller
@@ -164,11 +162,9 @@ class Outgoing:
         self._refs = caller.objects.refs
         self._inbound = inbound
         caller.sender = caller.outgoing = caller.direct = self
-        # Runs that cannot be sent yet, and the calls and runs that were submitted after them to the same actors.
+        # Runs that cannot be sent yet, and what was submitted after them to the same actors.
         self.order: Order[Submitted] = Order()
-        # Those calls.
         self._backlog = Backlog(caller, "actors of graphs with runs that wait")
-        # The states of tells of small arguments, by label: they are all the same.
         self._tells: dict[str, TellState] = {}
 
     def submit(self, request: Request) -> None:
@@ -188,7 +184,7 @@ class Outgoing:
             return
         target, state, args = request.target, request.state, request.args
         request.terms = terms = current_terms.get()
-        # A call that has to wait is submitted again, by another task.
+        # A call that has to wait is submitted again by another task.
         if isinstance(state, CallState) and state.maker is None and (maker := self._caller.current_maker()) is not None:
             state.maker = ref(maker)
         try:
@@ -268,7 +264,7 @@ class Outgoing:
         return True
 
     def submit_later(self, request: Request) -> None:
-        """Send a call that had to wait, or has to be made again: under the terms that it had."""
+        """Under the terms that it had."""
         request.had_turn = True
         try:
             with under(request.terms):
@@ -311,8 +307,6 @@ class Outgoing:
             _fail_unpacked(request, stored, error)
             return False
         return True
-
-    # The slower ways.
 
     def _told(self, label: str) -> TellState:
         told = self._tells.get(label)
@@ -383,7 +377,6 @@ class Outgoing:
             connection.provide(request.number, message, stored.size)
 
     def _fail_unsent(self, connection: Connection, request: Request, error: Exception) -> None:
-        # If it is not there any more, it was cancelled.
         if connection.withdraw(request.number):
             request.state.on_error(error.with_executed(False) if isinstance(error, ResourceExhausted) else error)
 
@@ -419,7 +412,6 @@ class Outgoing:
         return True
 
     def _submit_local(self, request: Request) -> None:
-        """Call an actor of this process: the objects themselves are passed."""
         target = request.target
         hosted = self._caller.actors.get(target.actor)
         if hosted is None:
@@ -431,7 +423,6 @@ class Outgoing:
             request.state.on_error(hosted.lacks(request.spec.name))
             return
         if not isinstance(request.state, TellState):
-            # It may have waited elsewhere.
             request.state.connection = None
         caller = self._inbound.local
         call = InboundCall(caller, self._process.id, request.number, hosted, spec, request.mode, request.args)
@@ -460,7 +451,6 @@ class Outgoing:
 
         def submit() -> None:
             if isinstance(request.state, CallState) and request.state.settled:
-                # It was cancelled before it came here.
                 return
             token = current_call.set(context)
             try:
@@ -476,7 +466,6 @@ class Outgoing:
 
 
 def _encode_small(connection: Connection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes | None:
-    """Small arguments as one field of a message; before it, the receiver is told what names in it stand for."""
     small = encode_small(args, kwargs, by_name=True)
     if small is None:
         return None
@@ -487,7 +476,6 @@ def _encode_small(connection: Connection, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _value_of(request: Request) -> tuple[Any, Names]:
-    """The arguments as one value, and the names of its parts in errors."""
     spec, target = request.spec, request.target
     parts = [(spec.argument(index), arg) for index, arg in enumerate(request.args)]
     # Users know nothing of the runtime's own actors.
@@ -505,7 +493,6 @@ def _fail_unpacked(request: Request, stored: StoredValue, error: DaftError) -> N
 
 
 def _let_go(request: Request, stored: StoredValue) -> None:
-    """The arguments were sent, or never will be."""
     if not request.again:
         stored.release()
         request.stored = None

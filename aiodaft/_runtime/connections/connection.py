@@ -47,27 +47,17 @@ from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.definitions import Definition, Named
 from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, RemoteProtocolError
 
-# The bytes that one read handles at most, so that many calls do not block the loop for long.
 _READ_SIZE: Final = 16 << 10
-# The messages that are written together at most.
 _BATCH: Final = 64
 # After so many turns in a row that took at most so many seconds and had several messages, the first one waits for the
 # others. Before that, the peer works while this process goes on.
 BURSTS: Final = 8
 _SHORT: Final = 200e-6
 
-# Handles a message of one kind. The first argument is the route over which the message came.
 Handler: TypeAlias = Callable[[Any, Message], object]
 
 
 class Connection:
-    """The connection to one process.
-
-    Args:
-        on_lost: Called once, when the connection ends, with the reason.
-        on_dropped: Called with the message of a call that is not sent.
-    """
-
     # When the messages of this turn began to be collected, and how many turns up to the last one were bursts.
     _corked_at = 0.0
     _bursts = 0
@@ -85,24 +75,19 @@ class Connection:
     ) -> None:
         self.session = session
         self.remote = remote
-        # The name of `remote` in the transports.
         self.peer: str = remote
         self.lost: Exception | None = None
-        # Whether it ever had a socket. If not, no message was sent.
         self.connected = False
-        # Whether the socket leads to another machine: then no descriptor and no shared memory goes over it.
+        # It leads to another machine: no descriptor and no shared memory goes over it.
         self.far = False
-        # It was lost, and the process at the other end lives, as far as is known: another connection may be made.
+        # It was lost, and the process at the other end seems to live: another connection may be made.
         self.renewable = False
-        # Since the connection was lost: the error with which its calls fail.
         self.explanation: asyncio.Future[DaftError] | None = None
         # No other process knows better why it was lost.
         self.explained = False
-        # BYE was received.
         self.dismissed = False
-        # Whether both processes are on one machine; from the ids, so it is known before there is a socket.
+        # Known before there is a socket.
         self.shares_memory = can_share_memory(process.id, remote)
-        # The transports, beside "tcp", that lead from one machine to the other.
         self.reached_by: tuple[str, ...] = ()
         self.traffic = Traffic()
         self.definitions: Definitions[Definition] = Definitions()
@@ -119,23 +104,16 @@ class Connection:
         self._ring_poller = ring_poller
         self._send_queue = SendQueue(loop, self.traffic, ring_poller.look, self._broken, self._sockets)
         self.upgrade = Upgrade(makes=process.id < remote)
-        # Rings that this process has offered to the peer, and the descriptor that is sent with RING_USED.
         self.offer: tuple[RingPair, int] | None = None
-        # The rings, once the peer sends its messages through them.
         self._ring: RingPair | None = None
-        # The calls that `tell_over` has not told.
         self._over: list[CallId] = []
-        # The number of messages that are packed and not written, and of those among them that depend on earlier ones.
+        # Packed messages that are not written, and those among them that depend on earlier ones.
         self._collected = self._followers = 0
-        # `RingPoller.turns` when a message was last written to the ring.
         self._turn = -1
-        # Messages are collected, and written at the end of the turn.
         self._corked = False
-        # The last received message is being handled: its answer is written at once.
         self._prompt = False
 
     def has_room(self, *, own: bool) -> bool:
-        """Whether the next call is sent at once: one of the runtime's own, or any other."""
         return self.connected and (self.session.has_room_for_own if own else self.session.has_room)
 
     @property
@@ -150,7 +128,6 @@ class Connection:
         return not self.connected and self.lost is None
 
     def attach(self, sock: socket.socket, *, far: bool = False) -> None:
-        """Use a connected socket, and write the messages that `send` has queued."""
         sock.setblocking(False)
         self.far = far
         self._socket = sock
@@ -161,18 +138,17 @@ class Connection:
             self._write()
 
     def send(self, message: Message) -> None:
-        """Send a message. A lost connection drops it."""
         if self.lost is None:
             self._pack(message)
             self._sent_one()
 
     def send_soon(self, message: Message) -> None:
-        """Send a message that nobody waits for at the end of this turn, together with the messages until then."""
+        """Send a message at the end of this turn, together with the messages until then."""
         self.flush_soon()
         self.send(message)
 
     def tell_over(self, number: CallId) -> None:
-        """Tell the caller that a call has ended whose result it does not want, with the others of this turn."""
+        """Send a call's end at the end of this turn, with the others."""
         if self.lost is None:
             self._over.append(number)
             if len(self._over) == 1:
@@ -192,12 +168,11 @@ class Connection:
                 finalize(thing, _take_back_soon, ref(self), name).atexit = False
 
     def take_back(self, name: bytes) -> None:
-        """The object with this name is gone. Also in a garbage collection."""
+        """The object with this name is gone. Safe during a garbage collection."""
         self._call_soon(partial(self._take_back, name))
 
     def _take_back(self, name: bytes) -> None:
         if self.definitions.take_back(name):
-            # Behind the calls that wait: these may have it.
             self.send_in_turn(m.forget(name))
 
     def define_came(self, message: Message) -> None:
@@ -208,7 +183,6 @@ class Connection:
         self.definitions.forget(m.read_forget(message))
 
     def send_in_turn(self, message: Message) -> None:
-        """Send a message behind the calls that wait for room in the window."""
         if self.lost is None:
             self.session.line_up(message)
             self._sent_one()
@@ -254,7 +228,6 @@ class Connection:
         if not fds:
             self.send(message)
             return
-        # The caller may close its descriptors before they are sent.
         self._send_with(message, self._sockets.dup_all(fds))
 
     def _send_with(self, message: Message, fds: Sequence[int]) -> None:
@@ -272,7 +245,7 @@ class Connection:
             OSError: The peer sent them, and this process had no room for them.
         """
         if not self._descriptors.some_came and self._ring is not None and self._socket is not None:
-            # The socket has them already: the peer sent them before their message.
+            # The peer sent them before their message.
             with suppress(OSError):
                 _, ancillary, flags, _ = self._socket.recvmsg(1, SPACE)
                 self._descriptors.add(ancillary, flags)
@@ -322,7 +295,6 @@ class Connection:
             self._on_dropped(self, message)
         withdrawn = self.session.withdraw(call_id)
         if self._packed and self._socket is not None:
-            # Calls that waited behind this one can be sent.
             self.flush_soon()
         return withdrawn
 
@@ -349,7 +321,7 @@ class Connection:
         self.drop_offer()
         self._drop_rings()
         self._descriptors.close()
-        # Lost connections are kept for a while: free the buffers.
+        # Lost connections are kept for a while.
         self._buffer = bytearray()
         self.session.close()
         self._on_lost(self, reason)
@@ -372,8 +344,6 @@ class Connection:
         if self._packed and self._socket is not None:
             self._collected = self._followers = 0
             self._send_queue.write(self._take())
-
-    # Rings.
 
     def drop_offer(self) -> None:
         if self.offer is not None:
@@ -430,8 +400,6 @@ class Connection:
             with end:
                 connection.send_fds(m.introduce(remote), (end.fileno(),))
 
-    # Receiving.
-
     def _readable(self) -> None:
         wakeups = self._ring_poller.wakeups
         try:
@@ -469,7 +437,7 @@ class Connection:
         self._receive(memoryview(self._buffer)[:count])
 
     def _look_for_end(self, sock: socket.socket) -> None:
-        """The socket is readable although messages use the rings: it has a descriptor, or it has ended."""
+        """Readable although messages use the rings: there is a descriptor, or it has ended."""
         try:
             ended = not sock.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -477,7 +445,6 @@ class Connection:
         except OSError as error:
             self._broken(error)
             return
-        # Handle the message of the descriptor, or the last messages of the peer.
         self.catch_up()
         if ended and self._socket is not None:
             self.close(PeerLost(f"the connection to {self.remote} ended"))
@@ -496,7 +463,7 @@ class Connection:
         except ProtocolError as error:
             self.close(error)
         except Exception as error:  # noqa: BLE001 - see below
-            # A valid frame has invalid content, or this process has a bug: the calls of this connection must fail.
+            # Invalid content in a valid frame, or a bug in this process: the calls of this connection must fail.
             log_error(f"a message from {self.remote} cannot be handled", error)
             wrong = RemoteProtocolError(
                 f"{self.remote} sent a message that cannot be handled: {type(error).__name__}: {error}"
@@ -506,7 +473,6 @@ class Connection:
         finally:
             self._prompt, self._corked = False, corked
         if not corked:
-            # Write the messages of all handlers together.
             self._write()
 
     def _broken(self, error: OSError) -> None:
@@ -520,7 +486,7 @@ class Connection:
             self.close(lost)
 
     def catch_up(self) -> bool:
-        """Handle the messages that the peer has sent; False if one of them closed the connection."""
+        """Returns False if a message closed the connection."""
         while self._ring is not None and self._ring.reader.filled:
             self.ring_readable()
         if self._ring is None:

@@ -34,13 +34,11 @@ from aiodaft.exceptions import (
 )
 from aiodaft_transport import Key, PeerGone, TransportError
 
-# Seconds that the processes of a node get to show that they are there, when the coordinator says that it is gone.
+# Seconds that the processes of a node get to answer when the coordinator says that it is gone.
 _LAST_WORD: Final = 2.0
 
 
 class ConnectionsOwner(Protocol):
-    """The connections' view of their process. `Peer` implements and explains it."""
-
     def introduce(self, remote: PeerId, known: int) -> Awaitable[str]: ...
     def ask(self, remote: PeerId) -> Awaitable[object]: ...
     def connection_lost(self, connection: Connection) -> None: ...
@@ -53,24 +51,20 @@ class ConnectionsOwner(Protocol):
 
 
 class Connections(dict[PeerId, Connection]):
-    """The connections of one process by the process at the other end, some of them lost, and the loopback to itself."""
+    """The connections of one process by the process at the other end, some of them lost."""
 
     def __init__(self, process: Process, owner: ConnectionsOwner) -> None:
         super().__init__()
         self._process = process
         self._owner = owner
-        # For each kind of message the function that handles it; Peer fills it in.
         self.handlers: list[Handler] = []
         self.ring_poller = RingPoller(process.loop)
         self.loopback = Loopback(process, self.handlers, owner.take_note)
         self.data_streams = DataStreams(process, owner.ask_stream, owner.take_stream)
         self.explain: Callable[[Connection, Exception], Awaitable[DaftError]] = _explain_plainly
-        # Processes that the node agent reports as silent.
         self.suspects: set[PeerId] = set()
-        # Makes connections to other machines; None in a runtime of one machine.
         self.far: FarConnections | None = None
         self._lost: deque[Connection] = deque()
-        # How often the node has introduced each process of it to this one.
         self._introduced: Counter[PeerId] = Counter()
         self._past_traffic = Traffic()
 
@@ -91,7 +85,6 @@ class Connections(dict[PeerId, Connection]):
             self._lost.remove(before)
             # If `before` never had a socket, the other process may not have lost a connection.
             connection.send(m.renewed(str(before.lost)))
-            # The process lives. Later, this would fail the calls over the new connection.
             self._explained(before, PeerLost(f"the connection to {remote} ended: {before.lost}"))
             self._owner.connection_renewed(remote)
         return connection
@@ -146,10 +139,7 @@ class Connections(dict[PeerId, Connection]):
             self._explained(connection, RuntimeClosed(self._process.closed))
 
     async def hears_from(self, name: str) -> bool:
-        """Whether a process of a node, to which there is a connection, answers: then the coordinator is cut off.
-
-        It waits for one answer, for some seconds.
-        """
+        """Whether a process of a node answers, within seconds: then the coordinator is cut off."""
         asked = [
             self._process.tasks.start(self.is_answered(remote), name=f"hear from {remote}")
             for remote, connection in self.items()
@@ -168,7 +158,6 @@ class Connections(dict[PeerId, Connection]):
         return False
 
     async def is_answered(self, remote: PeerId) -> bool:
-        """Ask a process whether it is there, and wait for its answer; False if there is none and never will be."""
         try:
             await self._owner.ask(remote)
         except DaftError:
@@ -200,11 +189,9 @@ class Connections(dict[PeerId, Connection]):
         self._explained(connection, error)
 
     def _explained(self, connection: Connection, error: DaftError) -> None:
-        """Fail the calls and values of a lost connection, unless that was done."""
         assert connection.explanation is not None
         if not connection.explanation.done():
             connection.explanation.set_result(error)
-            # A node that could not be reached, or was not in the cluster, may come back.
             not_reached = self.far is not None and not connection.connected
             lives = type(error) is PeerLost if connection.far else self._lives_here(connection, error)
             may_live = not_reached or lives
@@ -212,7 +199,6 @@ class Connections(dict[PeerId, Connection]):
             self._owner.connection_explained(connection, error)
 
     def _lives_here(self, connection: Connection, error: DaftError) -> bool:
-        """Whether a process of this machine lives that the node can introduce again."""
         if self._process.options.agent in {self._process.id, connection.remote}:
             return False
         # The end of a process names its actors.
@@ -231,10 +217,7 @@ class Connections(dict[PeerId, Connection]):
             return copy_error(await self.explanation(cast("Connection", route)))
         return PeerLost(f"{route.remote} lives, and {otherwise}")
 
-    # Messages about connections.
-
     def reach_came(self, connection: Connection, message: Message) -> None:
-        """Handle REACH: both processes have to be reached by a transport."""
         ours = () if self.far is None else self.far.reached_by
         connection.reached_by = tuple(name for name in m.read_reach(message) if name in ours)
 
@@ -284,7 +267,6 @@ class Connections(dict[PeerId, Connection]):
         try:
             (fd,) = connection.take_fds(1)
         except OSError as error:
-            # Only messages to that process, or one transfer, fail.
             refused = exhausted(error, f"there is no connection to {remote}")
             if stream is None:
                 self.setdefault(remote, self.make(remote)).close(refused)
@@ -316,7 +298,7 @@ class Connections(dict[PeerId, Connection]):
         name, note, count = m.read_note(message)
         fds: list[int] = []
         if count:
-            # Without its descriptors, the transport fails the transfer that the note is about.
+            # Without them, the transport fails the transfer that the note is about.
             with suppress(OSError):
                 fds = connection.take_fds(count)
         try:
@@ -338,13 +320,10 @@ class Connections(dict[PeerId, Connection]):
         connection.dismissed = True
         connection.close(PeerLost(m.read_bye(message)))
 
-    # The end.
-
     def close(self, reason: str) -> None:
         for connection in list(self.values()):
             connection.send(m.bye(reason))
             connection.close(RuntimeClosed(reason))
-            # The search for the cause of an earlier loss ends here, too.
             self._explained(connection, RuntimeClosed(reason))
 
     def forget(self) -> None:
@@ -406,11 +385,9 @@ def _take(connection: Connection) -> None:
         connection.write_rings(ring, m.ring(RING_USED), memory)
 
 
-# The number of a stream that its process did not ask for: another one did.
+# A stream that another process asked for.
 UNASKED: Final = 0
-# The number of a stream of another machine: the first bytes on it say it.
 FROM_AFAR: Final = -1
-# Seconds in which a stream comes that the other process has opened.
 _PATIENCE: Final = 20.0
 
 
@@ -447,7 +424,6 @@ class DataStreams:
             return await stream
         except BaseException:
             if stream.done() and not stream.cancelled() and stream.exception() is None:
-                # The task was cancelled when it had come.
                 stream.result().close()
             raise
         finally:
@@ -462,7 +438,6 @@ class DataStreams:
             self.failed(number, PeerGone(f"there is no stream to {peer}: {error}"))
         else:
             if number in self._asked:
-                # The other process has opened it, and it may be lost on its way to this one.
                 late = PeerGone(f"a stream of {peer} did not come within {_PATIENCE:g} s")
                 self._process.loop.call_later(_PATIENCE, self.failed, number, late)
 
@@ -472,7 +447,6 @@ class DataStreams:
             return
         _, waiting = self._asked.pop(number, (peer, None))
         if waiting is None or waiting.done():
-            # The task that wanted it was cancelled.
             stream.close()
         else:
             waiting.set_result(stream)
@@ -483,7 +457,7 @@ class DataStreams:
             waiting.set_exception(error)
 
     def lost(self, peer: PeerId, number: int, error: Exception) -> None:
-        """A stream could not be taken. It is not known under which number one from afar was asked for, if it was."""
+        """The number of a stream from afar is not known."""
         if number != FROM_AFAR:
             self.failed(number, error)
         elif is_attached(peer):

@@ -39,16 +39,12 @@ from aiodaft_transport.handshake import (
     ServerHandshake,
 )
 
-# The one port of a node: accepts connections, and lets in those that prove the cluster key.
-#
-# `on_control` and `on_data` get an `Authenticated`, and own its socket from then on. Next, the process `to` of a
-# CONTROL connection calls `secure(sock, identity, session, server=True)`: the node hands it the socket and the session
-# key.
-#
-# A connection is a stranger until it has proved the key. A stranger gets a challenge and costs a fixed number of bytes.
-# Only so many may be under way: one of the host that has most of them makes room, by lot. So a host of strangers takes
-# no place from others, and a member beside it, however far away and however fast they come, gets in after a few
-# attempts.
+# The one port of a node: accepts connections, and lets in those that prove the cluster key. `on_control` and `on_data`
+# own the socket of an `Authenticated` from then on. The process `to` of a CONTROL connection calls `secure(sock,
+# identity, session, server=True)` next.
+# Until it has proved the key, a connection is a stranger: it gets a challenge and costs a fixed number of bytes. Only
+# so many may be under way: one of the host that has most of them makes room, by lot. So a host of strangers takes no
+# place from others, and a member beside it gets in after a few attempts.
 
 logger = logging.getLogger("aiodaft")
 
@@ -59,13 +55,10 @@ _BACKLOG: Final = 128
 # Errors of accept() for lack of resources, or because the stranger left; the listener itself still works.
 _PASSING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED})
 _ACCEPT_PAUSE: Final = 0.1
-# Seconds between two lines of the log about strangers.
 _LOG_PAUSE: Final = 10.0
 
 
 class _Stranger(NamedTuple):
-    """The task that serves it, and the IP address that it has come from."""
-
     task: asyncio.Task[tuple[Purpose, Authenticated]]
     address: str
 
@@ -74,7 +67,7 @@ class Listener:
     """Accepts the connections of a cluster at one address.
 
     Args:
-        tasks: The owner of its tasks. Their end ends the listener.
+        tasks: Their end ends the listener.
         on_control: Called with each connection between two processes.
         on_data: Called with each connection between two transports.
         places: The number of strangers that may be there.
@@ -95,11 +88,9 @@ class Listener:
         self._callbacks = {Purpose.CONTROL: on_control, Purpose.DATA: on_data}
         self._deadline = deadline
         self._places = places
-        # Its own, which a program neither seeds nor foresees.
         self._lots = random.Random()
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
-        # By their connections, which have not proved the key yet.
         self._strangers: dict[socket.socket, _Stranger] = {}
         self._refused = 0
         self._next_line = 0.0
@@ -109,7 +100,7 @@ class Listener:
 
         Raises:
             ValueError: The address is that of all interfaces, which has to be allowed.
-            OSError: Another program has the port, or the host is not this machine; the message names the address.
+            OSError: The message names the address.
         """
         try:
             family, _, _, _, at = (await resolve(address))[0]
@@ -148,7 +139,6 @@ class Listener:
             except OSError as error:
                 if error.errno not in _PASSING:
                     raise
-                # The stranger waits in the queue of the kernel.
                 await asyncio.sleep(_ACCEPT_PAUSE)
                 continue
             if len(self._strangers) >= self._places:
@@ -162,7 +152,6 @@ class Listener:
         largest = max(crowds.values())
         sock = self._lots.choice([sock for sock, one in self._strangers.items() if crowds[one.address] == largest])
         stranger = self._strangers.pop(sock)
-        # It is closed when its task has ended, also one that has not begun.
         stranger.task.cancel()
         self._tell_of_refusal(stranger.address, f"{self._places} connections are in the handshake")
 
@@ -201,7 +190,7 @@ class Listener:
             log_error(f"the connection of {authenticated.sender} to {authenticated.to} could not be used", error)
 
     def _tell_of_refusal(self, address: str, why: str) -> None:
-        """Log a refused connection, or count it for the next line: a stranger must not fill the log."""
+        """A stranger must not fill the log."""
         self._refused += 1
         now = asyncio.get_running_loop().time()
         if now >= self._next_line:
@@ -209,7 +198,6 @@ class Listener:
             self._refused, self._next_line = 0, now + _LOG_PAUSE
 
 
-# Seconds for all of it.
 ANSWER_DEADLINE: Final = 10.0
 # Attempts in a row if the node, which has too many strangers, drops it during the handshake.
 _ATTEMPTS: Final = 16
@@ -244,13 +232,13 @@ async def dial(address: Address, identity: Identity, local: str, to: str, purpos
     except TimeoutError as error:
         raise _unreachable(address, to, f"there was no answer in {ANSWER_DEADLINE:g} s") from error
     except OSError as error:
-        # asyncio has its own words for errors of the system; name servers have numbers below zero.
+        # Name servers have error numbers below zero.
         known = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise _unreachable(address, to, known or str(error)) from error
 
 
 class _Dropped(ConnectionError):
-    """The node ended the connection during the handshake."""
+    pass
 
 
 def _unreachable(address: Address, to: str, why: str) -> PeerLost:
@@ -296,8 +284,6 @@ async def _connect(address: Address) -> socket.socket:
 
 
 class TcpNetwork:
-    """See `far.Network`."""
-
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self.key = identity.key

@@ -35,7 +35,6 @@ from aiodaft_transport.handshake import MAC_SIZE, MAGIC, Purpose
 _OPTIONS: Final = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    # Not every system has each of them, or gives it this name.
     *(
         (socket.IPPROTO_TCP, getattr(socket, name), value)
         for name, value in (
@@ -55,8 +54,8 @@ class Authenticated(NamedTuple):
     """A connection whose ends have proved the cluster key to each other.
 
     Attributes:
-        sock: Not blocking. Nothing was read from it beyond the handshake; the receiver of this owns it.
-        to: The process that it wants to reach. The node that accepts hands the socket to it.
+        sock: Not blocking; nothing beyond the handshake was read. The receiver of this owns it.
+        to: The process that it wants to reach.
         session: The key of this connection, the same at both ends and for no other connection.
     """
 
@@ -76,11 +75,6 @@ def configure(sock: socket.socket) -> None:
 
 
 async def resolve(address: Address) -> list[tuple[int, int, int, str, Any]]:
-    """The entries that `socket.getaddrinfo` finds, at least one; waits only for the name of a host.
-
-    Raises:
-        OSError: There is no such host.
-    """
     try:
         return list(socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
     except socket.gaierror:
@@ -89,12 +83,6 @@ async def resolve(address: Address) -> list[tuple[int, int, int, str, Any]]:
 
 
 async def receive_message(sock: socket.socket, size: int, start: bytes = MAGIC) -> bytes:
-    """Read a message of the handshake, and not a byte more.
-
-    Raises:
-        HandshakeError: The message does not begin with `start`; does not wait for the rest.
-        ConnectionError: The connection ended.
-    """
     loop = asyncio.get_running_loop()
     received = b""
     while len(received) < size:
@@ -107,27 +95,19 @@ async def receive_message(sock: socket.socket, size: int, start: bytes = MAGIC) 
     return received
 
 
-# A process that does not know the id of the listening one asks for it by this name.
 ANY_NODE: Final = PeerId("node")
 
-# It stays the same in later releases, which thereby know of each other that they are others.
+# Stays the same in later releases, so that they can refuse each other.
 _WELCOME: Final = struct.Struct("<B96s96s32s32s")
 _LABEL: Final = b"welcome"
-# The first bytes of a stream for payload.
 STREAM_NUMBER: Final = struct.Struct("<Q")
-# Seconds that a process has to become reachable.
 _PATIENCE: Final = 15.0
 _FIRST_PAUSE: Final = 0.02
 
 
 class Answer(IntEnum):
-    """The outcome of a connection, as the process that was connected to says it."""
-
-    # There is no such process.
     GONE = 0
-    # Messages may be sent.
     USED = 1
-    # The asked process connects itself, or is connected.
     LATER = 2
 
 
@@ -140,17 +120,12 @@ class Welcome(NamedTuple):
     software: Software
 
     def sealed(self, session: Key) -> bytes:
-        """As bytes, with a MAC: they come before TLS."""
+        """With a MAC: the bytes come before TLS."""
         packed = _WELCOME.pack(self.answer, *(text.encode() for text in (self.node, self.coordinator, *self.software)))
         return packed + session.mac(_LABEL, packed)
 
     @classmethod
     def opened(cls, data: bytes, session: Key) -> Welcome:
-        """Read the bytes that `sealed` made at the other end of the connection with this key.
-
-        Raises:
-            NotAuthenticated: They are something else.
-        """
         packed, proof = data[: _WELCOME.size], data[_WELCOME.size :]
         if not session.made(proof, _LABEL, packed):
             raise NotAuthenticated("the welcome of a node was changed on its way")
@@ -168,25 +143,19 @@ class Welcome(NamedTuple):
 
 
 WELCOME_SIZE: Final = _WELCOME.size + MAC_SIZE
-# The versions that this process runs.
 SOFTWARE: Final = Software(__version__, f"{sys.implementation.name} {sys.version.split()[0]}")
 
 
 class Door(Protocol):
     async def open(self, address: Address) -> Address:
-        """Listen. Returns the address with the IP address and the port that were taken. May wait for a name server.
-
-        Raises:
-            ValueError: The address is that of all interfaces.
-            OSError: It cannot be used; the message names it.
-        """
+        """Listen; see `Listener.open`."""
         ...
 
     def close(self) -> None: ...
 
 
 class Network(Protocol):
-    """Connects a process of a cluster to other machines, and proves its membership; a simulation has its own."""
+    """A member's ways to other machines; a simulation has its own."""
 
     @property
     def key(self) -> Key: ...
@@ -205,14 +174,11 @@ class Network(Protocol):
         on_control: Callable[[Authenticated], object],
         on_data: Callable[[Authenticated], object],
     ) -> Door:
-        """Listen for connections. The callbacks get those of processes and of transports, and own their sockets."""
+        """The callbacks own the sockets of processes and of transports."""
         ...
 
     async def dial(self, address: str, local: PeerId, to: PeerId, purpose: Purpose) -> tuple[socket.socket, Key]:
-        """Connect to the port of a node, and prove the cluster key to each other.
-
-        Returns:
-            The socket, which does not block, and the key of this one connection.
+        """Connect to the port of a node, and prove the cluster key to each other; the socket does not block.
 
         Raises:
             PeerLost: Nothing listens there, or the other side ended the connection.
@@ -220,26 +186,14 @@ class Network(Protocol):
         """
         ...
 
-    async def secure(self, sock: socket.socket, session: Key, *, server: bool) -> socket.socket:
-        """Encrypt all further bytes of a socket. Takes it over. Raises as `dial` does."""
-        ...
+    async def secure(self, sock: socket.socket, session: Key, *, server: bool) -> socket.socket: ...
 
-    async def protect(self, stream: socket.socket, session: Key, *, server: bool) -> socket.socket:
-        """Encrypt a stream for payload, if the cluster wants that; else returns it as it is. Raises as `dial` does."""
-        ...
+    async def protect(self, stream: socket.socket, session: Key, *, server: bool) -> socket.socket: ...
 
-    async def receive(self, sock: socket.socket, size: int) -> bytes:
-        """Exactly that many bytes of a socket that is not encrypted yet.
-
-        Raises:
-            OSError: The connection ended.
-        """
-        ...
+    async def receive(self, sock: socket.socket, size: int) -> bytes: ...
 
 
 class Table(Protocol):
-    """The view that this has of the process's connections."""
-
     def get(self, remote: PeerId, /) -> Connection | None: ...
     def renew(self, remote: PeerId) -> Connection: ...
     async def is_answered(self, remote: PeerId) -> bool: ...
@@ -270,9 +224,7 @@ class FarConnections:
         self.network = network
         self._table = table
         self.reached_by = network.reached_by
-        # The credentials of the processes that this one starts.
         self.secret = network.packed
-        # Called with a node that has been silent for so long that the connection to it was given up.
         self.on_silent: Callable[[PeerId], object] = lambda node: None
 
     async def connect(self, connection: Connection, address: str) -> None:
@@ -287,7 +239,6 @@ class FarConnections:
             async with asyncio.timeout(_PATIENCE):
                 while connection.is_awaited():
                     if not await self._try(connection, address):
-                        # The other side connects itself, or finds that an earlier connection is lost.
                         await asyncio.sleep(pause)
                         pause = min(2 * pause, 1.0)
         except TimeoutError:
@@ -314,23 +265,14 @@ class FarConnections:
         return True
 
     async def open_stream(self, remote: PeerId, address: str, number: int) -> socket.socket:
-        """Open a stream for payload, which the other process has asked for under this number, or not at all.
-
-        Raises:
-            DaftError, OSError: There is no way to the node of the process.
-        """
+        """Raises DaftError or OSError: there is no way to the node of the process."""
         plain, session = await self.network.dial(address, self._process.id, remote, Purpose.DATA)
         sock = await self.network.protect(plain, session, server=False)
-        # There is room for it in a new socket.
         sock.send(STREAM_NUMBER.pack(number))
         return sock
 
     async def accept_stream(self, stream: socket.socket, session: Key) -> tuple[int, socket.socket]:
-        """The number of a stream that another process has opened, and the socket to use for it. Takes over the stream.
-
-        Raises:
-            DaftError, OSError: It ended. It is closed.
-        """
+        """The number of a stream that another process has opened, and the socket to use. Takes over the stream."""
         try:
             async with asyncio.timeout(_PATIENCE):
                 stream = await self.network.protect(stream, session, server=True)
@@ -345,7 +287,7 @@ class FarConnections:
         known = self._table.get(remote)
         if known is not None and known.lost is None and (known.connected or self._process.id < remote):
             if known.connected:
-                # The other side has no connection, as far as it knows: this shows whether the one here is dead.
+                # Shows whether the connection here is dead: the other side knows of none.
                 known.send((m.RELEASE, ()))
             self.refuse(sock, session, Answer.LATER)
             return

@@ -25,7 +25,6 @@ from aiodaft_transport import Key
 from aiodaft_transport.handshake import KEY_SIZE
 
 VARIABLE: Final = "AIODAFT_KEY_FILE"
-# Bytes; a file has about 1,000.
 _MAX_SIZE: Final = 8 << 10
 # X509_V_FLAG_NO_CHECK_TIME of OpenSSL.
 _NO_CHECK_TIME: Final = 0x200000
@@ -63,15 +62,12 @@ class Identity:
         self.key: Final = Key(secret)
         self._content = content
         self._pair = found[3] + found[4]
-        # Whether payloads between hosts are encrypted, too.
         self.encrypts_payloads: Final = found[1] is not None
         try:
-            # In the form that TLS shows it in.
             self.certificate: Final = ssl.PEM_cert_to_DER_cert(found[3].decode("ascii"))
-            # Both are sound, and belong together.
             _ = self.server_context
         except (ValueError, ssl.SSLError):
-            # Without the cause, which may quote the damaged part.
+            # The cause may quote the damaged part.
             raise KeyFileError("its certificate or private key is damaged") from None
 
     def __repr__(self) -> str:
@@ -89,7 +85,6 @@ class Identity:
 
     @cached_property
     def server_context(self) -> ssl.SSLContext:
-        """For the end of a connection that accepted it: TLS 1.3, both ends show the certificate of the cluster."""
         return self._context(ssl.PROTOCOL_TLS_SERVER)
 
     @cached_property
@@ -99,7 +94,7 @@ class Identity:
     def _context(self, side: ssl._SSLMethod) -> ssl.SSLContext:
         context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # All members have the same certificate, which names none of them.
+        # All members have one certificate, which names none of them.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         # The key does not expire, and the clock of a machine may say any year.
@@ -108,14 +103,12 @@ class Identity:
             # No session is resumed: tickets would only be more to read.
             context.num_tickets = 0
         context.load_verify_locations(cadata=self.certificate)
-        # OpenSSL reads files only.
         with private_file("aiodaft-identity", self._pair) as path:
             context.load_cert_chain(path)
         return context
 
 
 def find_key_file(key_file: str | os.PathLike[str] | None, environ: Mapping[str, str] = os.environ) -> Path:
-    """The path of the key file: as given, else of $AIODAFT_KEY_FILE, else ~/.config/aiodaft/key."""
     given = os.fspath(key_file) if key_file is not None else environ.get(VARIABLE)
     return Path(given) if given else Path.home() / ".config" / "aiodaft" / "key"
 
@@ -139,7 +132,7 @@ def load_identity(key_file: str | os.PathLike[str] | None = None) -> Identity:
 
 
 def receive_identity(stream: BinaryIO) -> Identity:
-    """Read the result of `packed()` from a pipe that stays open; blocks until all of it has come.
+    """Read the result of `packed()` from a pipe that stays open; blocks.
 
     Raises:
         KeyFileError: Something else came, or the pipe ended.
@@ -154,17 +147,10 @@ def receive_identity(stream: BinaryIO) -> Identity:
 
 
 def read_private(path: Path) -> bytes:
-    """Read a small file that no other user could have read or made.
-
-    Raises:
-        KeyFileError: Another user could have.
-        OSError: It cannot be read.
-    """
-    # The file that is open is judged, not its name, which may lead elsewhere by then. A pipe must not block.
+    # Judges the open file, not its name, which may lead elsewhere by then. A pipe must not block.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         _check_private(os.fstat(fd))
-        # All of it, or a part that is refused.
         return os.read(fd, _MAX_SIZE)
     finally:
         os.close(fd)
@@ -189,7 +175,7 @@ def write_key_file(
     """Write a new key file that only this user can read.
 
     Args:
-        path: Where; nothing may be there. Its folder is made, if it does not exist.
+        path: Nothing may be there. Its folder is made.
         private_key: As PEM, PKCS 8, without a password.
         encrypt_payloads: Whether the members encrypt the payloads between hosts, too.
 
@@ -207,7 +193,6 @@ def key_content(secret: bytes, certificate: bytes, private_key: bytes, *, encryp
 def write_private(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A link at this place is not followed.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno == errno.EEXIST and os.path.lexists(path):
@@ -215,7 +200,6 @@ def write_private(path: Path, content: bytes) -> None:
         raise KeyFileError(f"{path} cannot be made: {error.strerror}") from error
     try:
         with open(fd, "wb") as file:
-            # Also where the umask leaves less.
             os.fchmod(fd, 0o600)
             file.write(content)
             file.flush()

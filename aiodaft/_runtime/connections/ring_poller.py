@@ -51,7 +51,6 @@ from aiodaft_transport.system import usable_cpus
 # then checks the flag, and rings the doorbell (an eventfd) if it is set. A processor may swap a store with a later
 # load, so a barrier stands between. On other processors, where Python has no barrier, the doorbell is always rung.
 
-# Words, each in a cache line of its own.
 HEAD: Final = 0
 _TAIL: Final = 8
 _READER_SLEEPS: Final = 16
@@ -63,7 +62,6 @@ _HEADER: Final = _WORDS * 8
 CAPACITY: Final = 128 << 10
 SIZE: Final = 2 * (_HEADER + CAPACITY)
 
-# Whether stores become visible in order, and a locked instruction is a full barrier.
 ORDERED: Final = os.uname().machine in ("x86_64", "AMD64")
 
 _lock = threading.Lock()
@@ -71,7 +69,6 @@ _acquire, _release = _lock.acquire, _lock.release
 
 
 def barrier() -> None:
-    # Taking a lock is a locked instruction, also without contention.
     _acquire()
     _release()
 
@@ -96,7 +93,6 @@ class RingWriter(_Direction):
 
     def __init__(self, mapping: mmap, start: int, ring_doorbell: Callable[[], object]) -> None:
         super().__init__(mapping, start, ring_doorbell)
-        # All bytes that were ever written.
         self.head = 0
 
     def write(self, data: bytes | memoryview) -> int:
@@ -132,7 +128,6 @@ class RingReader(_Direction):
 
     def __init__(self, mapping: mmap, start: int, ring_doorbell: Callable[[], object]) -> None:
         super().__init__(mapping, start, ring_doorbell)
-        # All bytes that were ever read.
         self.tail = 0
 
     @property
@@ -160,7 +155,6 @@ class RingReader(_Direction):
         return data
 
     def sleep(self) -> None:
-        """Ask the writer to ring. The caller then calls `barrier` and checks `filled` again."""
         self.words[_READER_SLEEPS] = 1
 
     def wake(self) -> None:
@@ -200,7 +194,7 @@ class RingPair:
 
 
 def offer_rings() -> tuple[RingPair, tuple[int, int, int]]:
-    """Make rings. Returns this side, and the descriptors for the peer: memory, its doorbell, the other doorbell.
+    """Returns this side, and the descriptors for the peer: memory, its doorbell, the other doorbell.
 
     The caller closes the memory.
 
@@ -221,7 +215,7 @@ def offer_rings() -> tuple[RingPair, tuple[int, int, int]]:
 
 
 def take_rings(memory: int, ours: int, theirs: int) -> RingPair:
-    """Open the peer's side of offered rings. Takes over the doorbells; the caller closes the memory.
+    """Takes over the doorbells; the caller closes the memory.
 
     Raises:
         ValueError: The memory has another size.
@@ -252,15 +246,12 @@ class RingUser(Protocol):
 class RingPoller:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        # Tasks to continue after the messages of a turn.
         self.wakeups = Wakeups(loop)
-        # Writes to make before the next look.
         self._writes: deque[Callable[[], object]] = deque()
         # Replaced with every change, so that a loop over the old tuple detects the change.
         self._rings: tuple[tuple[RingPair, RingUser], ...] = ()
-        # The context of the code that added the last ring: turns run in it, not in the context of a task that sends.
+        # Turns run in the context of the code that added the last ring, not in that of a task that sends.
         self._context = copy_context()
-        # Number of turns of the loop with polling.
         self.turns = 0
         self.pace = Pace(may_poll=ORDERED and usable_cpus() > 1)
         self.polling = False
@@ -331,17 +322,15 @@ class RingPoller:
         if found:
             self.wakeups.run()
             if self._writes:
-                # The messages of the woken tasks.
                 self._write()
 
     def _find(self) -> bool:
-        # Look several times in a turn, because a turn of the loop takes longer than a look.
+        # A turn of the loop takes longer than a look.
         rings, pace = self._rings, self.pace
         alone = pace.may_poll and not (pace.threads or pace.crowded)
         for _ in range(_LOOKS // (len(rings) or 1) + 1 if alone else 1):
             for ring, _ in rings:
                 reader = ring.reader
-                # `reader.filled`, inlined.
                 if reader.words[HEAD] != reader.tail:
                     return self._read()
         return False
@@ -376,7 +365,6 @@ class RingPoller:
 
 
 _MAX: Final = 8
-# Room for ancillary data that a read needs.
 SPACE: Final = socket.CMSG_SPACE(_MAX * array.array("i").itemsize)
 
 
@@ -388,7 +376,7 @@ class Descriptors:
 
     def __init__(self, sockets: Sockets) -> None:
         self._sockets = sockets
-        # The descriptors of each message; None where this process had no room for all of them.
+        # None: this process had no room for them.
         self._came: deque[list[int] | None] = deque()
 
     def add(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
@@ -407,12 +395,6 @@ class Descriptors:
         return bool(self._came)
 
     def take(self, count: int) -> list[int]:
-        """Hand the descriptors of the next message to the caller.
-
-        Raises:
-            LookupError: Another number of them was received.
-            OSError: This process had no room for them.
-        """
         fds = self._came.popleft() if self._came else []
         if fds is None:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -437,15 +419,11 @@ class SendQueue:
     ) -> None:
         self._loop = loop
         self._traffic = traffic
-        # Called before a write to a ring: the answer may come soon.
         self._look = look
-        # Called when the socket fails.
         self._broken = broken
         self._sockets = sockets
         self._socket: socket.socket | None = None
-        # Replaces the socket for data that is sent from now on.
         self.ring: RingPair | None = None
-        # Bytes, their descriptors, and the ring that they go to; None for the socket.
         self._waiting: deque[tuple[memoryview, tuple[int, ...], RingPair | None]] = deque()
 
     def attach(self, connection: socket.socket) -> None:
@@ -453,7 +431,6 @@ class SendQueue:
         self.flush()
 
     def add(self, data: bytes, fds: tuple[int, ...]) -> None:
-        """Queue bytes and descriptors. The descriptors are closed once they are sent."""
         self._waiting.append((memoryview(data), fds, self.ring))
 
     def write(self, data: bytes) -> None:
@@ -463,7 +440,6 @@ class SendQueue:
             self.add(data, ())
             self.flush()
             return
-        # The usual case: all of it goes at once.
         try:
             if ring is None:
                 sent = connection.send(data)

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Seconds until both ends have proved their identity.
 DEADLINE: Final = 5.0
-# The most that one record of TLS carries.
 RECORD: Final = 16 << 10
 _LABELS: Final = {True: b"tls server", False: b"tls client"}
 _PROOF_SIZE: Final = 32
@@ -42,8 +40,7 @@ _PROOF_SIZE: Final = 32
 class SecureSocket(ssl.SSLSocket):
     """A socket with TLS that behaves like one without: it is never blocking, and nothing waits in it.
 
-    `send` may raise BlockingIOError when a part of the data is on its way. The next `send` must be of the same data, as
-    it is in a queue. Descriptors cannot be sent.
+    When `send` has raised BlockingIOError, the next one must be of the same data. Descriptors cannot be sent.
     """
 
     def send(self, data: ReadableBuffer, flags: int = 0) -> int:
@@ -55,7 +52,7 @@ class SecureSocket(ssl.SSLSocket):
     def recvmsg_into(  # type: ignore[override]  # SSLSocket has none
         self, buffers: Iterable[Any], ancbufsize: int = 0, flags: int = 0
     ) -> tuple[int, list[tuple[int, int, bytes]], int, None]:
-        """Read into the first buffer; it has room for a record, so no byte stays where the event loop does not see it.
+        """The first buffer has room for a record, so no byte stays where the event loop does not see it.
 
         Raises:
             BlockingIOError: No record is complete.
@@ -76,8 +73,7 @@ async def secure(sock: socket.socket, identity: Identity, session: Key, *, serve
     Cancellation: closes the socket.
 
     Args:
-        sock: A connected socket, which this takes over: it is closed on failure.
-        session: The key of this connection, from `Authenticated`.
+        sock: It is closed on failure.
         server: Whether this is the end that was connected to.
 
     Raises:
@@ -149,12 +145,9 @@ def _plainly(error: OSError) -> DaftError:
     return PeerLost(f"the connection ended before TLS was set up: {error}", executed=False)
 
 
-# TLS on a stream for payload, for clusters that encrypt those, too.
-#
-# Transports use a plain socket, with calls that TLS has not. So they get one end of a socketpair, and a thread copies
-# between the other end and the connection with TLS. It ends with either of them.
+# TLS on a stream for payload. Transports use a plain socket, with calls that TLS has not. So they get one end of a
+# socketpair, and a thread copies between the other end and the connection with TLS.
 
-# Bytes that are under way in one direction.
 _BUFFER: Final = 256 << 10
 
 
@@ -187,7 +180,7 @@ async def protect(stream: socket.socket, identity: Identity, session: Key, *, se
 def _copy(secured: SecureSocket, plain: socket.socket) -> None:
     with secured, plain:
         arriving, leaving = _Direction(secured, plain, RECORD), _Direction(plain, secured, _BUFFER)
-        # A connection that breaks is the end of the stream, as for a socket without TLS.
+        # A connection that breaks is the end of the stream, as without TLS.
         with suppress(OSError):
             while not (arriving.over or leaving.over):
                 _wait_until_ready(secured, plain, arriving, leaving)
@@ -198,8 +191,7 @@ def _copy(secured: SecureSocket, plain: socket.socket) -> None:
 def _wait_until_ready(secured: socket.socket, plain: socket.socket, arriving: _Direction, leaving: _Direction) -> None:
     poller = select.poll()
     for sock, has_left, gets_left in ((secured, arriving.left, leaving.left), (plain, leaving.left, arriving.left)):
-        # Each direction either waits for more, or for room. The end of a socket that none waits for would be told of
-        # again and again.
+        # The end of a socket that none waits for would be told of again and again.
         events = 0 if has_left else select.POLLIN
         events |= select.POLLOUT if gets_left else 0
         if events:
@@ -208,13 +200,10 @@ def _wait_until_ready(secured: socket.socket, plain: socket.socket, arriving: _D
 
 
 class _Direction:
-    """Copies from one socket to another."""
-
     def __init__(self, source: socket.socket, target: socket.socket, size: int) -> None:
         self._source = source
         self._target = target
         self._buffer = memoryview(bytearray(size))
-        # Read, and not written.
         self.left = self._buffer[:0]
         self.over = False
 

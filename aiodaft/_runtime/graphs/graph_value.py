@@ -32,7 +32,7 @@ from aiodaft_transport import TransportError
 
 
 class Arguments:
-    """A method and its arguments; travels to the process of the actor. Not a dataclass, so that refs stay refs."""
+    """A method and its arguments. Not a dataclass, so that refs stay refs."""
 
     __slots__ = ("blob", "flat", "method", "outside", "payload", "refs", "slots")
 
@@ -47,11 +47,9 @@ class Arguments:
         """
         self.method = spec.name
         self.outside: list[Ref[Any]] = []
-        # Refs inside objects other than containers and records: the method gets the refs themselves.
         self.refs: list[Ref[Any]] = []
         self.payload = b""
         self.blob: bytes | None = None
-        # Positional arguments that need no decoding: (True, position of a slot) or (False, constant).
         self.flat: tuple[tuple[bool, Any], ...] | None = None
         if not kwargs and all(is_plain(arg) or _is_slot(arg, target) for arg in args):
             slot = iter(range(len(args)))
@@ -61,7 +59,7 @@ class Arguments:
             slots = self._encode(target, spec, args, kwargs)
         if any(ref._state in numbers for ref in self.refs):
             raise TypeError(f"{spec.label}: a ref of the graph is inside an object that is no container or record")
-        # For each slot the number of a value of the graph; for refs from outside, numbers from -1 down.
+        # For refs from outside, numbers from -1 down.
         self.slots = tuple(self._number_of(ref, numbers) for ref in slots)
 
     def _encode(
@@ -133,12 +131,11 @@ class Opaque:
         return Opaque, (self.content,)
 
 
-# The types of values that travel in a frame as they are (see `is_plain`).
 Plain: TypeAlias = str | bytes | float | bool | None
 
 
 class NeedsFetch(Exception):
-    """The objects behind a value of this process have changed: `GraphValue.fetch_own` copies the value first."""
+    """The objects behind a value of this process have changed."""
 
 
 class GraphValue:
@@ -152,14 +149,10 @@ class GraphValue:
     def __init__(self, received: ReceivedValue | None = None, stored: StoredValue | None = None) -> None:
         self._received = received
         self._slots: list[ReceivedValue] = []
-        # The number of uses, by steps of this process, of a value of another process.
         self.uses = 0
-        # Encoded: each step that needs the value gets an exception of its own.
         self.failure: bytes | None = None
         self.executed: bool | None = None
-        # The name of the failed part, if it was not a step of the graph.
         self.source: str | None = None
-        # Set in the process that made the value.
         self.stored = stored
 
     @classmethod
@@ -200,7 +193,6 @@ class GraphValue:
     async def fetch_own(self, objects: Objects) -> None:
         assert self.stored is not None
         await objects.store.make_ready(self.stored)
-        # Another step may have fetched it meanwhile, and the owner freed it.
         if self._received is None:
             self._received = await objects.transfer.take_own(self.stored)
 
@@ -209,7 +201,7 @@ Flowing: TypeAlias = GraphValue | Plain
 
 
 def item_of(value: Flowing, index: int, refs: RefTable, route: Route, *, executed: bool) -> GraphItem:
-    """A value as a message over `route` carries it. If it cannot be sent, a failure with this `executed`."""
+    """As a message over `route` carries it; a failure with this `executed` if it cannot be sent."""
     if type(value) is not GraphValue:
         return (index, value)
     stored = value.stored
@@ -224,7 +216,6 @@ def item_of(value: Flowing, index: int, refs: RefTable, route: Route, *, execute
 
 
 def value_of(item: GraphItem) -> GraphValue | None:
-    """The value of a FAILED_VALUE or ENCODED_VALUE; None if it has to be fetched."""
     if len(item) == FAILED_VALUE:
         value = GraphValue()
         _, value.failure, value.executed = item
@@ -253,7 +244,7 @@ async def fetch(objects: Objects, route: Route, item: GraphItem) -> GraphValue:
 
 
 def _objects(stored: StoredValue) -> ReceivedValue | None:
-    """A value of this process without its shared memory: it is small, or its objects are still unchanged."""
+    """Without its shared memory: the value is small, or its objects are still unchanged."""
     blobs = stored.blobs()
     if not blobs:
         return ReceivedValue(stored.payload, stored.inline, [], stored.refs)
@@ -270,14 +261,10 @@ class Tell(Protocol):
 
 
 class TellOfEdge(Protocol):
-    """Tells an agent, without an answer, that one process sends nothing to another one any more."""
-
     def tell(self, number: int, process: str, why: DaftError, /) -> None: ...
 
 
 class GraphAgent(Protocol):
-    """The methods of a process's agent that serve graphs; see `Graphs`."""
-
     @property
     def step_failed(self) -> Tell: ...
 

@@ -39,7 +39,6 @@ from aiodaft._runtime.serialization.tensors import kind_of
 from aiodaft.exceptions import ActorDied, DaftError, PeerLost, ResourceExhausted, RuntimeClosed
 from aiodaft.ref import Ref
 
-# The number of times that the plans are sent: a supervised actor may die again meanwhile.
 _ATTEMPTS: Final = 10
 
 
@@ -52,7 +51,7 @@ class GraphOwner:
         specs: Specs,
         max_in_flight: int,
     ) -> None:
-        """Split the dataflow into plans and send them. `own` has the graphs of this process by deployment.
+        """Split the dataflow into plans and send them.
 
         Raises:
             CyclicGraph: Its steps would wait for each other in a cycle.
@@ -65,12 +64,9 @@ class GraphOwner:
         self._lanes = self._find_lanes()
         self._deployment = Deployment(context, dataflow, specs)
         self._runs: GraphRuns[OwnerRun] = GraphRuns(max_in_flight)
-        # The next run, made in advance while the participants work.
         self._next: OwnerRun | None = None
-        # Settled when another run is over.
         self._one_over: asyncio.Future[None] | None = None
         self._timed = dataflow.timed
-        # Of a timed graph: the inputs of the last run.
         self._input_notes: dict[int, ValueNote] = {}
         self._preparing = self._prepare()
 
@@ -79,7 +75,7 @@ class GraphOwner:
         return self._deployment.dataflow
 
     def _find_lanes(self) -> tuple[Hashable, ...]:
-        """The lanes of `Order` in which the runs wait: one for the graph, one for each actor with ordered methods."""
+        """One lane of `Order` for the graph, one for each actor with ordered methods."""
         return (self, *dict.fromkeys(target.lane for target, spec in self.specs if spec.rules.ordered))
 
     def _prepare(self) -> asyncio.Task[None]:
@@ -132,8 +128,6 @@ class GraphOwner:
             for run in self._runs.sent_with(old):
                 run.cancel("an actor of its graph was replaced")
             raise
-
-    # Starting runs.
 
     def start(self, args: tuple[Any, ...]) -> dict[int, Ref[Any]]:
         """Begin or queue a run. Returns the refs of its outputs, by value.
@@ -265,8 +259,6 @@ class GraphOwner:
                 context.when_explained(route, partial(self._lost_unsent, run, route.remote))
         run.drop_inputs()
 
-    # Reports.
-
     def reported(self, number: int, items: tuple[m.GraphItem, ...], route: Route) -> None:
         run = self._runs.all.get(number)
         if run is None:
@@ -275,7 +267,6 @@ class GraphOwner:
             if not run.report(item):
                 continue
             if len(item) == m.PLAIN_VALUE and item[0] in run.states:
-                # The usual case.
                 run.states[item[0]].on_plain(item[1])
             elif len(item) == m.ENCODED_VALUE and item[3]:
                 self._context.process.tasks.create_task(self._adopt(run, item, route), name="adopt refs")
@@ -304,8 +295,6 @@ class GraphOwner:
         if self._runs.waiting or self._runs.closed:
             self._pump()
 
-    # Failures and cancellation.
-
     def edge_cut(self, number: int, sender: PeerId, receiver: PeerId, why: DaftError) -> None:
         if number == self._deployment.number:
             self._deployment.is_cut = True
@@ -315,7 +304,6 @@ class GraphOwner:
         run = self._runs.all.get(number)
         if run is not None and run.deployment is not None and not run.has_failed:
             run.has_failed = True
-            # Perhaps of two participants.
             run.deployment.is_cut = run.deployment.is_cut or type(why) in {PeerLost, ResourceExhausted}
             for remote in run.deployment.plans:
                 self._context.agent_of(remote).run_failed.tell(run.deployment.number, number, why)
@@ -362,18 +350,13 @@ class GraphOwner:
         for run in list(self._runs.all.values()):
             run.cancel(why)
 
-    # Opening and closing.
-
     async def wait_ready(self) -> None:
-        """Wait until every process has its plan, or the preparation failed (then every run fails with the error).
-
-        Cancellation: only this wait ends.
-        """
+        """Wait until every process has its plan, or the preparation failed (then every run fails with the error)."""
         while not self._preparing.done():
             await asyncio.wait([self._preparing])
 
     async def aclose(self) -> None:
-        """Start no more runs, wait for the runs under way, and free the plans in the processes. Idempotent.
+        """Start no more runs, wait for those under way, and free the plans in the processes. Idempotent.
 
         Cancellation: the runs under way are cancelled; the plans are freed when they are over.
         """
@@ -393,7 +376,6 @@ class GraphOwner:
     def drop(self) -> None:
         if not self._runs.closed:
             self._runs.closed = True
-            # If the loop is closed, the processes are gone.
             with suppress(RuntimeError):
                 self._context.process.loop.call_soon_threadsafe(self._end)
 
@@ -401,7 +383,6 @@ class GraphOwner:
         if self._runs.all:
             return
         self._preparing.cancel()
-        # Breaks a reference cycle.
         self._next = None
         self._forget(self._deployment)
 

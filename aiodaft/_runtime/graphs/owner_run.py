@@ -26,7 +26,6 @@ from aiodaft.exceptions import CallCancelled, DaftError, PeerLost
 from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref
 
-# The actor and the method of each step.
 Specs: TypeAlias = list[tuple[Target, MethodSpec]]
 
 
@@ -34,12 +33,12 @@ class Deployment:
     """A dataflow on the processes where its actors are. When an actor moves or is replaced, a new one is made.
 
     Attributes:
-        results: For each output: the actor and the method that make it, and the connection it comes over (None if it
-            is made in this process).
-        run_routes: For each process the route to it, and the parts of a RUN: the inputs that it needs, and the
-            positions of its outputs among all.
+        results: For each output: the actor and the method that make it, and the connection it comes over (None if it is
+            made in this process).
+        run_routes: For each process the route to it, the inputs that it needs, and the positions of its outputs among
+            all.
         is_cut: Whether a connection between its processes broke, so that the next run needs another deployment.
-        followed: Its supervised actors, which may move, also those that only have steps of collectives beside them.
+        followed: Its supervised actors, also those that only have steps of collectives beside them.
     """
 
     def __init__(self, context: GraphContext, dataflow: Dataflow[Arguments], specs: Specs) -> None:
@@ -117,7 +116,6 @@ class Deployment:
                 self._context.process.tasks.create_task(self._uninstall(process), name=f"forget a graph in {process}")
 
     async def _uninstall(self, process: PeerId) -> None:
-        # A process that dies meanwhile needs no message.
         with suppress(DaftError):
             await self._context.agent_of(process).uninstall(self.number)
 
@@ -158,31 +156,21 @@ class ResultState(CallState):
 
 
 class OwnerRun(OwnedRun):
-    """One run, from its start to the last report."""
-
-    # Defaults in the class: most runs set only some.
     terms: Terms | None = None
-    # Set when the run is sent.
     deployment: Deployment | None = None
-    # As an entry of `Order`: the actors, and the graph itself, because its runs keep their order.
+    # The actors, and the graph itself, because its runs keep their order.
     lanes: Sequence[Hashable] = ()
-    # Refs inside the inputs.
     used: list[RefState] | None = None
-    # All inputs travel in frames as they are.
     is_plain = False
-    # A step has raised an error.
     has_failed = False
 
     def __init__(self, graph: GraphOfRun, numbers: tuple[CallId, ...]) -> None:
         # Not by `super`: the fewer functions a run enters, the better.
         self.missing = {}
         self._graph = graph
-        # The numbers of the results, in the order of the deployment; and their states, by value.
         self.numbers = numbers
         self.states: dict[int, ResultState] = {}
         self.inputs: list[Flowing] = []
-
-    # As an entry of `Order`.
 
     def may_go(self) -> bool:
         return self.state is RunState.WAITING and self._graph.may_begin()
@@ -190,10 +178,8 @@ class OwnerRun(OwnedRun):
     def go(self) -> None:
         self._graph.turn_came(self)
 
-    # Inputs.
-
     def take_inputs(self, args: tuple[Any, ...]) -> list[StoredValue]:
-        """Encode the inputs. Returns those that a helper thread or an accelerator has to copy."""
+        """Returns those that a helper thread or an accelerator has to copy."""
         if all_plain(args):
             self.is_plain = True
             self.inputs = [*args]
@@ -223,8 +209,6 @@ class OwnerRun(OwnedRun):
                     value.stored.release()
         self.inputs = []
 
-    # Results.
-
     def cancel(self, why: str) -> bool:
         for state in self.states.values():
             state.expect_cancellation()
@@ -234,7 +218,6 @@ class OwnerRun(OwnedRun):
             return False
         if self.state is RunState.UNDER_WAY and self.deployment is not None:
             self.on(RunEvent.CANCELLED)
-            # The participants skip the rest.
             for route in self.deployment.routes.values():
                 route.send_in_turn(m.skip(self.deployment.number, self.number))
         return True
@@ -255,7 +238,7 @@ class OwnerRun(OwnedRun):
             state.on_result(ReceivedValue(item[1], item[2], [], refs))
 
     def _unheld(self, index: int) -> ResultState:
-        """The state of a step without a ref: its error is reported as that of any dropped ref."""
+        """Its error is reported as that of any dropped ref."""
         target, spec = self._graph.specs[index - self._graph.inputs]
         state = ResultState(target, spec, target.caller.next_number())
         state.run = self
@@ -279,7 +262,7 @@ class OwnerRun(OwnedRun):
             for state in self.used:
                 state.drop_use()
             self.used = None
-        # They refer to the run: a cycle.
+        # Breaks a cycle.
         self.states = {}
 
 

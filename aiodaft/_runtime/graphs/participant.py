@@ -36,14 +36,8 @@ from aiodaft.exceptions import ActorDied, DaftError, PeerLost, ResourceExhausted
 
 
 class Participant:
-    """The part of one graph in this process."""
-
     def __init__(self, context: GraphContext, owner: PeerId, number: int, plan: SubPlan[Arguments]) -> None:
-        """Bind the steps to their methods.
-
-        Raises:
-            AttributeError: An actor has no such method.
-        """
+        """Raises AttributeError: an actor has no such method."""
         self.context = context
         self.owner = owner
         self.number = number
@@ -57,11 +51,9 @@ class Participant:
         self.strands = [BoundStrand(context, plan, strand, self.routes, StrandCall.execute) for strand in plan.strands]
         # The next run, made in advance, so that no message waits for it.
         self._next: ParticipantRun | None = ParticipantRun(self)
-        # Called after the last run, once the owner has uninstalled the graph.
         self._finished: Callable[[], object] | None = None
-        # Refs inside results, by run: kept until the receivers have registered them.
+        # Refs inside results: kept until the receivers have registered them.
         self.pins: dict[int, list[Any]] = {}
-        # The processes whose values come no more, each with the reason.
         self._cut: dict[PeerId, DaftError] = {}
 
     def run(self, number: int) -> ParticipantRun:
@@ -83,7 +75,7 @@ class Participant:
     def connection_lost(self, remote: PeerId, error: DaftError) -> None:
         """Fail the values that come from a process; if it lives and needs values of this one, tell the owner.
 
-        It may have another connection to this process already, which it does not lose.
+        It may have another connection to this process, which it does not lose.
         """
         for run in list(self.runs.values()):
             run.lost(remote, error)
@@ -131,29 +123,24 @@ class Participant:
 
 
 class ParticipantRun(Share[Flowing]):
-    # Defaults: RUN sets them, or only some runs do.
     calls: Sequence[StrandCall] = ()
     number = 0
-    # The owner's numbers of the results of this process.
     numbers: tuple[CallId, ...] = ()
-    # Results that steps of this process may still read.
     _read_here: list[StoredValue] | None = None
 
     def __init__(self, participant: Participant) -> None:
         super().__init__(participant.needs)
         self.participant = participant
-        # The caller of the strands.
         self.owner = participant.owner
-        # The calls, until RUN comes.
         self._prepared: Sequence[StrandCall] = [StrandCall(self, strand) for strand in participant.strands]
 
     @property
     def key(self) -> tuple[PeerId, int, int]:
-        """The owner, the number of the graph there, and that of the run: names the run in all processes."""
+        """Names the run in all processes."""
         return self.owner, self.participant.number, self.number
 
     def drop(self) -> None:
-        """Drop the prepared calls. They refer to the run: otherwise only garbage collection frees them."""
+        """The prepared calls refer to the run: otherwise only garbage collection frees them."""
         super().drop()
         self._prepared = ()
 
@@ -208,8 +195,6 @@ class ParticipantRun(Share[Flowing]):
                     call.pause.wake()
                 elif segment == call.strand.first and call.handle(FETCHED):
                     call.hosted.look_again(at_once=at_once)
-
-    # Results of the steps of this process.
 
     def give(self, step: BoundStep, value: GraphValue, stored: StoredValue) -> None:
         if stored.ready and not step.result.outlives(is_inline=stored.is_inline):
@@ -270,8 +255,6 @@ class ParticipantRun(Share[Flowing]):
             stored = None
         return (step.index,), stored
 
-    # Ends.
-
     def lost(self, remote: PeerId, error: DaftError) -> None:
         expected = self.expected_from(remote)
         for index in expected:
@@ -280,7 +263,7 @@ class ParticipantRun(Share[Flowing]):
             self.tell_owner(error)
 
     def tell_owner(self, why: DaftError) -> None:
-        """Tell the owner that a step has failed, so that the other strands do not wait for it in collectives."""
+        """A failed step: the other strands must not wait for it in collectives."""
         participant = self.participant
         participant.context.agent_of(self.owner).step_failed.tell(participant.number, self.number, why)
 
@@ -304,8 +287,6 @@ class ParticipantRun(Share[Flowing]):
             self.participant.forget(self)
             for stored in self._read_here or ():
                 stored.release()
-
-    # As the caller of its strands.
 
     # The results of its steps are told already; it has none of its own.
     is_local = True

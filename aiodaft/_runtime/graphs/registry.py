@@ -22,7 +22,6 @@ from aiodaft._runtime.serialization.encoder import PLAIN
 from aiodaft._runtime.serialization.small import SLOT
 from aiodaft.exceptions import DaftError
 
-# The skeleton of a value that is the value of a ref.
 _FIRST_SLOT: Final = bytes((PLAIN,)) + pack(pack_exts(SLOT, 0))
 
 
@@ -30,7 +29,6 @@ class Graphs:
     def __init__(self, context: GraphContext) -> None:
         self._context = context
         self.participants: dict[tuple[PeerId, int], Participant] = {}
-        # By the numbers of their deployments.
         self.own: dict[int, GraphOwner] = {}
         self.handlers: dict[int, Callable[[Route, m.Message], object]] = {
             m.RUN: self._run_came,
@@ -46,8 +44,6 @@ class Graphs:
             CyclicGraph: Its steps would wait for each other in a cycle.
         """
         return GraphOwner(self._context, self.own, dataflow, specs, max_in_flight)
-
-    # As a participant.
 
     async def install(self, owner: PeerId, number: int, plan: SubPlan[Arguments]) -> None:
         """Take part in a graph. Refs from outside are constants: their values are fetched now.
@@ -74,7 +70,7 @@ class Graphs:
         return {step.index: step.timing.note for step in steps if step.timing is not None}
 
     def uninstall(self, owner: PeerId, number: int) -> None:
-        """Begin no more runs of a graph. Runs that the owner gave up when a process died may still be under way."""
+        """Runs that the owner gave up when a process died may still be under way."""
         participant = self.participants.get((owner, number))
         if participant is not None:
             participant.finish(lambda: self.participants.pop((owner, number), None))
@@ -114,8 +110,6 @@ class Graphs:
         if participant is not None:
             participant.edge_cut(sender, why)
 
-    # As the owner.
-
     def edge_cut(self, number: int, sender: PeerId, receiver: PeerId, why: DaftError) -> None:
         own = self.own.get(number)
         if own is not None:
@@ -136,14 +130,12 @@ class Graphs:
         for own in list(self.own.values()):
             own.abandon(error)
 
-    # For the rest of the process.
-
     def find(self, at: CallAt) -> StrandCall | None:
         mine = (participant for (owner, _), participant in self.participants.items() if owner == at.owner)
         return next(filter(None, (participant.find(at.number) for participant in mine)), None)
 
     def in_flight(self, connection: Connection) -> int:
-        """The number of calls and runs under way that wait for a process: their errors tell of its end."""
+        """Their errors tell of the end of a process."""
         remote, session = connection.remote, connection.session
         calls = len(session.calls) - session.waiting
         own = sum(graph.in_flight_with(remote) for graph in self.own.values())

@@ -29,10 +29,6 @@ from aiodaft._runtime.serialization.tensors import kind_of
 from aiodaft.exceptions import ActorDied, DaftError
 from aiodaft.methods import MethodSpec, Options
 
-# The times and results of the steps of a graph, for graphs that are compiled with `timed=True`.
-#
-# Others have no such object: their steps call the methods themselves.
-
 
 class StepTiming:
     """The time and result of the last call of a step. The method may run on the actor's thread."""
@@ -88,7 +84,6 @@ class BoundStep:
         routes: Mapping[PeerId, Route],
     ) -> None:
         step = plan.steps[position]
-        # The segment that it begins, if another one was before: the strand waits for the values of this one.
         self.segment = segment
         self.result = plan.results[position]
         self.index = self.result.value
@@ -96,9 +91,7 @@ class BoundStep:
         self.line = step.line
         self.data = step.data
         self.slots = step.data.slots
-        # The arguments are values of the graph or of refs from outside, as they are.
         self.is_bare = step.data.is_bare
-        # The value that is its only argument.
         self.only = self.slots[0] if self.is_bare and len(self.slots) == 1 and self.slots[0] >= 0 else None
         self.is_output = self.result.output is not None
         self.leaves_segment = self.result.leaves_segment
@@ -106,7 +99,6 @@ class BoundStep:
         fn = method.fn
         self.fn = fn if self.timing is None else self.timing.around(fn, on_thread=step.rules.on_thread)
         self.transport = method.transport
-        # The values of refs from outside the graph.
         self.outside: list[GraphValue] = []
         self.sources = plan.labels
         self.routes = [routes[remote] for remote in self.result.sends]
@@ -121,7 +113,7 @@ class BoundStrand:
         routes: Mapping[PeerId, Route],
         execute: Callable[..., Coroutine[Any, Any, None]],
     ) -> None:
-        """Find the actor and its methods. `execute` runs the steps, as a method of the actor.
+        """`execute` runs the steps, as a method of the actor.
 
         Raises:
             AttributeError: The actor has no such method.
@@ -135,13 +127,11 @@ class BoundStrand:
         # Without the actor, each run fails before it needs it.
         self.is_gone = hosted is None
         self.hosted = cast("HostedActor", hosted)
-        # The segment that it begins with.
         self.first = strand[0]
         self.steps = [
             BoundStep(plan, position, begins.get(position), self._method(step), routes)
             for position, step in zip(positions, steps, strict=True)
         ]
-        # The last one of several steps.
         self.last = self.steps[-1] if len(steps) > 1 else None
         rules = steps[0].rules
         self.rules = Rules(rules.name, rules.on_thread, rules.ordered, rules.concurrency, segment=len(steps) > 1)
@@ -191,24 +181,17 @@ class RunOfStrand(Responder, Protocol):
 
 
 class InputFailed(Exception):
-    """A step cannot run: one of its arguments is an error."""
-
     def __init__(self, error: BaseException) -> None:
         super().__init__()
         self.error = error
 
 
 class StrandCall(InboundCall):
-    """A strand in one run, from the beginning of the run to the last step."""
-
     # The owner has no number for a strand: its results go to where the plan says.
     number = CallId(0)
     mode = WANT_REPLY
-    # Number of steps that gave their results.
     _given = 0
-    # The future of its wait between two steps (see `waits_at`).
     pause: Wakeup
-    # On the thread: results that the loop has not given yet.
     _batch: deque[Flowing]
 
     def __init__(self, run: RunOfStrand, strand: BoundStrand) -> None:
@@ -231,8 +214,6 @@ class StrandCall(InboundCall):
     def within(self) -> Hashable:
         return self.run.key
 
-    # For the deadlock search.
-
     @property
     def call_at(self) -> CallAt:
         return self.run.needs.maker_of(self.run.number, self.strand.steps[0].index)
@@ -249,8 +230,6 @@ class StrandCall(InboundCall):
             self.hosted.last_begun(self)
         return moves
 
-    # Execution.
-
     def deliver(self) -> None:
         if self.strand.is_gone:
             self.run.fail(self, ActorDied("the actor was stopped", executed=False), executed=False)
@@ -261,9 +240,8 @@ class StrandCall(InboundCall):
 
     @staticmethod
     async def execute(instance: Any, call: StrandCall) -> None:
-        """Execute the steps, as a method of the actor; an error of a step is its value.
-
-        On the actor's thread, nothing in here waits on the loop: it runs through at once.
+        """An error of a step is its value. On the actor's thread nothing in here waits on the loop: it runs through at
+        once.
         """
         # It would keep itself alive.
         call.args = ()
@@ -280,7 +258,6 @@ class StrandCall(InboundCall):
             executed = False
             try:
                 if step.segment is not None and missing[step.segment]:
-                    # Of the step before: they must not live as long as this wait.
                     argument = args = kwargs = result = value = None
                     await call._pause(step.segment)
                     # Not if this wait is cancelled: the step has not begun.
@@ -308,7 +285,6 @@ class StrandCall(InboundCall):
             elif type(value) is GraphValue:
                 call._give(value)
             else:
-                # `_give` for the usual case.
                 call._given += 1
                 if step.leaves_segment and call.stage not in ANSWERED:
                     call.run.tell(step, value)
@@ -400,8 +376,6 @@ class StrandCall(InboundCall):
         self.strand.context.process.call_soon(partial(self.hosted.undone, self, None))
         self.run.tell_owner(why)
 
-    # Results, on the loop.
-
     def flush(self) -> None:
         while self.rules.on_thread and self._batch:
             self._give(self._batch.popleft())
@@ -409,7 +383,6 @@ class StrandCall(InboundCall):
     def _give(self, value: Flowing) -> None:
         stored = value.stored if type(value) is GraphValue else None
         if self.stage in ANSWERED:
-            # The strand was given up, and its receivers know.
             if stored is not None:
                 stored.release()
             return
@@ -421,7 +394,7 @@ class StrandCall(InboundCall):
             self.run.give(step, cast("GraphValue", value), stored)
 
     def fail_rest(self, error: BaseException, *, executed: bool | None) -> None:
-        """Fail the remaining steps: the first of a segment with the error, others because of the step before them."""
+        """The first step of a segment fails with the error, others because of the step before them."""
         value = GraphValue.of_error(error, executed=executed)
         before: BoundStep | None = None
         for step in self.strand.steps[self._given :]:

@@ -13,7 +13,6 @@ from typing import Any, Final, TypeAlias
 from aiodaft._protocol.groups.collective import QUICK, Cut, Parts
 from aiodaft._runtime.serialization.tensors import loaded_torch
 
-# Makes an uninitialised tensor of a shape and a dtype.
 Allocate: TypeAlias = Callable[[Any, Any], Any]
 # Elements that torch computes in the calling thread: its GRAIN_SIZE.
 SERIAL: Final = 1 << 15
@@ -32,7 +31,6 @@ class Piece:
     value: Any
 
 
-# By name: the function of numbers, that of torch, and that of numpy.
 _REDUCERS: Final[dict[str, tuple[Callable[[Any, Any], Any], str, str]]] = {
     "sum": (operator.add, "add", "add"),
     "product": (operator.mul, "mul", "multiply"),
@@ -42,11 +40,6 @@ _REDUCERS: Final[dict[str, tuple[Callable[[Any, Any], Any], str, str]]] = {
 
 
 def check_reducer(op: Reducer) -> Reducer:
-    """Return a reducer.
-
-    Raises:
-        ValueError: There is none of this name.
-    """
     if not callable(op) and op not in _REDUCERS:
         raise ValueError(f"op is one of {', '.join(_REDUCERS)}, or a function of two values, not {op!r}")
     return op
@@ -93,11 +86,6 @@ def kind_of(value: Any) -> str:
 
 
 def cut(value: Any, how: Cut, part: int, parts: Parts) -> Any:
-    """A part of a value. Tensors and arrays are cut as `torch.tensor_split` does; a number is given whole.
-
-    Raises:
-        TypeError, ValueError: The value has no such parts.
-    """
     if how is Cut.WHOLE or isinstance(value, Piece):
         return value
     if how is Cut.ITEM:
@@ -178,7 +166,7 @@ def bytes_in(value: Any) -> int:
 
 
 def written(out: Any, value: Any) -> Any:
-    """Write a result, or each of a list of results, into memory of the member; returns that.
+    """Write a result, or each of a list, into memory of the member; returns that.
 
     Raises:
         ValueError: They are not of one kind.
@@ -216,7 +204,7 @@ def _combined(values: Sequence[Any], op: Reducer, allocate: Allocate) -> Any:
 
 
 def _from_the_left(function: Callable[..., Any], parts: Iterable[Sequence[Any]]) -> None:
-    """Combine values part by part; the first of each is the memory for the result."""
+    """The first of each part is the memory for the result."""
     for out, one, two, *others in parts:
         function(one, two, out=out)
         for other in others:
@@ -226,8 +214,8 @@ def _from_the_left(function: Callable[..., Any], parts: Iterable[Sequence[Any]])
 def _computing(op: str, values: Sequence[Any]) -> tuple[Callable[..., Any], Iterable[Sequence[Any]]]:
     """The function that reduces values of one shape, and the parts of them that it is called with.
 
-    Quick work is done without the threads of torch. These are for large values: where others need the cores, they
-    spin for milliseconds at the end of each job. numpy has none; torch uses none for small parts, which take longer.
+    Quick work is done without the threads of torch, which spin for milliseconds at the end of each job where others
+    need the cores. numpy has none; torch uses none for small parts, which take longer.
     """
     _, of_torch, of_numpy = _REDUCERS[op]
     first = values[0]

@@ -33,7 +33,6 @@ class Gathering:
     def __init__(self, size: int) -> None:
         self._size = size
         self._came: dict[int, asyncio.Future[Begun]] = {}
-        # The block that rank 0 begins.
         self._begun: Begun | None = None
 
     def __len__(self) -> int:
@@ -88,17 +87,13 @@ class Blocks(Actor):
         # with the interpreter held, which waits for threads of gloo that may need the interpreter. Their Python objects
         # free them without it: later, when these threads have nothing to do.
         self.destroyed: list[object] = []
-        # Of another thread than the one that has entered a block, if that was kept for several calls.
         self._is_free = threading.Lock()
-        # The way in which each member left a block. Made by the first to come: the member, or a question. An early
-        # leave is kept, since a question may come later.
+        # How each member left a block; made by the member or a question, and kept, since a question may come later.
         self._left: dict[tuple[ActorId, str], asyncio.Future[Left]] = {}
 
     @property
     def gatherings(self) -> int:
         return len(self._gatherings)
-
-    # For the other members.
 
     @method(ordered=False)
     async def come(self, actor: int, epoch: int, within: Hashable, rank: int, size: int, patience: float) -> Begun:
@@ -125,8 +120,6 @@ class Blocks(Actor):
             return Left(gone=True)
         left = self._left.get((number_of(ActorId(actor)), block))
         return left.result() if left is not None and left.done() else None
-
-    # For the member itself.
 
     @contextmanager
     def alone(self, is_taken: Callable[[], bool]) -> Generator[None]:
@@ -156,7 +149,6 @@ class Blocks(Actor):
             left.set_result(how)
 
     def forget(self, actor: ActorId, block: str) -> None:
-        """All others have left a block, and so have asked before."""
         self._left.pop((number_of(actor), block), None)
 
     def _told(self, actor: ActorId) -> None:
@@ -193,7 +185,6 @@ class Blocks(Actor):
         try:
             return await gathering.come(rank, patience, begun)
         finally:
-            # It is dropped before if rank 0 is gone.
             if not gathering and self._gatherings.get(where) is gathering:
                 del self._gatherings[where]
 

@@ -27,7 +27,6 @@ from aiodaft.exceptions import ActorDied, OwnerDied, PeerLost
 from aiodaft.methods import MethodSpec, method, passes_on, specs_of
 from aiodaft.ref import Ref
 
-# The work, the cut and the part of a step, and the number of parts, or their lengths.
 Job: TypeAlias = tuple[int, int, int, Parts]
 
 
@@ -74,7 +73,6 @@ class Collectives(Actor):
                     case Work.JOIN:
                         return joined(inputs[0], inputs[1:], self._allocate)
                     case Work.TOTAL:
-                        # It is copied when it is given to others.
                         return reduced(inputs, ranks, op, title, new_memory)
                     case Work.REDUCE:
                         total = reduced(inputs, ranks, op, title, self._allocate)
@@ -93,16 +91,11 @@ _SPECS: Final = specs_of(Collectives)
 
 # A process; or the target of the steps there: of an actor that is restarted, or in a graph.
 Place: TypeAlias = PeerId | Beside
-# The errors of calls and values that are lost with a process.
 DEATHS: Final = (ActorDied, OwnerDied, PeerLost)
 
 
 class Members:
-    """The members of one collective.
-
-    Args:
-        places: The places of the members. Default: those of the values.
-    """
+    """The members of one collective, by default at the places of the values."""
 
     def __init__(self, refs: Sequence[Ref[Any]], places: Sequence[Place] | None = None) -> None:
         self._refs = refs
@@ -117,7 +110,6 @@ class Members:
 
     @property
     def one_memory(self) -> bool:
-        """Whether values go from member to member through memory that they share."""
         known = [place.remote if isinstance(place, Target) else place for place in self.places]
         if self._process.options.transport != "shm" or NOWHERE in known:
             return False
@@ -172,7 +164,6 @@ def place_beside(target: Target) -> Place:
 
 
 def _is_captured(target: Target) -> bool:
-    """Whether calls are captured in a graph: its recorder takes them all."""
     return target.caller.outgoing is not target.caller.direct
 
 

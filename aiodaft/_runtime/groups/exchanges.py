@@ -1,8 +1,8 @@
 """The exchanges of a member in one block: collectives and messages of all members, or of some, in any thread.
 
-If the members share memory, a plan carries out the operations of the block one after the other. Each is an exchange of
-the plan. Those that a plan has not begin by their key, when the members have agreed on them in the plan. A thread that
-waits for an operation carries out those before it; if no thread waits, one of the block does.
+If the members share memory, a plan carries out the operations of the block in order; each is an exchange of the plan.
+Those that a plan has not begin by their key, when the members have agreed on them in the plan. A thread that waits for
+an operation carries out those before it; else a thread of the block does.
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ class Operation(Future[Any]):
     """An operation of a group, as a future for any thread and for the loop.
 
     Args:
-        operations: Those of the group.
-        exchange: Its exchange.
         finish: Takes the result.
-        by_key: If the plan does not have it: begins it by its key, and `finish` takes that result.
+        by_key: Begins one that the plan does not have; `finish` takes that result.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class Operation(Future[Any]):
     ) -> None:
         super().__init__()
         self.exchange = exchange
-        # The plan is done with it.
         self.is_past = False
         self._operations = operations
         self._finish = finish
@@ -84,7 +81,6 @@ class Operation(Future[Any]):
         return asyncio.wrap_future(self).__await__()
 
     def complete(self) -> None:
-        """Carry it out, in this thread."""
         self.set_running_or_notify_cancel()
         try:
             value = self.exchange.result()
@@ -108,18 +104,12 @@ class Operation(Future[Any]):
 
 
 class Operations:
-    """The operations of one group, in their order.
-
-    Args:
-        plan: The plan of its members.
-        executor: Has a thread for operations that no thread waits for.
-    """
+    """The operations of one group, in their order; `executor` has a thread for those that no thread waits for."""
 
     def __init__(self, plan: Planned, executor: Executor) -> None:
         self.plan = plan
         self._executor = executor
         self._waiting: deque[Operation] = deque()
-        # Held to carry out the first one.
         self._turn = threading.Lock()
 
     def begin(
@@ -132,7 +122,6 @@ class Operations:
         by_key: Callable[[], Ref[Any]],
         out: Any,
     ) -> Operation:
-        """Begin an operation; `by_key` begins one that the plan does not have."""
         exchange = self._planned(operation, value, op, lengths, out)
         if exchange is None:
             begun = Operation(self, self.plan.barrier(operation), finish, by_key)
@@ -145,14 +134,12 @@ class Operations:
         return begun
 
     def carry_out(self, last: Operation) -> None:
-        """Carry out operations up to this one."""
         while not last.is_past:
             with self._turn:
                 if not last.is_past:
                     self._carry_out_first()
 
     def carry_out_soon(self) -> None:
-        """Have a thread carry out all operations."""
         if self._waiting:
             # In the call of this thread: the exchange ends with it.
             self._executor.submit(copy_context().run, self._carry_out_all)
@@ -170,7 +157,6 @@ class Operations:
         first.is_past = True
 
     def _start(self, operation: Operation) -> bool:
-        """Give the others the part of this member, if no operation is before this one."""
         if asyncio._get_running_loop() is not None or self._waiting[0] is not operation:
             return False
         if not self._turn.acquire(blocking=False):
@@ -185,7 +171,6 @@ class Operations:
     def _planned(
         self, operation: str, value: Any, op: Any, lengths: tuple[int, ...] | None, out: Any
     ) -> Exchange[Any] | None:
-        """The exchange for an operation, if the plan has it; its result goes to `out`, if there is one."""
         if operation == "all_to_all":
             kinds = {one.dtype if is_dense_tensor(one) and not one.is_quantized else None for one in value}
             return self.plan.all_to_all(value) if len(kinds) == 1 and None not in kinds else None
@@ -204,7 +189,6 @@ class Operations:
 # The value that members bring to the last collective of a group.
 _END: Final = "the end of the block"
 
-# Makes the result of the values that come.
 Finish = Callable[[Any], Any]
 
 
@@ -293,11 +277,7 @@ class Exchanges:
 
 
 class Among:
-    """The exchanges of some members in a block, one of them this one.
-
-    Args:
-        key: Tells these exchanges from all others of the group.
-    """
+    """The exchanges of some members in a block, one of them this one; `key` tells them from others of the group."""
 
     def __init__(self, exchanges: Exchanges, steps: Steps, key: str) -> None:
         self.exchanges = exchanges
@@ -406,7 +386,6 @@ class Among:
         return self._mail
 
     def _call(self) -> InboundCall | None:
-        """The call with which an exchange ends; in other threads, that in which the block was opened."""
         call = current_call.get() or self.exchanges.opened_in
         return None if call is None or call.answered else call
 

@@ -21,7 +21,6 @@ _RESULT_BYTES: Final = 256 << 20
 
 
 def is_asynchronous(items: Iterable[Any] | AsyncIterable[Any]) -> TypeGuard[AsyncIterable[Any]]:
-    """Whether items come one after the other. `Refs` are there."""
     return isinstance(items, AsyncIterable) and not isinstance(items, Refs)
 
 
@@ -30,8 +29,8 @@ class GroupMap:
 
     Args:
         items: The first argument of each call; also asynchronous.
-        choose: Gives the unit to call next; told which targets have no room for a call of this map.
-        window: Calls of this map that a unit may have under way.
+        choose: Gives the unit to call next; told which targets have no room.
+        window: Calls that a unit may have under way.
         keeps_on: Whether the error of a call is a result as any other.
     """
 
@@ -51,10 +50,8 @@ class GroupMap:
         self._count = count
         self._window = window
         self._keeps_on = keeps_on
-        # Whether more items are taken; the error that `items` or a call to be made raised.
         self._open = True
         self._failure: Exception | None = None
-        # Asks asynchronous items for the next one; it has come.
         self._asking: asyncio.Task[Any] | None = None
         # By the numbers of items: calls, or why they could not be made, with untaken results; and those that are over,
         # in the order in which they ended.
@@ -91,7 +88,6 @@ class GroupMap:
                     ref.cancel()
             if self._asking is not None:
                 self._asking.cancel()
-                # Its cleanup runs now; then the items can be used again.
                 await asyncio.wait([self._asking])
 
     async def _result_of(self, call: Ref[Any] | Exception) -> Any:

@@ -40,7 +40,6 @@ from aiodaft.ref import Ref
 # The sender of a message, its tag, the bytes of its value, and the call or run that it is within.
 Head: TypeAlias = tuple[ActorId, Tag, int, Hashable]
 
-# Bytes of a number, as a message counts them.
 _NUMBER: Final = 8
 
 
@@ -50,7 +49,6 @@ class Box:
     def __init__(self) -> None:
         self.inbox = Inbox()
         self.watches: dict[ActorId, asyncio.Task[None]] = {}
-        # Why it is closed.
         self.closed: DaftError | None = None
 
     def run(self, commands: Iterable[Command]) -> None:
@@ -61,7 +59,6 @@ class Box:
                 if (waiter := command.message.waiter) is not None and not waiter.done():
                     waiter.set_result(None)
             elif command.receive.waiter.done():
-                # It was cancelled just now.
                 left.extend(self.inbox.put_back(command.message))
             else:
                 command.receive.waiter.set_result(command.message)
@@ -89,12 +86,9 @@ class Inboxes(Actor):
         self._store = store
         self._enlisted = enlisted
         enlisted.on_forgotten.append(self._forget_member)
-        # By the name of the group, and the member.
         self._boxes: dict[tuple[str, ActorId], Box] = {}
         # Set when a member of this process sends nothing more to inboxes of this name: whether it lives.
         self._ends: dict[tuple[str, ActorId], asyncio.Future[bool]] = {}
-
-    # For other members.
 
     @method
     async def put(self, group: str, to: int, head: Head, value: Any, waits: bool) -> bool:
@@ -126,11 +120,8 @@ class Inboxes(Actor):
 
     @method(ordered=False)
     async def ended(self, group: str, actor: int) -> bool:
-        """Wait until a member sends nothing more; returns whether it lives."""
         number = ActorId(actor)
         return self._enlisted.has(number) and await asyncio.shield(self._end_of(group, number))
-
-    # For members of this process.
 
     async def send(self, group: str, to: Target, source: tuple[ActorId, Hashable], tag: Tag, value: Any) -> None:
         """Send a message to a member. Raises as `CurrentGroup.send` does.
@@ -189,7 +180,6 @@ class Inboxes(Actor):
             raise
 
     def begin(self, title: str, what: Callable[[], Awaitable[Any]], call: InboundCall | None) -> Ref[Any]:
-        """Run a coroutine function of this file for a call of a member, in any thread."""
         target = Target(self._caller, self.process.id, INBOXES, title, None)
         return target.call(_RUN.named(title), (Opaque((what, call)),), {})
 
@@ -204,7 +194,6 @@ class Inboxes(Actor):
         call = current_call.get()
         if call is None:
             return nullcontext()
-        # The thread that tells it may be another one.
         return self.process.part(Keyed).ending(call, lambda why: self.process.call_soon(partial(end, why)))
 
     async def _together(self, asked: Ref[Any]) -> Any:
@@ -267,7 +256,6 @@ class Inboxes(Actor):
             return len(small[0]), value
         ref: Ref[Any] = Ref(self._caller.objects.refs.put(value, "CurrentGroup.send"))
         stored = state_of(ref).stored
-        # A value that takes long to encode counts as many bytes as fit.
         return (BYTES if stored is None else stored.size), QueuedItem(ref)
 
     async def _watch(self, box: Box, source: ActorId, target: Target, group: str) -> None:
@@ -314,7 +302,6 @@ _RUN: Final = specs_of(Inboxes)["run"]
 
 
 def _is_absence(error: DaftError) -> bool:
-    """Whether the inboxes of a process have refused a message because its receiver is not there."""
     return isinstance(error, ActorDied) and not error.actor and error.executed is not None
 
 
@@ -335,7 +322,6 @@ class Mail:
         self._rank = rank
         self._numbers = [number_of(member.actor) for member in members]
         self._ranks = {number: rank for rank, number in enumerate(self._numbers)}
-        # The messages that are sent in other threads.
         self._sending: set[Ref[Any]] = set()
 
     def check(self) -> None:
@@ -388,7 +374,6 @@ class Mail:
         self._inboxes.limit(self._group, self._numbers[self._rank], messages, nbytes)
 
     async def finish(self) -> None:
-        # So no sender waits for room.
         self.limit(sys.maxsize, sys.maxsize)
         for sent in list(self._sending):
             await sent.ready()

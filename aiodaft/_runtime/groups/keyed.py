@@ -41,12 +41,11 @@ from aiodaft.ref import Ref
 
 T = TypeVar("T")
 
-# Seconds after its timeout that a member still waits for the one where they meet, which names the late members to all.
+# A member waits so much longer for the one where they meet, which names the late members to all.
 GRACE: float = 0.9
 # The collectives that a call has left, and that are forgotten if it fails.
 _REMEMBERED: Final = 99
 
-# Finds a call that another process, or this one, has made here, by its number.
 FindCall: TypeAlias = Callable[[PeerId, CallId], InboundCall | None]
 
 
@@ -62,20 +61,15 @@ class Keyed(Actor):
         self._find_call = find_call
         self._values = MeetingValues(caller, store, collectives)
         self._places = MeetingPlaces(caller.process, enlisted, partial(ask_gone, caller))
-        # Further callbacks for the end of a call that takes part in nothing any more.
         self._ends: dict[InboundCall, list[Callable[[DaftError], object]]] = {}
         # Told of each call that takes part in nothing any more, and why.
         self.on_withdrawn: list[Callable[[InboundCall, DaftError], object]] = []
-        # The joins that calls which go on have left.
         self._left_by: WeakKeyDictionary[InboundCall, deque[Joined]] = WeakKeyDictionary()
-        # The members whose calls had ended when these calls were made again.
         self._ended_beside: WeakKeyDictionary[InboundCall | None, dict[Hashable, str]] = WeakKeyDictionary()
         # By the state of the call of `take_part`, until that is over.
         self._open: dict[Any, Taking] = {}
         # Whether the last that a member has begun is told, by the group, its epoch, the member, the key, and `within`.
         self._last: WeakValueDictionary[Hashable, asyncio.Event] = WeakValueDictionary()
-
-    # For members.
 
     def begin(self, part: Part, value: Any, call: InboundCall | None, within: Hashable) -> Ref[Any]:
         """Take part; returns a ref of the member's result, at once and in any thread.
@@ -101,7 +95,6 @@ class Keyed(Actor):
         # A member that drops the result has taken part nevertheless.
         state.watch(self._over, interested=True)
         if call is not None and call.apart is not None:
-            # Meanwhile, on the loop; this is a thread.
             self.withdraw(call, call.apart)
         return outcome
 
@@ -116,7 +109,7 @@ class Keyed(Actor):
             process.tasks.create_task(excuse, name=f"excuse a member from {taking.part.label}")
 
     def _left(self, taking: Taking, state: Any, outcome: Any) -> None:
-        """The wait of a member is over. If it was cancelled before all had come, they do not wait for each other."""
+        """If the wait of a member was cancelled before all had come, they do not wait for each other."""
         # Its error leads to frames that have the `Taking`: a cycle would keep the value.
         taking.outcome = None
         if outcome.error is None or state.settled or taking.withdrawn is not None or self._process.closed is not None:
@@ -158,7 +151,6 @@ class Keyed(Actor):
 
     def _take_back(self, taking: Taking, state: Any, why: DaftError) -> None:
         taking.withdrawn = why
-        # The call itself fails.
         if taking.outcome is not None:
             taking.outcome.mark_seen()
         state.cancel(str(why))
@@ -203,13 +195,12 @@ class Keyed(Actor):
         """Another call of the same call of a group has failed: this one takes part in no collective any more.
 
         Returns:
-            Whether the call is here: it may be over, or not have come yet.
+            Whether the call is here; else it is over, or has not come yet.
         """
         call = self._find_call(serving().caller, CallId(number))
         if call is not None:
             self.withdraw(call, why)
             if not call.begun:
-                # It does not wait for its turn any more.
                 call.hosted.look_again()
         return call is not None
 
@@ -231,9 +222,7 @@ class Keyed(Actor):
     # The member does not await the call that takes part: that one goes on until the others are told.
     @method(ordered=False)
     async def outcome(self, given: Opaque, result: Opaque) -> Any:
-        """Wait for the result of `take_part`. Cancellation: see `_left`."""
         taking: Taking = given.content
-        # For stacks.
         call = serving()
         call.spec = call.spec.named(taking.part.title)
         try:
@@ -270,7 +259,6 @@ class Keyed(Actor):
         try:
             answer = await self._join(taking, part.op, coming, nbytes, brought)
             if isinstance(brought, Opaque):
-                # From now on the member may write to it.
                 await brought.content.ready()
             result = await self._values.unpack(answer)
             return await self._finished(part, await self._values.apart(result, part.title) if apart else result)
@@ -328,7 +316,6 @@ class Keyed(Actor):
 
     async def _excuse(self, taking: Taking, fault: Exception) -> None:
         part = taking.part
-        # This may be a task that begins when a deadline has passed.
         current_terms.set(_terms_without_end())
         coming = Coming(part.key, part.title, part.rank, {}, fault, taking.number, taking.within)
         try:
@@ -337,8 +324,6 @@ class Keyed(Actor):
                 await self._join(taking, "sum", coming, None, None)
         finally:
             taking.told.set()
-
-    # For the members where they meet.
 
     # Ordered: the joins of a member count in their order.
     @method
@@ -379,7 +364,6 @@ _LEAVE: Final = specs_of(Keyed)["leave"]
 
 
 async def _in_time(part: Part, waiting: Awaitable[T]) -> T:
-    """Wait for the member where the others meet, not much longer than the timeout."""
     if part.timeout is None:
         return await waiting
     try:
@@ -399,7 +383,7 @@ async def _ready_in_time(part: Part, answer: Ref[Any]) -> None:
     try:
         await _in_time(part, answer.ready())
     except asyncio.CancelledError:
-        # It has not come. The next call of this member must not find that it has.
+        # Withdraw the join: the next call of this member must not count as this one.
         answer.cancel()
         await answer.ready()
         raise
@@ -443,7 +427,6 @@ def _known_place(member: Target) -> Whereabouts | None:
 
 
 async def _find(part: Part, member: Target) -> Whereabouts:
-    """The whereabouts of the member at which the others meet; waits for one that is being restarted."""
     try:
         return await _in_time(part, whereabouts_of(member))
     except DaftError as error:

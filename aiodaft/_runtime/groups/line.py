@@ -85,7 +85,6 @@ class Line:
         self.rank = rank
         self.size = len(fds) - 1
         memory, *signals = fds
-        # Until it is closed.
         self.signals = signals
         try:
             self._mapping: Any = mmap(memory, _first(self.size) + self.size * _RANK)
@@ -95,36 +94,28 @@ class Line:
         finally:
             # The mapping has a duplicate.
             os.close(memory)
-        # Held by the thread or the task that does an exchange; the call that it belongs to; its half.
         self.turn = threading.Lock()
         self.call: InboundCall | None = None
         self.half = 0
-        # Why there is no further exchange.
         self.error: BaseException | None = None
         self._loop = process.loop
         self._address = address_of(self._mapping)
         self._words: Any = memoryview(self._mapping)[: _first(self.size)].cast("Q")
         self._mine = signals[rank]
         self._others = [fd for fd in signals if fd != self._mine]
-        # The places of words: of this rank, of all, and of the others.
         self._at = rank * _WORDS
         self._places = [other * _WORDS for other in range(self.size)]
         self._theirs = [place for place in self._places if place != self._at]
-        # Signals that were sent to each other rank, and those of all others that were read.
         self._sent = self._came = 0
         # The terms in each half of this rank.
         self._told = [b"", b""]
         self._looks = _LOOKS if ORDERED and self.size <= len(os.sched_getaffinity(0)) else 0
         self._closing = False
-        # Held to write when this is not the turn, and to close.
         self._gate = threading.Lock()
         self._fence = threading.Lock()
-        # Views of its memory, and what has such views: until it is closed.
         self.kept: dict[Any, Any] = {}
         # Watched by the loop: uvloop would make reads of the signals themselves fail where a thread has to block.
         self._poll: select.epoll | None = None
-
-    # An exchange, by the holder of the turn.
 
     def put(self, at: int, address: int, nbytes: int) -> None:
         copy_memory(self._address + self._start(self.rank) + TERMS + at, address, nbytes)
@@ -202,11 +193,6 @@ class Line:
         return self.all_came()
 
     async def wait_here(self, _: object) -> None:
-        """Block this thread until all others have signalled.
-
-        Raises:
-            BaseException: The error that has ended the line.
-        """
         while not self.all_came():
             self._check()
             self._came += os.eventfd_read(self._mine) % _LOOK
@@ -237,10 +223,7 @@ class Line:
             # With frames, it would keep views of the memory.
             raise copy_error(self.error)
 
-    # The end.
-
     def leave(self, error: BaseException, reason: str) -> None:
-        """End the line for all members, from any thread; does nothing if it has ended."""
         with self._gate:
             if self.error is None and self.signals:
                 self.error = error
@@ -264,7 +247,6 @@ class Line:
             self.close()
 
     def close(self) -> None:
-        """Free its memory, now or at the end of the turn under way. Idempotent."""
         self._closing = True
         if self.turn.acquire(blocking=False):
             with self._gate:

@@ -34,7 +34,6 @@ _MAPPED: Final = 1 << 16
 # Large parts in a window begin on a cache line.
 _ALIGNED: Final = -64
 _PREFIX: Final = 2
-# Bytes of the number of terms.
 _NUMBER: Final = 8
 _MAX_TOLD: Final = 200
 
@@ -48,16 +47,13 @@ class _Told(NamedTuple):
 
     parts: list[tuple[Any, list[int]]]
     views: list[Tensor] | None
-    # The bytes of the longest part of all ranks.
     longest: int
 
 
 class _Form:
-    """What a rank writes in an exchange.
+    """The message of a rank in an exchange.
 
     Args:
-        line: The line.
-        title: The operation.
         given: The parts of this rank; or the tensor whose rows are its parts.
         lengths: The rows of each part; empty for parts.
     """
@@ -77,9 +73,7 @@ class _Form:
         if len(text) > TERMS - _PREFIX:
             raise ValueError(f"{title}: the shapes of {len(self.shapes)} parts take more than {TERMS} bytes")
         self.terms = len(text).to_bytes(_PREFIX, "little") + text
-        # No other terms have it.
         self.number = int.from_bytes(blake2b(text, digest_size=_NUMBER).digest(), "little")
-        # By the half, and the numbers of the terms of all ranks.
         self.told: dict[tuple[int, ...], _Told] = {}
         self.is_small = _are_small(self.shapes, self.dtype)
         # In each half, the places of what is given.
@@ -103,7 +97,6 @@ class LineSteps:
     """The exchanges of one rank on a line.
 
     Args:
-        line: The line.
         allocate: Makes memory for large results.
         counts: The exchanges that have begun, by name.
         nbytes: The bytes that this rank gives to them, by name.
@@ -121,9 +114,7 @@ class LineSteps:
         """Combine one part, each rank another one or all the same.
 
         Args:
-            title: The operation.
-            given: As for `_Form`.
-            lengths: As for `_Form`.
+            given, lengths: As for `_Form`.
             lane: The part that this rank combines.
             op: The name of the reducer.
             out: The tensor for the result, if there is one.
@@ -192,7 +183,6 @@ class LineSteps:
     def _by_windows(
         self, form: _Form, title: str, parts: Sequence[Tensor], lane: int, op: str, out: Tensor | None
     ) -> Steps[Tensor]:
-        """Combine one part, window by window."""
         line, flats = self._line, list(map(_flat, parts))
         dtype, length = parts[lane].dtype, parts[lane].numel()
         target = Room(self._allocate, title, dtype, parts[lane].shape, parts[lane].device, out)
@@ -250,7 +240,6 @@ class LineSteps:
         return form
 
     def _meet(self, form: _Form, sources: Sequence[int], lane: int, *, alike: bool) -> _Told:
-        """Compare the terms of all ranks, after the first step of an exchange."""
         key = (self._line.half, *self._line.numbers())
         told = form.told.get(key)
         if told is None:
@@ -260,7 +249,6 @@ class LineSteps:
         return told
 
     def _read(self, sources: Sequence[int], lane: int, alike: int) -> _Told:
-        """Read the terms of all ranks, of which the first ones are to be alike."""
         line = self._line
         told = list(map(_terms, line.terms()))
         mine = told[line.rank]

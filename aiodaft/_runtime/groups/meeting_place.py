@@ -29,11 +29,8 @@ from aiodaft.actor import handle_of, target_of
 from aiodaft.exceptions import ActorDied, DaftError
 from aiodaft.ref import Ref
 
-# The process of a member, and its number there.
 Whereabouts: TypeAlias = tuple[PeerId, ActorId]
-# From the values of the members, in the order of ranks, to the result of each.
 Conclude: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
-# Asks a process when an actor there is gone.
 AskGone: TypeAlias = Callable[[PeerId, ActorId], Ref[None]]
 
 
@@ -64,8 +61,7 @@ class MeetingPlace:
         """Wait until all have come; returns the result for this member, by the `conclude` of the last one that comes.
 
         Args:
-            conclude: Called with the values of all. It must not block; its error is raised at all members.
-            timeout: Seconds that the member waits; None: for ever.
+            conclude: Gets the values of all. It must not block; its error is raised at all members.
 
         Raises:
             ValueError: The members do not agree.
@@ -83,7 +79,6 @@ class MeetingPlace:
         try:
             return await ticket.told
         except asyncio.CancelledError:
-            # Members that have come to the same meeting have the same terms.
             self._tell(self._table.withdraw(coming.name, coming.rank, ticket), conclude)
             raise
         finally:
@@ -106,7 +101,7 @@ class MeetingPlace:
         return [CallAt(member.remote, owner, CallId(0), number_of(member.actor), tuple(numbers)) for member in members]
 
     def leave(self, left: Coming, missed: int | None) -> None:
-        """A member waits no longer: its meeting fails with the fault; without one, it is forgotten that it has."""
+        """A member waits no longer: its meeting fails with the fault; without one, it counts as not come."""
         if left.fault is None:
             self._table.forget(left)
         else:
@@ -186,9 +181,7 @@ class MeetingPlaces:
         self._process = process
         self._enlisted = enlisted
         self._ask_gone = ask_gone
-        # By the actor where they meet, the group and the epoch; with the steps by which it is a part.
         self._places: dict[tuple[ActorId, str, int], tuple[MeetingPlace, Steps]] = {}
-        # Set when an actor of this process is gone, for members that have asked.
         self._gone: dict[ActorId, asyncio.Event] = {}
         enlisted.on_told.append(self._told)
         enlisted.on_forgotten.append(self._forgotten)
@@ -203,7 +196,7 @@ class MeetingPlaces:
         """The place where a member joins.
 
         Raises:
-            ActorDied: The member where they meet is gone.
+            ActorDied: The member is gone.
             GroupChanged: The group has a newer epoch.
         """
         where = ActorId(joining.at), joining.group, joining.epoch
@@ -253,7 +246,6 @@ class MeetingPlaces:
 
 
 async def loss_of(member: Target, who: str, ask_gone: AskGone) -> DaftError:
-    """Wait until a member is gone; returns the error, with a note of the member."""
     try:
         await ask_gone(*await whereabouts_of(member))
         lost: DaftError = ActorDied(f"{member.label} was stopped")
@@ -264,11 +256,6 @@ async def loss_of(member: Target, who: str, ask_gone: AskGone) -> DaftError:
 
 
 async def whereabouts_of(member: Target) -> Whereabouts:
-    """The whereabouts of a member of a group; waits for one that is being restarted.
-
-    Raises:
-        DaftError: It is gone for good.
-    """
     if not isinstance(member, FollowingTarget):
         return member.remote, member.actor
     place = await member.locate(wait=True)

@@ -28,21 +28,16 @@ from aiodaft.methods import MethodSpec
 from aiodaft.policies import Load, Policy
 from aiodaft.ref import Ref, Refs, Stream
 
-# The calls of one call of a group: they meet in collectives, and when one fails, the others do not wait for it.
-#
-# Their ids say that they belong together. Only the caller knows of all of them: it tells the others that one has
-# failed.
+# The calls of one call of a group: they meet in collectives, and when one fails, the others do not wait for it. Only
+# the caller knows of all of them: it tells the others that one has failed.
 
-# Seconds until a process is asked again whether it has a call.
 _PAUSE: Final = 0.01
 _LONGEST_PAUSE: Final = 0.5
 
-# Tells a process something about a call of the number; whether it has that call.
 Say: TypeAlias = Callable[[Keyed, CallId], Ref[bool]]
 
 
 def sibling_numbers(first: CallTarget, count: int, roster: int = 0) -> Iterator[CallId | None]:
-    """The ids of the calls that one call of a group makes; `first` is the target of one; `roster`: see `roster_of`."""
     return iter(sibling_ids(cast("Target", first).caller.next_number(), count, roster))
 
 
@@ -57,9 +52,7 @@ def join_siblings(refs: Sequence[Ref[Any]]) -> None:
 
 class Siblings:
     def __init__(self, states: Sequence[CallState]) -> None:
-        # Results that nobody holds any more are freed.
         self._calls = list(map(weakref.ref, states))
-        # The first error is told.
         self.failed: DaftError | None = None
         # The members whose calls have returned, and the label of the calls; and the calls that were made again.
         self._ended: dict[Hashable, str] = {}
@@ -73,7 +66,6 @@ class Siblings:
             self._ended[followed(state.target).identity] = state.origin
             self._tell(self._again, self._say_who_ended)
             return
-        # Deaths are told as they are.
         self.failed = error if isinstance(error, OutcomeUnknown) else failed_beside(state.origin, error)
         self._tell(self._calls, self._say_why)
 
@@ -90,7 +82,6 @@ class Siblings:
                 call.process.tasks.create_task(telling, name="tell the member of a group what became of another")
 
     async def _tell_one(self, reference: weakref.ref[CallState], say: Say) -> None:
-        """Tell the process that has a call, once it has it: the call may still wait here, or move with its actor."""
         pause = _PAUSE
         while (call := reference()) is not None and not call.settled:
             target = call.target
@@ -145,15 +136,12 @@ class MemberCalls:
 
     def __init__(self) -> None:
         self._under_way: dict[CallTarget, set[Any]] = {}
-        # The start of the search for a free member.
         self._turns = count()
 
     def forget(self, member: CallTarget) -> set[Any]:
-        """A member leaves the group; returns the calls of it that are under way."""
         return self._under_way.pop(member, set())
 
     def begin(self, member: CallTarget, call: Any) -> None:
-        """A call, or a stream, is under way from now until it is over."""
         under_way = self._under_way.setdefault(member, set())
         under_way.add(call)
         call.watch(under_way.discard)
@@ -235,7 +223,6 @@ def _end_others(others: list[Ref[Any]], state: Any) -> None:
 
 
 def _take_back(refs: Iterable[Ref[Any]]) -> None:
-    """Cancel calls. No code sees what becomes of them."""
     for ref in refs:
         ref._state.mark_seen()
         ref.cancel()
@@ -246,12 +233,7 @@ _NOBODY: Final = ActorId(-1)
 
 
 class TaskQueue(Target):
-    """The members of a pool as one target of calls.
-
-    Args:
-        members: Gives the members that may get tasks now.
-        room: The tasks that a member may have under way.
-    """
+    """The members of a pool as one target of calls; `room`: tasks that a member may have under way."""
 
     __slots__ = ("_awaited", "_backlog", "_calls", "_members", "_room", "ended")
 
@@ -272,7 +254,6 @@ class TaskQueue(Target):
     ) -> Ref[Any]:
         state = FollowingCall(self, spec, self.caller.next_number() if number is None else number)
         request = state.request = Request(self, spec, args, kwargs, state.number, WANT_REPLY, state)
-        # The state of the call frees the arguments.
         request.again = True
         self.caller.outgoing.submit(request)
         return Ref(state)
@@ -314,7 +295,7 @@ class TaskQueue(Target):
         self.hand_out()
 
     def _free_member(self) -> Target | None:
-        """The member with the fewest tasks, rather one that is up; None if one that is up has to be waited for."""
+        """The member with the fewest tasks, rather one that is up."""
         members = [unit.target for unit in self._members()]
         up = [target for target in members if target.health() is Health.ALIVE]
         found = min(up or members, key=self._calls.under_way, default=None)

@@ -83,13 +83,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Joining:
-    """The message of a member to the one where they meet.
-
-    Attributes:
-        at: The actor where they meet.
-        steps: As in `Part`.
-        timeout: As in `Part`.
-    """
+    """The message of a member to the one where they meet; fields as in `Part`."""
 
     at: int
     group: str
@@ -101,9 +95,9 @@ class Joining:
     nbytes: int | None
 
 
-# The form in which a value travels to the meeting and back: a small one encoded, one that is reduced there as the
-# only item of a list, of others the ref. None is nothing. A result may come in a tuple, with refs of the values that
-# the member makes of its own one for others.
+# The form in which a value travels to the meeting and back: a small one encoded, one that is reduced there as the only
+# item of a list, of others the ref. A result may come in a tuple, with refs of the values that the member makes of its
+# own one for others.
 Packed: TypeAlias = bytes | list[Any] | Opaque | tuple[Any, ...] | None
 
 
@@ -115,40 +109,31 @@ class Brought(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Joined:
-    """The place where a member has joined, if it has, and the message."""
-
     at: tuple[PeerId, Joining] | None = None
-    # It has not, because its call has failed since it has left.
     void: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class Taking:
-    """A call of `Keyed.take_part`."""
+    """A call of `Keyed.take_part`. `withdrawn`: the member has not come; `left`: it waits no longer, while its call
+    goes on.
+    """
 
     part: Part
-    # The call of the member that has begun it, and the scope inside which it meets others; as in `Coming`.
     call: InboundCall | None
     within: Hashable
-    # Tells it from all others of this process.
     number: int
-    # The state of the ref that the member awaits.
     outcome: Any = None
-    # Set when the member where the others meet was told, or is not to be told; and the same event of this member's
-    # collective with this key just before, within the same.
+    # Set when the member where the others meet was told, or is not to be told; and that of the collective before.
     told: asyncio.Event = field(default_factory=asyncio.Event)
     before: asyncio.Event | None = None
-    # Whether its value exists.
     has_begun: bool = False
-    # The place where it has joined.
     joined: Joined = field(default_factory=Joined)
-    # Why it was withdrawn: the member has not come.
     withdrawn: DaftError | None = None
-    # The others get this: the member waits no longer, while its call goes on.
     left: DaftError | None = None
 
     def now(self, coming: Coming, brought: Packed) -> tuple[Coming, Packed]:
-        """Its message: if the member waits no longer, a fault. Raises the fault if it has not come at all."""
+        """Its message: a fault if the member waits no longer. Raises the fault if it has not come at all."""
         if self.left is None:
             return coming, brought
         if self.joined.void:
@@ -179,7 +164,6 @@ class MeetingValues:
         self._collectives = collectives
 
     def pack(self, part: Part, value: Any) -> tuple[int | None, Packed]:
-        """The size of a tensor or an array, and the packed value."""
         if not part.has_value:
             return None, None
         nbytes = nbytes_of(value) or None
@@ -198,7 +182,6 @@ class MeetingValues:
             case tuple():
                 result, *beside = answer
                 for one in beside:
-                    # From then on the member may write to its value.
                     await one.content.ready()
                 return None if result is None else await result.content
             case None:
@@ -207,7 +190,6 @@ class MeetingValues:
                 return self._given(answer)
 
     async def apart(self, value: Any, title: str) -> Any:
-        """A copy of a value, as another process would get it."""
         state = self._caller.objects.refs.put(value, title)
         assert state.stored is not None
         state.stored.origins = []
@@ -260,7 +242,6 @@ class MeetingValues:
             self._kept(self._given(cast("bytes | list[Any]", one.value)), title).content
             for one in given
         ]  # fmt: skip
-        # In these plans the root comes first, and then all members.
         members = Members(refs, [places[root], *places] if len(given) < size else places)
         sizes = [one.nbytes for one in given if one.nbytes is not None]
         nbytes = max(sizes) if len(sizes) == len(given) else None

@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Op: TypeAlias = Literal["sum", "product", "min", "max"]
-# Takes part in a keyed collective: the operation, the value, the op, and the root.
 Meet: TypeAlias = Callable[[str, Any, str, int], Ref[Any]]
-# Waits until all others have signalled; or for the result of a keyed collective.
 Wait: TypeAlias = Callable[[Any], Awaitable[Any]]
 
 
@@ -49,10 +47,8 @@ class Exchange(Generic[T]):
     def __init__(self, plan: Planned, title: str, steps: Steps[T]) -> None:
         self._plan = plan
         self.title = title
-        # None when it is over.
         self._steps: Steps[T] | None = steps
         self._begun = False
-        # Of a keyed collective, its ref.
         self._meeting: Any = None
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -128,10 +124,9 @@ class Planned:
         self._meet = meet
         self._allocate: Allocate = process.part(Store).empty
         self._on_line = None if line is None else LineSteps(line, self._allocate, self.counts, self.nbytes)
-        # Held by the thread or the task that does an exchange. Tasks wait in a line of their own.
+        # Held by the thread or the task that does an exchange.
         self._turn = threading.Lock() if line is None else line.turn
         self._tasks = asyncio.Lock()
-        # It has begun, and is not over.
         self._started: Exchange[Any] | None = None
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, out: Tensor | None = None) -> Exchange[Tensor]:
@@ -212,11 +207,8 @@ class Planned:
     __del__ = close
 
     def end(self, error: BaseException) -> None:
-        """End what this member waits for with an error, from any thread."""
         if self._line is not None:
             self._line.fail(error)
-
-    # The turns of exchanges.
 
     def _in_thread(self, exchange: Exchange[Any], *, start: bool = False) -> None:
         if self._process.is_here or asyncio._get_running_loop() is not None:
@@ -247,7 +239,7 @@ class Planned:
                 self._release()
 
     async def _carry_out(self, exchange: Exchange[Any] | None, wait: Wait, *, start: bool = False) -> None:
-        """Go on with an exchange to its end, or begin it. It never suspends if `wait` blocks."""
+        """It never suspends if `wait` blocks."""
         line = self._line
         if exchange is None or (steps := exchange._steps) is None:
             return
@@ -271,7 +263,7 @@ class Planned:
             exchange._value = stop.value
         except BaseException as error:
             exchange._error = _failed(line, exchange.title, error)
-            # It has views of the memory, which no exchange uses after the end of the line.
+            # It has views of the memory.
             steps.close()
             exchange._steps = self._started = None
             if line is not None and line.error is not None:
@@ -285,8 +277,6 @@ class Planned:
             self._turn.release()
         else:
             self._line.release()
-
-    # The steps of exchanges.
 
     def _reduce(
         self,

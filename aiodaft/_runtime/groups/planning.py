@@ -28,11 +28,9 @@ from aiodaft.methods import method
 
 T = TypeVar("T")
 
-# The name of the notes with descriptors, and how many a message has room for.
 PLANS: Final = "plans"
 _AT_ONCE: Final = 8
 
-# Gives the values of all members, by rank.
 Meet: TypeAlias = Callable[[Any], Awaitable[Sequence[Any]]]
 
 
@@ -52,8 +50,6 @@ class Opening(Generic[T]):
 
 
 class _Use(NamedTuple):
-    """The member that has a line, the epoch of its group, and the tasks that watch the others."""
-
     actor: ActorId
     epoch: int
     watching: Sequence[asyncio.Task[None]]
@@ -67,8 +63,7 @@ class Planning(Actor):
         self._process = caller.process
         self._enlisted = enlisted
         self._lines: dict[Line, _Use] = {}
-        # The descriptors that rank 0 has made, by a number; those that have come here, by the process of rank 0, that
-        # number, and the rank.
+        # The descriptors that rank 0 has made; and those that have come here, by its process, the number and the rank.
         self._offered: dict[int, list[int]] = {}
         self._came: dict[tuple[PeerId, int, int], list[int]] = {}
         keyed.on_withdrawn.append(self._withdraw)
@@ -124,16 +119,10 @@ class Planning(Actor):
             for other in others
         ]
         self._lines[line] = _Use(actor, roster.epoch, watching)
-        # It may have changed meanwhile.
         self._told(actor)
         return line
 
     async def _fetch(self, first: PeerId, number: int, rank: int, size: int) -> list[int]:
-        """Descriptors of a line, from the process of rank 0.
-
-        Raises:
-            OSError: There was no room for them.
-        """
         key = first, number, rank
         fds = self._came[key] = []
         try:
@@ -168,7 +157,6 @@ class Planning(Actor):
             keep += fds
 
     def drop(self, line: Line, error: DaftError, reason: str = "") -> None:
-        """End a line for this member, for all with a reason. Idempotent."""
         if reason:
             line.leave(error, reason)
         else:
@@ -183,7 +171,6 @@ class Planning(Actor):
         line.fail(await loss_of(member, who, partial(ask_gone, self._caller)))
 
     def _withdraw(self, call: InboundCall, why: DaftError) -> None:
-        """A call of a member takes part in nothing any more."""
         for line in self._lines:
             # With all others there, it goes on: they may have found together that they disagree, and go on, too.
             if line.call is call and not line.all_came():
@@ -199,5 +186,4 @@ class Planning(Actor):
             elif standing.roster.epoch > use.epoch:
                 self.drop(line, changed(line.group, use.epoch, standing.roster.epoch, "this plan"))
 
-    # It is no member any more.
     _forgotten = _told

@@ -1,8 +1,8 @@
 """The process group of torch that the members of a group open together, and the way in which a broken one lets them go.
 
-torch.distributed with gloo does not end a wait for a dead process, apart from operations with that process itself.
-Here each member watches the others. When one is gone, or has left by an error, each breaks the connections of torch in
-its process until it has left the block. So all that waits ends, at every member.
+With gloo, torch ends a wait for a dead process only in operations with that process itself. Here each member watches
+the others: when one is gone, or has left by an error, each breaks the connections of torch in its process until it has
+left the block. So all that waits ends, at every member.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# The backend that is aiodaft's own.
 _OWN: Final = "aiodaft"
 _LOOPBACK: Final = "lo"
 # After a member is lost: seconds between two looks at the sockets that torch has opened, and the looks at which the
@@ -52,9 +51,7 @@ _LOOKS: Final = 20
 # Seconds that the others have to answer whether they are there, when an operation of torch has failed.
 _ANSWERS_WITHIN: Final = 10.0
 # Seconds of the first attempt to connect to the store; each further one has twice as many, for slow machines.
-# A connection inside this machine may take as long.
 _CONNECT_WITHIN: Final = 1.0
-# A wait in them is no operation of torch, and has its own end.
 _NOT_OF_TORCH: Final = sys.stdlib_module_names | {"aiodaft"}
 
 
@@ -73,23 +70,19 @@ class Membership:
         self.group = roster.id
         self.name = f"{hosted.name}, rank {self.rank} of {self.group}"
         self.others = Others(self.group, [member.label for member in self.members])
-        # Torch waits for its sockets, or for exchanges: a lost member ends these.
         self.sockets: TorchSockets | None = None
         self.exchanges: Exchanges | None = None
         self._of = hosted, standing, steps
         self._caller = self.process.part(Caller)
-        # The members meet those of the same call of the group.
         self._place = hosted.id, standing.roster.epoch, belongs_to(current_call.get())
         self.blocks = self.process.part(Blocks)
         self._thread = threading.get_ident()
         self._places: Sequence[Whereabouts] = ()
         self._watching: list[asyncio.Task[None]] = []
         self._waiting: asyncio.Task[Any] | None = None
-        # Why the others will not come.
         self._given_up: DaftError | None = None
         self._breaking: asyncio.Task[None] | None = None
         self._block = NO_BLOCK
-        # Called once when a member is lost.
         self.abort: Callable[[], object] = lambda: None
 
     async def gather(self, address: str, patience: float) -> None:
@@ -109,14 +102,13 @@ class Membership:
         await self._wait(self._gather("", patience) if self.rank == 0 else self._come(patience))
 
     async def wait_others(self) -> None:
-        """Say that this member has left, and wait until the others have: they may need it, unless one is lost."""
+        """The others may need this member until they have left, unless one is lost."""
         if self.exchanges is not None:
             await self.exchanges.finish()
         self.blocks.leave(self._place[0], self._block, Left())
         for watching in asyncio.as_completed(self._watching):
             await watching
             if self.others.lost is not None:
-                # Some have not left, and may ask later how this one has.
                 self._shut()
                 return
         self.blocks.forget(self._place[0], self._block)
@@ -129,7 +121,6 @@ class Membership:
 
     def leave(self, how: Left) -> None:
         self.process.call_soon(partial(self._leave, how))
-        # The loop may come to it when this member is out of the block, and breaks nothing then.
         self._shut()
 
     def _leave(self, how: Left) -> None:
@@ -190,7 +181,6 @@ class Membership:
         others = [(rank, *place) for rank, place in enumerate(self._places) if rank != self.rank]
         questions = [(rank, blocks_of(self._caller, remote).left(actor, self._block)) for rank, remote, actor in others]
         for _, question in questions:
-            # Its error is for `lost`.
             state_of(question).mark_seen()
         start = self.process.tasks.create_task
         self._watching = [
@@ -238,7 +228,7 @@ class Membership:
             )
 
     async def _break_until_left(self) -> None:
-        """Break the connections that torch waits for, until the block is left: torch may connect again, and tells
+        """Break the connections that torch waits for until the block is left: torch may connect again, and tells
         nobody.
 
         Ends this process if its block stands still nevertheless: gloo may miss the end of its connections.
@@ -272,7 +262,6 @@ def process_group(
 ) -> Generator[ProcessGroup]:
     import torch.distributed  # noqa: PLC0415 - takes a second
 
-    # Not all names have types.
     dist: Any = torch.distributed
     me, process = membership, membership.process
     if process.is_here:
@@ -442,22 +431,17 @@ def _ip_of(interface: str) -> str:
 
 # The first bytes that gloo reads of a new connection: the number of the pair that it is for.
 _PAIR: Final = struct.Struct("=q")
-# The folder in which the system shows the descriptors of a process.
 _DESCRIPTORS: Final = "/proc/self/fd" if SEES_PROCESSES else "/dev/fd"
 
 
 class TorchSockets:
     """The sockets that this process, and torch.distributed in it, open from now on.
 
-    One end of each connection of gloo, or of the store, has been accepted by a listener of the process that it leads
-    to. If each member shuts down the connections that its listeners have accepted, all that waits for data ends, at
-    every member.
+    Each connection of gloo, or of the store, has been accepted by a listener at one of its ends: if each member shuts
+    down those that its listeners have accepted, all that waits for data ends.
 
     In gloo one of two members waits until the other one connects, for `patience`, also if that one is dead. So this
-    process connects in its place. Each pair of gloo has a number at its listener, which the member that connects sends.
-
-    Args:
-        size: The number of members.
+    process connects in its place, and sends the number that each pair of gloo has at its listener.
 
     Raises:
         OSError: There is no descriptor to look for those that are open.
@@ -466,7 +450,7 @@ class TorchSockets:
     def __init__(self, size: int) -> None:
         self._size = size
         self._before = frozenset(_sockets().values())
-        # The pairs to which this process has connected in the place of others. gloo keeps each connection, used or not.
+        # The pairs to which this process has connected in the place of others; gloo keeps each connection.
         self._given: set[tuple[str, int, int]] = set()
         # The port at which the store of torch listens, if that is here: it knows no pairs.
         self.store_port: int | None = None

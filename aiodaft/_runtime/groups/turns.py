@@ -23,8 +23,6 @@ _LABEL: Final = "turns of calls"
 
 
 class _LineToLead:
-    """What a member says to the lead of its group."""
-
     def __init__(self, keeper: TurnKeeper, member: ActorId, lead: Whereabouts) -> None:
         self._keeper = keeper
         self._member = member
@@ -42,18 +40,14 @@ class _LineToLead:
     def _tell(self, name: str, *args: Any) -> None:
         peer, actor = self.lead
         if not self._keeper.tell(peer, name, (actor, self._member, *args)):
-            # Not now: the mailbox asks.
             self._keeper.process.call_soon(partial(self._keeper.lead_lost, self._member))
 
 
 class _OrdersToMembers:
-    """What the lead of a group says to the members."""
-
     def __init__(self, keeper: TurnKeeper, lead: ActorId) -> None:
         self._keeper = keeper
         self._lead = lead
         self.members: dict[ActorId, PeerId] = {}
-        # Those that have asked, which may be of another roster.
         self.heard: dict[ActorId, PeerId] = {}
 
     def hold(self, round_: int) -> None:
@@ -92,16 +86,12 @@ class TurnKeeper(Actor):
         enlisted.on_forgotten.append(self._forgotten)
 
     def tell(self, peer: PeerId, name: str, args: tuple[Any, ...]) -> bool:
-        """Tell the keeper of a process; False if it cannot hear."""
         if peer != self.process.id and self._caller.connections.to(peer).lost is not None:
             return False
         Target(self._caller, peer, TURNS, _LABEL, None).tell(specs_of(TurnKeeper)[name], args, {})
         return True
 
-    # Members.
-
     def gate_for(self, call: InboundCall) -> Turns | None:
-        """The gate of a call of a group that came to a member here."""
         if not roster_of(call.number):
             return None
         actor = call.hosted.id
@@ -119,7 +109,6 @@ class TurnKeeper(Actor):
         return self._turns[member]
 
     def look_again(self, actor: ActorId) -> None:
-        """Calls of a member may begin now."""
         hosted = self._host.actors.get(actor)
         if hosted is not None:
             hosted.look_again()
@@ -156,8 +145,6 @@ class TurnKeeper(Actor):
     @method
     async def open(self, member: ActorId) -> None:
         self.lead_lost(member)
-
-    # The lead.
 
     def member_lost(self, lead: ActorId) -> None:
         found = self._leads.get(lead)
@@ -198,8 +185,6 @@ class TurnKeeper(Actor):
     async def gone(self, lead: ActorId, member: ActorId, key: Key) -> None:
         if lead in self._leads:
             self._leads[lead][0].gone(key)
-
-    # News.
 
     def connection_lost(self, remote: PeerId) -> None:
         for member, (turns, line) in list(self._turns.items()):

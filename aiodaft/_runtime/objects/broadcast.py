@@ -1,8 +1,7 @@
 """Values that many processes pull go from consumer to consumer, by the routes of `_protocol.objects.broadcast`.
 
 Only for values of more than 1 MiB that are sent as bytes; in shared memory, one block serves all processes of a
-machine. A consumer may change its own value, so a process that passes a value on makes a copy when it comes, and frees
-the copy with it.
+machine. A consumer may change its value, so a process that passes one on keeps a copy for it.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft.exceptions import DaftError
 from aiodaft_transport import Block, TransportError
 
-# Called with the place of a value.
 Found: TypeAlias = Callable[[Any], object]
 Fetching: TypeAlias = broadcast.Fetching[Found]
 
-# Up to so many bytes, a value goes to each consumer directly: without a question, and without a copy for others.
+# Up to so many bytes, a value goes to each consumer directly.
 DIRECT: Final = 1 << 20
 # One process keeps at most this part of the machine's memory for others.
 _SHARE: Final = 8
@@ -55,10 +53,8 @@ class Relays:
         self.connection_lost = self.table.lost
         self._room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _SHARE
 
-    # Of values that are made here.
-
     def source_for(self, connection: Connection, key: Key, stored: StoredValue) -> PeerId | None:
-        """The process that gives a value to the peer that asks for it; None for this one."""
+        """The process that gives a value to the peer that asks for it; None: this one."""
         if not stored.can_be_relayed(DIRECT, connection):
             return None
         fanout = self.table.fanouts.get(key)
@@ -71,14 +67,11 @@ class Relays:
         return source
 
     def root_of(self, connection: Connection, stored: StoredValue) -> PeerId | None:
-        """The process to ask for a value that may be passed on: this one; None for a value that is not passed on."""
         return self._process.id if stored.can_be_relayed(DIRECT, connection) else None
 
     def _free(self, key: Key) -> None:
         for member in self.table.fanouts.pop(key).members:
             self.leave(member, key, member)
-
-    # Of values that are fetched.
 
     @contextmanager
     def fetching(self, key: Key) -> Generator[Fetching]:
@@ -100,7 +93,6 @@ class Relays:
             self._send_away(key, fetching)
 
     async def keep(self, fetching: Fetching, key: Key, received: ReceivedValue, via: str | None) -> None:
-        """Make a copy for others if there are any: the value is here, and nothing has changed it yet."""
         store, root = self._store, fetching.root
         if root is None or key in store.entries or not fetching.wants_copy:
             return
@@ -116,7 +108,6 @@ class Relays:
             if store.entries.get(key) is stored:
                 store.drop(key)
             self._send_away(key, fetching)
-            # This process has its value all the same.
             if not isinstance(error, (DaftError, TransportError, MemoryError, OSError)):
                 raise
         if store.entries.get(key) is stored:
@@ -124,7 +115,7 @@ class Relays:
                 found(stored)
 
     def landing(self, fetching: Fetching, key: Key, nbytes: int) -> Block | None:
-        """Memory in which other processes of this machine can read a value that is about to come; None if none will."""
+        """Memory in which other processes of this machine can read a coming value, if one waits for it."""
         store = self._store
         if fetching.root is None or key in store.entries or not fetching.wants_copy or not store.transport.shared:
             return None
@@ -150,12 +141,9 @@ class Relays:
                 self._locate_elsewhere(key, found)
 
     def leave(self, remote: PeerId, key: Key, member: PeerId) -> None:
-        """Tell a process that a member has no copy, or is to free its copy."""
         connection = self._connections.get(remote)
         if connection is not None:
             connection.send(m.leave(*key, member))
-
-    # Messages.
 
     def join_came(self, connection: Connection, message: m.Message) -> None:
         owner, number, keep = m.read_join(message)

@@ -46,7 +46,7 @@ class Accelerators(Protocol):
         ...
 
     def land(self, identities: Sequence[bytes], source: bytes, nbytes: int) -> Landing:
-        """Memory for bytes that come from the device `source`: a tensor of bytes on that device if it is here."""
+        """Memory for bytes that come from the device `source`: on that device if it is here."""
         ...
 
     def take_over(self, memory: Any) -> torch.Tensor:
@@ -61,15 +61,14 @@ class Devices:
 
     def __init__(self, kind: Accelerators, host: DeviceHost, local: str, streams: Callable[[], Any]) -> None:
         self.kind = kind
-        # The transport that leads to the devices of other machines.
         self._streams = streams
         self.transport = CudaTransport(host, kind.open_driver, self._land, local=local)
 
     def take(self, encoded: Encoded) -> list[DeviceBlock]:
-        """Make the buffers of a value that are on devices readable for peers, as they are now.
+        """Make the buffers of a value that are on devices readable for peers, as they are now, without waiting.
 
         A lent buffer gets a block of its own. The rest is copied, after the work that this thread's streams have and
-        before any later write. Waits for nothing.
+        before any later write.
 
         Returns:
             A block for each device that has buffers of the value which are not lent.
@@ -108,9 +107,7 @@ class Devices:
         return transport, transport.grant(self.transport.through_host(block), route)
 
     def memory_in(self, target: torch.Tensor, device: int, grant: Grant, connection: Route) -> Landing | None:
-        """A tensor of a device as memory to fetch into, if the granted memory is on the same device."""
         if self.transport.device_of(grant, connection) != device:
-            # The tensor library finds out whether one device reaches another.
             return None
         return Landing(target, device, target.data_ptr(), target.nbytes, self.kind.current_stream(device))
 
@@ -203,7 +200,6 @@ class Gpus:
             return tensor
         stream = library.cuda.current_stream(memory.device)
         memory.record_stream(stream)
-        # The copy into it may still be under way.
         stream.wait_stream(self._landing_stream(memory.device.index))
         return memory
 

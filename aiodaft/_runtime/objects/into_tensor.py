@@ -34,7 +34,6 @@ class IntoTensor:
         if any(step == 0 and length > 1 for length, step in zip(target.shape, target.stride(), strict=True)):
             raise ValueError(f"the result of {label} cannot be written into an expanded tensor: its elements overlap")
         self.target: torch.Tensor = target
-        # The value came straight into the target.
         self.filled = False
 
     def fits(self, payload: bytes, nbytes: int) -> bool:
@@ -52,7 +51,7 @@ class IntoTensor:
         return alike and not (target.is_conj() or target.is_neg()) and fills_its_span(target)
 
     async def fill(self, fetching: Awaitable[None]) -> None:
-        # The version tells autograd, and code that reads the target at the same time, of the change.
+        # Tells autograd, and code that reads the target at the same time.
         self._count_write()
         try:
             await fetching
@@ -72,7 +71,7 @@ class IntoTensor:
             TypeError: It is no tensor.
             ValueError: It has another shape or dtype.
 
-        Cancellation: after the copy, because that cannot be stopped.
+        Cancellation: after the copy.
         """
         if value is self.target:
             return

@@ -61,31 +61,28 @@ class RefState(Value):
 
     Attributes:
         label: The call that made it, such as "Model.execute".
-        sink: The scope to which an error is reported that no code has seen.
+        sink: The scope that owns errors no code has seen.
     """
 
     # Defaults live in the class: most refs are made, awaited and dropped, and set only the fields that they need.
     objects: RefHost
     process: Process
     number: CallId
-    # The connection that the call went over; none if the actor is in this process, or there is no call.
     connection: Connection | None = None
     value: Any = ABSENT
     received: ReceivedValue | None = None
     stored: StoredValue | None = None
     # Later awaits get the value that an await has brought here; else they bring it again.
     keeps = True
-    # Bytes of a value that its producer stores, and its kind.
     stored_bytes = 0
     stored_kind = ""
-    # The task or call that made this call, weakly; None if another process made it, or the ref is of no call.
+    # The task or call that made this call, weakly; None if it was made in another process.
     maker: weakref.ref[Any] | None = None
     # The numbers of calls when this call failed, and when its last `Ref` object was dropped.
     failed = 0
     dropped = 0
     # Whether that was because the call that made this one was cancelled, maybe before it could await the ref.
     _given_up = False
-    # The refs among the arguments of its call.
     inputs: list[RefState] | None = None
     _label: str
     _watchers: list[Callable[[Any], object]] | None = None
@@ -139,8 +136,6 @@ class RefState(Value):
     def gathered(self, parts: tuple[Ref[Any], ...]) -> RefState:
         return GatheredState(self.objects, parts)
 
-    # Watching and cancelling.
-
     def check_loop(self) -> None:
         if asyncio._get_running_loop() is not self.process.loop:
             raise RuntimeError(f"{self.label} is awaited on another event loop than the one its runtime was opened on")
@@ -180,8 +175,6 @@ class RefState(Value):
     def _cancel(self, why: str) -> bool:
         return False
 
-    # Settling.
-
     def on_error(self, error: BaseException) -> None:
         if not self.settled:
             self.error, self._traceback = error, error.__traceback__
@@ -209,8 +202,6 @@ class RefState(Value):
             self._judge_error()
         elif not self.held:
             self.free_if_unheld()
-
-    # Holding and freeing.
 
     def hold(self) -> Self:
         self.handles += 1
@@ -272,8 +263,6 @@ class RefState(Value):
 
     def _release_remote(self) -> None: ...
 
-    # Errors.
-
     def mark_seen(self) -> None:
         if not self.seen:
             self.seen = True
@@ -297,8 +286,6 @@ class RefState(Value):
             return
         report = objects.on_unheld if self.sink is None else self.sink.fail
         report(error, f"{self.label} failed, and its ref was dropped before any code saw the error")
-
-    # Waiting.
 
     def wait(self, ref: Ref[Any]) -> Generator[Any, None, Any]:
         while self.value is ABSENT and self.error is None:
@@ -341,7 +328,6 @@ class RefState(Value):
         if near or (self.received is not None and not is_heavy(self.received.payload)):
             if self.process.is_here:
                 return run_through(self.wait(ref))
-            # A value that is here only has to be decoded.
             timeout = None
         elif self.settled and self.process.is_here:
             raise RuntimeError(
@@ -393,7 +379,6 @@ class RefState(Value):
         return wakeup
 
     def _stop_waiting(self, wakeup: Wakeup, why: BaseException) -> Generator[Any, None, None]:
-        """Stop waiting because of `why`: if that cancels the call, wait for the call's cleanup."""
         cancelled = self._leave(wakeup)
         if isinstance(why, asyncio.CancelledError):
             if cancelled:
@@ -412,7 +397,6 @@ class RefState(Value):
         """A task stops waiting, or will not begin to: cancel a call under way if it was the last, and return True."""
         if self.goes_on(waiters=bool(self._waiters)):
             return False
-        # Code that stops waiting does not get the error, also if the call failed before.
         self.mark_seen()
         self.cancel("the task that awaited it was cancelled")
         return not self.settled
@@ -447,12 +431,10 @@ class RefState(Value):
         except Exception as error:  # noqa: BLE001 - the waiters get it
             self.error, self._traceback = error, error.__traceback__
             if isinstance(error, ResourceExhausted):
-                # The call succeeded; only this process has no room for the value.
                 error.with_executed(True)
         finally:
             self._fetching = False
         if not self.settled:
-            # Fetching settles a borrowed ref.
             self._settle(HERE if self.error is None else FAILED)
         self._serve_waiters()
 
@@ -517,7 +499,6 @@ class GatheredState(RefState):
         return [await part for part in self._parts]
 
     def _cancel(self, why: str) -> bool:
-        # Each is asked, also after one has said yes.
         return any([part._state.cancel(why) for part in self._parts])  # noqa: C419 - each of them, also after the first
 
 
@@ -541,7 +522,7 @@ def _wake(future: asyncio.Future[None]) -> None:
 
 
 class InboundProducer(Protocol):
-    """A call that is queued or runs in this process, and makes a value."""
+    """A call of this process that makes a value."""
 
     @property
     def given_up(self) -> bool: ...
@@ -566,9 +547,6 @@ class Dropped(Protocol):
 
 
 class RefHost:
-    """The parts of a process that its refs and streams use."""
-
-    # `Transfer.pull`.
     pull: Callable[..., Awaitable[ReceivedValue]]
 
     def __init__(self, process: Process, store: Store, owner: ObjectsOwner, wakeups: Wakeups) -> None:

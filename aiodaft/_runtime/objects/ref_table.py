@@ -59,7 +59,7 @@ class BorrowedState(RefState):
             self.process.tasks.create_task(self._learn(), name=f"wait for {self.label}")
 
     async def _learn(self) -> None:
-        """Settle when the owner says that the call is over. The value stays where it is; an error is pulled."""
+        """Settle when the owner says that the call is over; an error is pulled, the value stays where it is."""
         there = False
         with suppress(DaftError):
             there = await self.objects.owner.ended_remote(self._owner, self.number)
@@ -94,15 +94,12 @@ class RefTable:
         self._store = objects.store
         self._connections = connections
         self._borrowing: Borrowing[RefState] = objects.borrowing
-        # Large values of `put`.
         self._puts: WeakSet[PutState] = WeakSet()
         self.lend = self._borrowing.lend
         self.use = self._borrowing.use
 
     def find(self, number: CallId) -> RefState | None:
         return self._borrowing.find(self.process.id, number)
-
-    # Borrowers of refs of this process.
 
     def borrow_came(self, connection: Route, message: m.Message) -> None:
         self.lend(m.read_borrow(message), connection.remote)
@@ -121,8 +118,6 @@ class RefTable:
     @property
     def are_lent(self) -> bool:
         return self._borrowing.are_lent
-
-    # Values of refs of this process.
 
     def put(self, value: Any, label: str, via: str | None = None) -> PutState:
         """Make a ref of a value, as it is now.
@@ -152,7 +147,6 @@ class RefTable:
         return [state.stored for state in self._puts if state.stored is not None]
 
     def stored(self, state: RefState) -> StoredValue:
-        """The value of a settled ref, stored for other processes; the value is in this process."""
         if state.stored is None and state.received is not None:
             state.stored = StoredValue.again(state.received)
         elif state.stored is None:
@@ -166,7 +160,7 @@ class RefTable:
         return (state.owner, state.number, state.producer, state.origin)
 
     def describe_values(self, refs: Sequence[Ref[Any]]) -> tuple[tuple[Any, ...], ...]:
-        """The descriptors of several awaited refs, with as many small values as a frame has room for."""
+        """The descriptors of awaited refs, with as many small values as a frame has room for."""
         room = _INLINE_VALUES
         found: list[tuple[Any, ...]] = []
         for ref in refs:
@@ -177,7 +171,6 @@ class RefTable:
         return tuple(found)
 
     def describe_value(self, ref: Ref[Any]) -> tuple[Any, ...]:
-        """The descriptor of an awaited ref: the value itself if it is small and here."""
         state = state_of(ref)
         if state.own and state.status is HERE and state.error is None:
             stored = state.stored if state.parts() is not None else self.stored(state)
@@ -185,10 +178,8 @@ class RefTable:
                 return (stored.payload, stored.inline, tuple(self.describe(inner) for inner in stored.refs))
         return self.describe(ref)
 
-    # Refs that this process borrows.
-
     async def adopt(self, descriptors: tuple[Any, ...], connection: Route) -> list[Ref[Any]]:
-        """Make the refs that came inside a value; each owner knows of them before the sender gets another message."""
+        """Make the refs that came inside a value; each owner hears of them before the sender gets another message."""
         return [await self._adopt_one((owner, number), producer, label, connection)
                 for owner, number, producer, label in descriptors]  # fmt: skip
 
@@ -204,8 +195,7 @@ class RefTable:
             return ref
         self._borrowing.borrow(*key, state)
         if state.owner == connection.remote:
-            # No call: the owner must know before it handles the next message, which may end the holder of the ref
-            # there.
+            # The owner must know before it handles the next message, which may end the holder of the ref there.
             self._connections.to(state.owner).send(m.borrow(state.number))
             return ref
         try:

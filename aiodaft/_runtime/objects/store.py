@@ -50,14 +50,12 @@ class Store:
     def __init__(self, process: Process, open_transport: Callable[[str], Transport]) -> None:
         self.process = process
         self.call_soon = process.call_soon
-        # Whether values on accelerators travel without host memory.
         self._direct = process.options.direct
         self._devices: Devices | None = None
         self._lock = threading.Lock()
         self._helper_thread = process.helper_thread
         self._open_transport = open_transport
         self.transports: dict[str, Transport] = {}
-        # The transport that the user chose for the whole runtime, if any; and the transport that values are stored for.
         self._chosen = None if process.options.direct else process.options.transport
         self._preferred = process.options.transport
         self._forks = fork_count()
@@ -79,21 +77,16 @@ class Store:
         known = self.transports.get(name)
         if known is not None:
             return known
-        # Several threads may come here at the same time. All get the first transport that is entered; the others have
-        # opened nothing yet.
+        # Of several threads, all get the first transport that is entered; the others have opened nothing yet.
         transport = self.transports.setdefault(name, self._open_transport(name))
         for address, nbytes in list(self.registered.items()):
             transport.register(address, nbytes)
             if address not in self.registered:
-                # Another thread has unregistered it, perhaps before the line above.
                 transport.unregister(address)
         return transport
 
     def carrier(self, via: str | None, route: Route) -> Transport:
-        """The transport that carries a value to a process.
-
-        Args:
-            via: The transport that the user chose for the value.
+        """The transport that carries a value to a process; `via`: the one that the user chose for it.
 
         Raises:
             Unreachable: The transport that the user chose does not lead there.
@@ -103,7 +96,6 @@ class Store:
 
     @property
     def devices(self) -> Devices:
-        """The accelerators; their module is loaded at the first use."""
         with self._lock:
             if self._devices is None:
                 from aiodaft._runtime.objects.devices import Gpus  # noqa: PLC0415 - few programs have accelerators
@@ -151,7 +143,6 @@ class Store:
                 return lender.block
             return self._find_block(source, via or self._preferred)
 
-        # A transport that the user chose also moves values on accelerators.
         find_device = self._find_device if self._direct and via is None else nowhere
         places = Places(find_block, find_device, lend=lender is not None, home=self.process)
         encoded = encode(value, names=names, places=places, resolve=resolve, small=small)
@@ -187,7 +178,6 @@ class Store:
         stored.pack(self.transport_named(stored.via or self._preferred), partial(self.carrier, stored.via))
 
     def landed(self, received: ReceivedValue, block: Block, root: PeerId | None) -> StoredValue:
-        """A value that came into a block that `transport` has allocated, and that nothing has changed yet."""
         return StoredValue.landed(received, block, self.transport, partial(self.carrier, None), root)
 
     async def pack(self, stored: StoredValue) -> None:
@@ -223,7 +213,6 @@ class Store:
     async def decode(
         self, received: ReceivedValue, slots: list[Any] | None = None, refs: list[Any] | None = None
     ) -> Any:
-        """Decode a value here if that is quick, else in the helper thread."""
         if is_heavy(received.payload):
             decode = partial(self.decode_now, received, slots, refs, patient=True)
             streams = self.current_streams() if received.on_device else ()
@@ -262,7 +251,7 @@ class Store:
         return memoryview(bytearray(blob)) if isinstance(blob, memoryview) else self.devices.copy(blob)
 
     def memory_in(self, target: torch.Tensor, name: str, grant: Grant, connection: Route) -> Any:
-        """The memory of a tensor for a transport to fetch into; None if the transport cannot write there."""
+        """The memory of a tensor for a transport to fetch into; None if it cannot write there."""
         device = self._find_device(target)
         if name != DEVICE_NAME:
             return memory_of(target) if device is None and target.device.type == "cpu" else None
@@ -313,7 +302,7 @@ class Store:
             self.drop(key)
 
     def peer_lost(self, remote: PeerId) -> None:
-        """Forget the grants and mappings of a peer; free the values that it owned, and the copies of values it made."""
+        """Forget a peer's grants and mappings; free the values that it owned, and the copies of values it made."""
         for transport in self._opened():
             transport.peer_lost(remote)
         for key in [key for key, stored in self.entries.items() if remote in (key[0], stored.root)]:
@@ -351,8 +340,8 @@ class Store:
     def admitted(self, tensors: Mapping[str, torch.Tensor], route: Route) -> Generator[dict[str, Grant]]:
         """Let a process write to tensors of `empty` while the block of code runs; gives the grants by name.
 
-        Only tensors in memory that the process can map are granted. If the block of code raises, the process may still
-        write: their memory is not reused.
+        Only tensors in memory that the process can map are granted. If the block of code raises, their memory is not
+        reused.
 
         Raises:
             ResourceExhausted: There is no descriptor for it.

@@ -28,27 +28,22 @@ if TYPE_CHECKING:
 class StoredValue:
     """An encoded value that peers may pull: a small one is bytes, a large one lies in blocks.
 
-    Its user calls `release`. The destructor releases a value that was dropped because a task was cancelled or failed
-    before it handed the value on.
+    Its user calls `release`; the destructor does it for a value whose task ended before it handed the value on.
     """
 
     # Defaults live in the class: most values are small, and set only the fields that they need.
     inline: bytes | None = None
     block: Block | None = None
-    # The part in host memory is where peers can reach it.
     packed = False
     # The call that made it, such as "Model.execute"; "" for a copy of another process's value.
     label = ""
-    # Its kind, for people, if it stays in this process.
     kind = ""
-    # For a copy that is relayed: the process that made the value.
     root: PeerId | None = None
     on_release: Callable[[], object] | None = None
     # Copies on accelerators, in the order of the blobs; and these with the lent memory.
     _captured: Sequence[DeviceBlock] = ()
     _device_blocks: Sequence[DeviceBlock] = ()
-    # The transport that the part in host memory was packed for, and the function that chooses the one to another
-    # process.
+    # The transport that it was packed for, and the function that chooses the one to another process.
     _transport: Transport | None = None
     _carrier: Callable[[Route], Transport] | None = None
     # Runs a callback on the loop. Safe in any thread, also during a garbage collection.
@@ -73,16 +68,13 @@ class StoredValue:
             self._device_blocks = [*cast("list[DeviceBlock]", lent), *self._captured]
         self.encoded = encoded
         self.size = encoded.size
-        # Whether the value travels inside a message.
         self.is_inline = devices is None and self.size <= INLINE_LIMIT and not encoded.is_apart
         self.payload = encoded.payload
         self.refs = encoded.refs
         self.origins = [source.origin for source in encoded.sources]
         self.lent = encoded.lent
-        # The versions of the buffers when the value was stored.
         self._versions = encoded.versions()
         self._lender = lender
-        # Name of the transport that the user chose.
         self.via = via
         self._on_loop = on_loop
 
@@ -117,7 +109,6 @@ class StoredValue:
         encoded = Encoded(received.payload, [Source.of(blob)], [0], blob.nbytes, refs=received.refs)
         stored = cls(encoded, via=via, on_loop=on_loop)
         stored.root = root
-        # The buffers come from no objects of this process.
         stored.origins = []
         return stored
 
@@ -130,7 +121,7 @@ class StoredValue:
         carrier: Callable[[Route], Transport],
         root: PeerId | None,
     ) -> StoredValue:
-        """A large value that came into a block of this process, for this and other ones; see `pack`."""
+        """A large value that came into a block of this process; see `pack`."""
         stored = cls(Encoded(received.payload, [], [], block.nbytes, refs=received.refs))
         stored.root, stored.block, stored.packed = root, block, True
         stored._transport, stored._carrier = transport, carrier
@@ -187,7 +178,6 @@ class StoredValue:
         return len(blobs) == 1 and blobs[0][0].nbytes > limit
 
     def when_filled(self, callback: Callable[[], object]) -> None:
-        """Call back once the accelerators have copied their part, or have failed."""
         waiting = [block for block in self._device_blocks if not block.settled]
         if not waiting:
             callback()
@@ -201,9 +191,6 @@ class StoredValue:
 
     def pack(self, transport: Transport, carrier: Callable[[Route], Transport]) -> None:
         """Copy the buffers to where peers can reach them. May take long; of lent memory, `settle` comes later.
-
-        Args:
-            carrier: Chooses the transport that grants them to the peer at the end of a route.
 
         Raises:
             BorrowError: A tensor was written to since it was lent, or during the copy.
@@ -234,16 +221,15 @@ class StoredValue:
                 del view
             self.block = block
             if self._released:
-                # It was released meanwhile, before it had the block.
                 block.release()
         self.packed = self._lender is None or not encoded.nbytes
         for index, source in enumerate(encoded.sources):
             if not source.lent:
-                # After the copy, the original is not needed any more, and may change.
+                # From here on the original may change.
                 source.keep = source.fill = source.version = self._versions[index] = None
 
     def settle(self) -> None:
-        """Note that the copy of lent memory is whole; the operations that threads were in after it are over.
+        """The copy of lent memory is whole: operations of threads that it came after are over.
 
         Raises:
             BorrowError: A tensor was written to since it was lent.
@@ -253,7 +239,6 @@ class StoredValue:
 
     @property
     def in_host_memory(self) -> bool:
-        """Whether its buffers are where peers can reach them, and none is on an accelerator."""
         return self.packed and not self.is_inline and self._devices is None
 
     @contextmanager
@@ -295,7 +280,6 @@ class StoredValue:
             for transport, grant in self._grants(connection):
                 granted.append((transport, grant))
                 if connection.lost is not None:
-                    # The connection broke while the transport sent a note: all grants have ended.
                     return self.inline
         except BaseException as error:
             # No message will carry the earlier grants.

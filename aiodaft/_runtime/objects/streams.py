@@ -37,12 +37,9 @@ class StreamState:
         self._changed: asyncio.Future[None] | None = None
         self._watchers: list[Callable[[BaseException | None], object]] = []
 
-    # Answers to the call.
-
     def on_plain(self, value: Any = None) -> None:
         self._end(None)
 
-    # Never sent: streams give items.
     on_result = on_stored = on_plain
 
     def on_item(self, item: Item) -> None:
@@ -56,7 +53,6 @@ class StreamState:
         self._end(error)
 
     def on_away(self, remote: PeerId) -> None:
-        """The producer has not accepted the call, because it is in another process."""
         self._end(ActorDied("the actor is in another process now", executed=False))
 
     def _end(self, error: BaseException | None) -> None:
@@ -90,8 +86,6 @@ class StreamState:
             self._changed = self.process.loop.create_future()
         # Several tasks may wait; cancelling one must not wake the others.
         await asyncio.shield(self._changed)
-
-    # Consuming.
 
     async def next_item(self) -> Any:
         """The next item.
@@ -133,7 +127,6 @@ class StreamState:
         if isinstance(item, ReceivedValue):
             received = item
         else:
-            # Not awaited: the cancellation of that task must not look like one of the consumer.
             await asyncio.wait([item])
             if item.cancelled():
                 raise RuntimeClosed(f"an item of {self.label} cannot be had: {self.process.closed}")
@@ -198,7 +191,7 @@ class StreamLoop:
         return self._stream.next_item()
 
     def follow(self, task: asyncio.Task[Any] | None) -> None:
-        """This task runs the loop from now on. The steps of one async generator may be run by different tasks."""
+        """The steps of one async generator may be run by different tasks."""
         if self._task is not None:
             self._task.remove_done_callback(self._task_ended)
         self._task = task
@@ -212,5 +205,4 @@ class StreamLoop:
             self._stream.loop_left(self, "the task that ran the `async for` over it ended")
 
     def leave(self) -> None:
-        """The loop is over. Safe in any thread, also while garbage is collected."""
         self._stream.loop_left(self, "the `async for` over it was left")

@@ -1,6 +1,6 @@
 """Moves values between processes: the consumer pulls by key, from the process that `objects.broadcast` chooses.
 
-A process may ask for a value before it exists; the producer answers when it does.
+It may ask for a value before that exists; the producer answers when it does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ _THROUGH_HOST: Final = (
     "rt.put(x, transport='shm'), or Runtime(transport='shm') for all)"
 )
 
-# Name of a transport, and its grant.
 Blob: TypeAlias = tuple[str, Grant]
 # The process to ask for a value, or why there is none.
 Elsewhere: TypeAlias = PeerId | BaseException
@@ -50,8 +49,8 @@ Place: TypeAlias = StoredValue | ReceivedValue | Plain | Elsewhere
 class Delivery:
     """A value as a message brought it; made when the message is handled, before anything can be cancelled.
 
-    A task may be cancelled between any two of its steps, also before its first. Blobs that were not fetched by then
-    go back when the delivery is dropped.
+    Blobs that were not fetched go back when the delivery is dropped, since a task may be cancelled before its first
+    step.
     """
 
     __slots__ = ("_store", "blobs", "connection", "granted", "in_place", "inline", "payload", "refs")
@@ -64,7 +63,6 @@ class Delivery:
         self.inline: bytes | None = None if isinstance(blobs, tuple) else blobs
         # Blobs that no transport has begun to fetch: it is responsible for the blob from then on.
         self.granted: deque[Blob] = deque(blobs if isinstance(blobs, tuple) else ())
-        # The blobs that were fetched.
         self.blobs: list[Any] = []
         # The receiver only reads it: memory of an accelerator is read where it lies.
         self.in_place = False
@@ -89,7 +87,6 @@ class Delivery:
         return ReceivedValue(self.payload, self.inline, self.blobs, [])
 
     def fetched(self, name: str, grant: Grant, blob: Any, began: float) -> None:
-        """A blob is here; `began`: since when it was fetched, on the clock of `Env`."""
         traffic, size = self.connection.traffic, size_of(grant)
         traffic.payloads_received += 1
         traffic.payload_received += size
@@ -108,7 +105,6 @@ class Delivery:
             self._store.call_soon(partial(Delivery.decline, self))
 
 
-# The content of a message about a value.
 Came: TypeAlias = Delivery | Plain | Elsewhere
 Taker: TypeAlias = Callable[[Came], object]
 
@@ -131,8 +127,6 @@ class Transfer:
         self.questions: Questions[asyncio.Future[Came]] = Questions()
         # Answers to FORWARD.
         self.handover: Handover[Came, Taker] = Handover()
-
-    # The consumer.
 
     async def pull(
         self,
@@ -170,7 +164,6 @@ class Transfer:
                     try:
                         answer = await self._ask(fetching, connection, key, into, in_place=in_place)
                     except TransportError as error:
-                        # The asked process lives; this one cannot get the value.
                         answer = error
                     except (PeerLost, ActorDied) as error:
                         answer, lost = error, connection.lost is not None
@@ -202,7 +195,6 @@ class Transfer:
         return received
 
     async def _land(self, fetching: Fetching, key: Key, delivery: Delivery, landing: Block) -> ReceivedValue:
-        """Fetch a value from another machine into memory in which the other processes of this one read it, too."""
         try:
             received = await self.receive(delivery, landing=landing)
         except BaseException:
@@ -289,8 +281,8 @@ class Transfer:
         """Fetch the blobs of a delivery: straight into the tensor if they fit, or into a block for the only one.
 
         Raises:
-            TransportError: The memory is out of reach for this process, or a device failed.
-            PeerLost, ActorDied: The process that has the value ended, or the transfer failed although it lives.
+            TransportError: The memory is out of reach, or a device failed.
+            PeerLost, ActorDied: The process ended, or the transfer failed although it lives.
             ResourceExhausted: This process has no memory or descriptor for it.
         """
         try:
@@ -343,7 +335,6 @@ class Transfer:
         if not (stored.packed or stored.encoded.on_device or into is not None):
             received = stored.objects()
             if received is not None:
-                # Nothing is packed for a process that has the objects.
                 return received
         await self._store.make_ready(stored)
         delivery = self._own(stored)
@@ -367,8 +358,6 @@ class Transfer:
     def _own(self, stored: StoredValue) -> Delivery:
         loopback = self._connections.loopback
         return Delivery(self._store, loopback, stored.payload, stored.blobs_for(loopback), ())
-
-    # The producer, and the owner.
 
     def locate(self, key: Key, found: Callable[[Place], object]) -> None:
         stored = self._store.entries.get(key)
@@ -418,7 +407,6 @@ class Transfer:
         self.locate(key, lambda place: self._tell(connection, key, place))
 
     def giver(self, key: Key, consumer: PeerId) -> Callable[[Place], None]:
-        """The callback that answers a process that expects a value, once the place of that is known."""
         return partial(self._tell, self._connections.to(consumer), key, asked=False)
 
     def _tell(self, connection: Connection, key: Key, place: Place, *, asked: bool = True) -> None:

@@ -14,9 +14,7 @@ from weakref import WeakKeyDictionary
 
 from aiodaft._runtime.serialization.scripts import Names, Script, script_of
 
-# The globals of a script, a name in it, and the number of that.
 Place: TypeAlias = tuple[Any, str, int]
-# The globals of a script, and the number and value of some names in it.
 Taken: TypeAlias = tuple[Any, dict[str, tuple[int, Any]]]
 Fill: TypeAlias = Callable[[Any, Any], object]
 
@@ -43,9 +41,6 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from codes_in(inner)
 
 
-# Functions that a pickle calls.
-
-# The attributes of classes.
 _attributes: Final[WeakKeyDictionary[type, Names]] = WeakKeyDictionary()
 
 
@@ -60,12 +55,10 @@ def module_with(namespace: dict[str, Any]) -> ModuleType:
 
 
 def attributes_of(cls: type) -> Names:
-    """The names of the attributes of a class; a process that made it of a pickle is not its home."""
     return _attributes.setdefault(cls, Names(at_home=True))
 
 
 def make_class(make: Callable[..., type], args: tuple[Any, ...]) -> type:
-    """A class, empty at first, or the one that is here."""
     from cloudpickle import cloudpickle  # noqa: PLC0415 - loaded by then
 
     before = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(args[-2])
@@ -84,7 +77,6 @@ def make_struct(
     tracker: str,
     _: object,
 ) -> type:
-    """A class of msgspec, which has its fields from the beginning."""
     import msgspec  # noqa: PLC0415 - optional package
     from cloudpickle import cloudpickle  # noqa: PLC0415 - loaded by then
 
@@ -137,7 +129,6 @@ def _script(namespace: dict[str, Any]) -> Script:
 
 
 def fill_function(function: FunctionType, filling: tuple[Fill, Any]) -> None:
-    """Fill a function of a script, and leave its builtins to that."""
     fill, state = filling
     builtins = function.__globals__["__builtins__"]
     fill(function, state)
@@ -156,8 +147,6 @@ def fill_cached(cached: Any, filling: tuple[Fill | None, Any, dict[str, Any]]) -
 
 
 def make_dispatcher(name: str) -> Any:
-    """A function under functools.singledispatch, without functions to choose from."""
-
     def generic(_: object) -> None: ...
 
     generic.__name__ = name

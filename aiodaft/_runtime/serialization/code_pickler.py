@@ -43,11 +43,9 @@ from aiodaft._runtime.serialization.scripts import (
     script_of,
 )
 
-# Attributes that are made together with their object.
 _OF_DISPATCHER: Final = frozenset({"register", "dispatch", "registry", "_clear_cache"})
 _OF_CACHED: Final = frozenset({"__wrapped__", "cache_parameters"})
 _NAMES: Final = ("__name__", "__qualname__", "__module__", "__doc__")
-# Arguments of cloudpickle's function that makes a class.
 _OF_CLASS: Final = 6
 
 # A script that multiprocessing has run again is no module either.
@@ -75,7 +73,7 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
             make, args = code
             return make, tuple(obj.co_filename if _is_text(arg, "<dynamic-code>") else arg for arg in args)
         if type(obj) is cached_property:
-            # Part of a class. In Python 3.11 it holds a lock, which cloudpickle refuses.
+            # In Python 3.11 it holds a lock, which cloudpickle refuses.
             return cached_property, (obj.func,), {"attrname": obj.attrname}
         if type(obj) is CACHED:
             return NotImplemented if importable(obj) else self._cached(obj)
@@ -88,7 +86,7 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
         if (script := script_of(vars(module))) is not None:
             return module_with, (script,)
         if sys.modules.get(module.__name__) is module:
-            # By its name. Of itself, cloudpickle tries this only with a plain module: torch.backends is none.
+            # Of itself, cloudpickle tries this only with a plain module: torch.backends is none.
             return self.dispatch_table[ModuleType](module)
         return super().reducer_override(module)
 
@@ -194,5 +192,4 @@ def pickle_code(thing: Any) -> bytes:
 
 
 def _is_text(value: object, text: str) -> bool:
-    # Comparing it with bytes may be an error.
     return isinstance(value, str) and value == text

@@ -22,11 +22,9 @@ from aiodaft._runtime.serialization.error_parts import Parts, bare_error, fill_e
 from aiodaft.actor import Actor
 from aiodaft.ref import Ref
 
-# Types without parts.
 FLAT: Final = frozenset({type(None), bool, int, float, str})
 _ITEMS: Final = cast("tuple[Any, ...]", (list, tuple, set, frozenset, deque))
 _CONTAINERS: Final[tuple[Any, ...]] = (dict, *_ITEMS, UserDict, UserList, SimpleNamespace)
-# The attributes that mark classes of records.
 _RECORDS: Final = ("__dataclass_fields__", "__attrs_attrs__", "__pydantic_fields__", "__struct_fields__")
 _have_parts: Final[dict[weakref.ref[type], bool]] = {}
 
@@ -42,7 +40,6 @@ def contains_ref(value: Any) -> bool:
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
-    """The parts of a container or record, without code of its class; none of another object."""
     kind = type(value)
     if kind in _ITEMS:
         return cast("Iterable[Any]", value)
@@ -139,7 +136,6 @@ def is_namedtuple(cls: type) -> bool:
 
 
 def is_pure_dataclass(cls: type) -> bool:
-    """Whether the instances of a class are their fields and other attributes."""
     return dataclasses.is_dataclass(cls) and not issubclass(cls, (BaseException, *_CONTAINERS))
 
 
@@ -159,18 +155,15 @@ def field_names(value: Any) -> list[str]:
     return [*fields, *(name for name in getattr(value, "__dict__", ()) if name not in fields)]
 
 
-# Values without pickle, for `Runtime(codec="msgpack")`: the objects that a received value may build, and no others.
-#
-# Dataclasses, named tuples, exceptions and members of enums of classes that the receiver can import are built from
-# their parts, without a method of theirs. Objects of the runtime itself, such as handles, are built by functions that
-# are marked here by `builder`.
+# Values without pickle, for `Runtime(codec="msgpack")`: dataclasses, named tuples, exceptions and members of enums of
+# classes that the receiver can import are built from their parts, without a method of theirs. Objects of the runtime
+# itself, such as handles, are built by functions that are marked here by `builder`.
 
 BuilderT = TypeVar("BuilderT", bound=Callable[..., Any])
 
-# Public modules with functions that are marked; a process that has not used them loads them when such a value comes.
+# A process that has not used them loads them when such a value comes.
 _MODULES: Final = ("aiodaft.channel", "aiodaft.group", "aiodaft.service")
 _builders: Final[dict[str, Callable[..., Any]]] = {}
-# The kinds that a class may have which a received value names.
 _ALLOWED: Final[Mapping[str, Callable[[type], bool]]] = {
     "dataclass": is_dataclass,
     "named tuple": is_namedtuple,
@@ -185,7 +178,6 @@ def builder(function: BuilderT) -> BuilderT:
 
 
 def builder_name(function: object) -> str | None:
-    """The name of a marked function; None for any other object."""
     name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
     return name if _builders.get(name) is function else None
 
@@ -198,7 +190,6 @@ def builder_named(name: str) -> Callable[..., Any]:
 
 
 def checked(cls: Any, kind: str) -> Any:
-    """A class that a received value names, if it is of the kind that the value says it is."""
     if not (isinstance(cls, type) and _ALLOWED[kind](cls)):
         raise TypeError(f"{cls!r:.100} is no {kind}")
     return cls
@@ -207,7 +198,6 @@ def checked(cls: Any, kind: str) -> Any:
 def build_error(
     cls: Any, args: list[Any], state: dict[str, Any], cause: BaseException | None, fields: Mapping[str, Any]
 ) -> BaseException:
-    """An exception from its parts, without a method of its class."""
     error = bare_error(checked(cls, "exception"), args, fields)
     fill_error(error, Parts(args, state, fields))
     BaseException.__dict__["__cause__"].__set__(error, cause)

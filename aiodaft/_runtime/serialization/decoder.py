@@ -52,7 +52,6 @@ def spec_of(payload: bytes) -> Spec:
 
 
 class Decoder:
-    # For values other than small ones.
     home: Process | None = None
     blobs: Sequence[memoryview] = ()
     slots: Sequence[Any] = ()
@@ -173,7 +172,6 @@ def _load_tensor(content: bytes) -> Any:
     return tensor if dim == 1 else tensor.view([int.from_bytes(size, "little") for size in sizes])
 
 
-# Extensions that are no plain data in MessagePack.
 _UNPACKED: Final[Mapping[int, Callable[[bytes], Any]]] = {BIG_INT: big_int_of, codes.SMALL_TENSOR: _load_tensor}
 _TYPES: Final[Mapping[int, Callable[[Any], Any]]] = {
     codes.TUPLE: tuple,
@@ -200,7 +198,6 @@ _EXTENSIONS: Final[Mapping[int, Callable[[Decoder, Any], Any]]] = {
     codes.LARGE_ARRAY: Decoder.load_large_array,
     codes.REBUILT: Decoder.load_rebuilt,
 }
-# Kinds of payloads that are the skeleton alone.
 _WHOLE: Final = frozenset({wire.PLAIN, SMALL, NAMED})
 _SMALL_DECODER: Final = Decoder()
 
@@ -218,7 +215,7 @@ def decode(
     """Decode a value.
 
     Args:
-        blobs: The blobs; tensors of the result use their memory.
+        blobs: Tensors of the result use their memory.
         origin: Gives the object of this process that a buffer was made from, if there is one.
         patient: Whether this thread may take long.
         home: The process that decodes, for handles and channels in the value.
@@ -250,7 +247,6 @@ def _decode_tensor(payload: bytes, blobs: Sequence[Any], origin: Callable[[int],
 
 
 def decode_small(payload: bytes, heard: Mapping[bytes, Definition] = NONE_HEARD) -> Any:
-    """Decode a small value, with the definitions of the names in it; raises as `decode` does."""
     decoder = _SMALL_DECODER if payload[0] == SMALL else Decoder(heard)
     try:
         return decoder.unpack(memoryview(payload)[1:])
@@ -278,12 +274,10 @@ class ReceivedValue:
     ) -> None:
         self.payload = payload
         self.inline = inline
-        # Views of host memory, and tensors of bytes on accelerators.
         self.blobs = blobs
         self.refs = refs
-        # Returns the object that a buffer came from, if the value was made in this process.
+        # The object that a buffer came from, if the value was made in this process.
         self.origin: Callable[[int], Any] = _no_origin
-        # The definitions of the names in it; any other value keeps none of it alive.
         self.heard = heard if payload[0] == NAMED else NONE_HEARD
 
     @property
@@ -297,8 +291,6 @@ class ReceivedValue:
 
 
 class Plain:  # noqa: B903 - the name says what the value is
-    """A value that is a field of a message as it is."""
-
     __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:

@@ -40,14 +40,11 @@ from aiodaft.exceptions import SpawnFailed
 
 
 class Origin(NamedTuple):
-    """The file of a module, and the digest of its content."""
-
     file: str
     digest: bytes
 
 
 def origin_of(cls: type) -> Origin | None:
-    """The origin of a class; None if it is sent by value, or its module has no source that can be read."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if file is None or not file.endswith(".py") or not importable(cls):
         return None
@@ -78,22 +75,16 @@ def check_origin(cls: type, sent: Origin, label: str, node: str) -> None:
 
 Thing: TypeAlias = type | FunctionType
 
-# The number of times that something may change and get another name.
 _MOST_CHANGES: Final = 8
 
 
 class Named(NamedTuple):
-    """A class or function of this process under its name."""
-
     thing: Thing
     name: bytes
-    # It is pickled by value.
     source: bytes
 
 
 class Definition:
-    """A class or function that another process told this one."""
-
     __slots__ = ("made", "source")
 
     def __init__(self, source: bytes) -> None:
@@ -102,13 +93,10 @@ class Definition:
         self.made: Thing | None = None
 
 
-# For values in which nothing is named.
 NONE_HEARD: Final[Mapping[bytes, Definition]] = MappingProxyType({})
 
 
 class _Record:
-    """The record of a class or function, with the objects that it referred to when it was pickled."""
-
     __slots__ = ("_before", "_gone", "_kept", "_look", "changes", "name", "source", "token")
 
     def __init__(self, token: bytes, source: bytes, name: bytes, survey: _Survey, changes: int = 0) -> None:
@@ -129,17 +117,15 @@ class _Record:
         ]
 
     def holds(self) -> bool:
-        """Whether it is unchanged since it was pickled."""
         return not self._gone and list(map(id, self._look())) == self._before
 
 
-# By weak references. None: it has no name.
 _records: Final[dict[ref[Thing], _Record | None]] = {}
 _by_name: Final[WeakValueDictionary[bytes, Thing]] = WeakValueDictionary()
 
 
 def named(thing: Thing) -> Named | None:
-    """The name of a class or function; None if it has to be pickled by value."""
+    """None: it has to be pickled by value."""
     key = ref(thing)
     record = _records.get(key)
     if record is None or not record.holds():
@@ -191,17 +177,13 @@ def find(name: bytes, heard: Mapping[bytes, Definition]) -> Any:
     return thing
 
 
-# The objects that a class or function refers to, and whether they may change unseen.
-
-
 @dataclasses.dataclass
 class _Sample:
-    """An object of no use but for the code of its methods."""
+    pass
 
 
 # Its function has a set of its own, which is empty between calls.
 _REPR: Final = _Sample.__repr__.__code__
-# In place of a global that does not exist.
 _ABSENT: Final = range(0)
 _FROZEN: Final = frozenset({
     int, bool, float, complex, str, bytes, type(None), type(...), range, CodeType, BuiltinFunctionType,
@@ -229,7 +211,6 @@ class _Changeable(Exception):
 
 
 def _surveyed(thing: Thing) -> _Survey | None:
-    """A survey that shows whether an object has changed; None if that cannot be seen."""
     survey = _Survey()
     try:
         survey.follow(thing)
@@ -239,16 +220,12 @@ def _surveyed(thing: Thing) -> _Survey | None:
 
 
 class _Survey:
-    """A class or function, and the classes and functions that it refers to; it holds none of them, and no namespace."""
-
     def __init__(self) -> None:
-        # Each with the names of its wrapped attributes, and of its members.
         self._classes: list[tuple[ref[type], list[str], list[str]]] = []
-        # Each with the names of the globals that it uses.
         self._functions: list[tuple[ref[FunctionType], Sequence[str]]] = []
         # Classes may be registered with an abstract one.
         self._registered: object = None
-        # Objects that were not looked at, because they do not change, and may keep a class alive.
+        # Not looked at, because they do not change; they may keep a class alive.
         self.skipped: set[int] = set()
         self._seen: set[int] = set()
 

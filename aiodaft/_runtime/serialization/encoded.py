@@ -16,12 +16,9 @@ from aiodaft.exceptions import BorrowError
 from aiodaft_transport import Pullable
 from aiodaft_transport.memory import address_of, copy_memory
 
-# The layout of a value's buffers in blobs.
-#
-# The blobs of a value are: one of the host, one for each buffer that is apart, and one of each accelerator.
+# The blobs of a value: one of the host, one for each buffer that is apart, and one of each accelerator.
 
 _ALIGNMENT: Final = 64
-# The offset of a buffer that is a blob of its own.
 APART: Final = -1
 
 
@@ -74,19 +71,13 @@ class Source:
     def __init__(self, nbytes: int, address: int, keep: Any, device: int | None = None) -> None:
         self.nbytes = nbytes
         self.address = address
-        # The accelerator of this process that has it; None for memory of the host.
         self.device = device
-        # Keeps the memory alive and, for a buffer object, exported.
         self.keep = keep
-        # Writes the content to an address, for memory that is not contiguous.
+        # For memory that is not contiguous: writes the content to an address.
         self.fill: Callable[[int], None] | None = None
-        # Gives the number of writes to a tensor, as torch counts them; None if torch does not.
         self.version: Callable[[], int | None] | None = None
-        # Gives the object that the buffer was made from, while it lives and was not written to.
         self.origin: Callable[[], Any] | None = None
-        # Nothing can change it: bytes, or memory of the encoder's own.
         self.frozen = False
-        # Set if other processes can read the memory in place.
         self.block: Pullable | None = None
         self.lent = False
 
@@ -112,8 +103,7 @@ class Encoded:
 
     Attributes:
         payload: The skeleton; a few bytes if the skeleton itself is one of the sources.
-        offsets: The offset of each source in the blob; -1 for a separate blob.
-        device_nbytes: Size of the blob of each accelerator that has buffers of the value.
+        offsets: The offset of each source in the blob, or `APART`.
         slots: Refs that the receiver replaces by their values.
     """
 
@@ -139,16 +129,13 @@ class Encoded:
 
     @property
     def lent(self) -> bool:
-        """Whether a buffer is read in place, so that its owner must not write to it."""
         return any(source.lent for source in self.sources)
 
     @property
     def is_frozen(self) -> bool:
-        """Whether nothing can change the buffers that are packed."""
         return all(source.frozen or source.device is not None or source.is_apart for source in self.sources)
 
     def write_to(self, address: int) -> None:
-        """Pack the buffers into a blob at an address. May take long; lets other threads run."""
         for source, offset in zip(self.sources, self.offsets, strict=True):
             if offset >= 0 and source.device is None:
                 source.write_to(address + offset)
@@ -161,7 +148,6 @@ class Encoded:
         return bytes(blob)
 
     def versions(self) -> list[int | None]:
-        """The number of writes to each buffer; None if it is not known."""
         return [source.version() if source.version is not None else None for source in self.sources]
 
     def check_unchanged(self, before: list[int | None]) -> None:

@@ -1,12 +1,12 @@
 """Python values to encoded values.
 
 Plain data becomes MessagePack that keeps types (a tuple stays a tuple); tensors become spans of memory; other objects
-are pickled (protocol 5, buffers out of band), by cloudpickle if pickle cannot: functions, classes of `__main__` and of
-notebooks. All of it is done at once, on the loop if the loop's code can change the value; a large part is written in
-pieces, so that the receiver can decode it in a helper thread that lets the loop run in between.
+are pickled (protocol 5, buffers out of band), by cloudpickle if pickle cannot. All of it is done at once, on the loop
+if the loop's code can change the value; a large part is written in pieces, so that the receiver can decode it in a
+helper thread that lets the loop run in between.
 
-Buffers may come over a connection on which others can change them. So a buffer that says which objects to build (a long
-skeleton or pickle) has its digest in the payload, which comes in a message.
+Others can change buffers that come over a connection. So a buffer that says which objects to build (a long skeleton or
+pickle) has its digest in the payload, which comes in a message.
 """
 
 from __future__ import annotations
@@ -49,17 +49,14 @@ if TYPE_CHECKING:
     import torch
 
 
-# The first byte of a payload: its kind, if it is not that of a small one.
+# The first byte of a payload that is not a small one.
 PLAIN: Final = 0  # the skeleton
 TABLE: Final = 1  # [offsets, specs of tensors, skeleton]
 FAR: Final = 2  # [offsets, specs of tensors, digest], and the skeleton is the last buffer
 HEAVY: Final = 4  # decoding takes long: not on a loop
 SOLE: Final = 9  # the spec of the only tensor, in the only blob
-# Bytes from which on a separate buffer pays.
 _BUFFER_LIMIT: Final = 16 << 10
-# More bytes than this are not copied on a loop.
 _LONG_COPY: Final = 1 << 20
-# Refs that fit into a message.
 _MAX_REFS: Final = 1 << 16
 # More elements than this are not decoded on a loop; about 2 ms.
 _BUDGET: Final = 50_000
@@ -74,7 +71,6 @@ class Names(NamedTuple):
 
     whole: str
     parts: tuple[tuple[str, Any], ...] = ()
-    # The actor that receives it.
     to: str = ""
 
 
@@ -125,13 +121,12 @@ class Encoder(SmallEncoder):
         return len(self.sources) - 1
 
     def add_code(self, code: bytes | memoryview) -> tuple[int, bytes]:
-        """Take a separate buffer that says which objects to build; returns its number and digest."""
         index = self.add_source(code)
         self.sources[index].frozen = True
         return index, digest_of(code)
 
     def add_bytes(self, value: bytes | bytearray) -> int:
-        """Take a buffer that the receiver copies, because bytes own their memory."""
+        """The receiver copies it, because bytes own their memory."""
         self.heavy |= len(value) > _LONG_COPY
         index = self.add_source(value)
         self.sources[index].frozen = type(value) is bytes
@@ -141,11 +136,7 @@ class Encoder(SmallEncoder):
         return self.tensors.add(tensor)
 
     def check_home(self, owned: Owned, what: object, instead: str) -> None:
-        """Check that a ref or handle belongs to the process that encodes.
-
-        Raises:
-            TypeError: It belongs to another runtime.
-        """
+        """Raises TypeError: a ref or handle belongs to another runtime than the process that encodes."""
         if self._home is not None and owned.process is not self._home:
             raise TypeError(f"{what!r} belongs to another runtime, that of {owned.process.runtime_name}: {instead}")
 
@@ -203,7 +194,6 @@ class Encoder(SmallEncoder):
         return {self.walk(key): self.walk(item) for key, item in value.items()}
 
     def _is_opaque(self, items: Collection[Any]) -> bool:
-        """Whether some items have to be pickled and no item has a ref to resolve."""
         opaque = {cls for cls in set(map(type, items)) - _TRANSPARENT if not _is_value_of_runtime(cls)}
         return (
             bool(opaque)
@@ -276,7 +266,6 @@ class Encoder(SmallEncoder):
         name = builder_name(function)
         if name is None:
             return self._pickle(value)
-        # Refs inside of it stay refs.
         self.resolve, outer = False, self.resolve
         try:
             return pack_exts(codes.BUILT, [name, [self.walk(part) for part in args]])
@@ -322,7 +311,6 @@ def encode(
     """Encode a value.
 
     Args:
-        places: The tensors that may stay where they are.
         resolve: Whether refs in containers and records stand for their values.
         limit: Bytes of a pickle, or 50,000 elements, are too long; None: nothing is.
         small: Whether it may be small; False if `encode_small` was tried.
@@ -387,7 +375,6 @@ def _encode_tensor(tensor: torch.Tensor, places: Places) -> Encoded:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a field of a message as it is."""
     kind = type(value)
     if kind is int:
         return bool(-(1 << 63) <= value < 1 << 64)
@@ -427,18 +414,13 @@ def are_short(values: Sequence[Any]) -> bool:
     return text_size(values) <= FEW_ARGS * PLAIN_TEXT_LIMIT
 
 
-# The code of pickle and of the runtime.
 _INSIDE: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep, pickle.__file__, copyreg.__file__
 _MAX_DEPTH: Final = 20
 _MAX_CHILDREN: Final = 1000
 
 
 def find_path(names: Iterable[tuple[str, Any]], attempt: Callable[[Any], object]) -> tuple[str, str]:
-    """The deepest part of some values that cannot be encoded.
-
-    Returns:
-        The path to the part, and why it cannot be encoded.
-    """
+    """The path to the deepest part of some values that cannot be encoded, and why it cannot."""
     path, reason = "the value", ""
     parts: Iterable[tuple[str, Any]] = names
     seen: set[int] = set()
@@ -446,7 +428,6 @@ def find_path(names: Iterable[tuple[str, Any]], attempt: Callable[[Any], object]
         failing = next(
             ((name, value, why) for name, value in islice(parts, _MAX_CHILDREN) if (why := _why(value, attempt))), None
         )
-        # An object that refers to itself has no deepest part.
         if failing is None or id(failing[1]) in seen:
             break
         path, value, reason = failing
@@ -478,7 +459,6 @@ def cause_of(error: BaseException) -> BaseException | None:
 
 
 def _refuses(error: BaseException) -> bool:
-    """Whether the message is the one of pickle for objects that cannot be pickled."""
     return str(error).startswith(("cannot pickle", "Can't pickle", "no default __reduce__"))
 
 
@@ -520,5 +500,4 @@ def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _has_own_reduce(value: Any) -> bool:
-    # Such an object is not pickled by its attributes.
     return isinstance(type(value).__reduce__, FunctionType)

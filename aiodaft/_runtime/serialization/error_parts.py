@@ -35,12 +35,8 @@ _STATE: Final = BaseException.__dict__["__dict__"]
 
 
 class Parts(NamedTuple):
-    """The parts of an exception, besides its notes, its frames and its causes.
-
-    Attributes:
-        args: Its `args`.
-        state: Its `__dict__`.
-        fields: Its fields, but for those that its class makes of these `args`.
+    """The parts of an exception, besides its notes, its frames and its causes; `fields` are those that its class does
+    not make of its `args`.
     """
 
     args: Sequence[Any]
@@ -54,7 +50,7 @@ class _Layout(NamedTuple):
     Attributes:
         maker: The class whose C code makes its instances.
         parameters: The fields that are given to the maker's constructor.
-        fields: All fields by name, with whether they are None unless set.
+        fields: All fields; whether they are None unless set.
     """
 
     maker: type[BaseException]
@@ -73,7 +69,6 @@ def parts_of_error(error: BaseException) -> Parts:
         try:
             value = field.__get__(error)
         except AttributeError:
-            # A slot without a value.
             continue
         if value is not None or not may_lack:
             fields[name] = value
@@ -92,7 +87,6 @@ def is_made_of_parts(cls: type[BaseException]) -> bool:
 def bare_error(
     cls: type[BaseException], args: Sequence[Any], fields: Mapping[str, Any] = MappingProxyType({})
 ) -> BaseException:
-    """An exception with those parts that only its constructor can set."""
     layout = _layout_of(cls)
     if layout.maker is BaseExceptionGroup:
         args = layout.arguments(args, fields)
@@ -121,7 +115,6 @@ def fill_error(error: BaseException, parts: Parts) -> None:
     _STATE.__get__(error).update(state)
 
 
-# By weak references: this must not keep classes alive.
 _layouts: Final[dict[ref[type[BaseException]], _Layout]] = {}
 
 
@@ -150,7 +143,6 @@ def _fields(cls: type) -> Iterator[tuple[str, tuple[_Field, bool]]]:
 
 
 def _is_made_of(fields: Sequence[Any], args: Sequence[Any]) -> bool:
-    """Whether the class makes these fields of these arguments. The members of a group are a tuple then."""
     return fields == [tuple(arg) if type(arg) is list else arg for arg in args]
 
 

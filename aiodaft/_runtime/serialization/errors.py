@@ -22,16 +22,12 @@ from aiodaft.exceptions import CallCancelled, DaftError, RemoteError, RestartLim
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
-# The folder of the runtime's own code.
 _RUNTIME: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PACKAGE: Final = os.path.dirname(os.path.dirname(_RUNTIME)) + os.sep
 _MAX_ENCODED: Final = 256 << 10
 _MAX_TEXT: Final = 16 << 10
-# Of an error, in that of another call.
 _MAX_BESIDE: Final = 500
-# The message of the TypeError that `await 1` raises.
 _NOT_AWAITABLE: Final = re.compile(r"can't be (used in 'await' expression|awaited)")
-# Those of `asyncio.get_running_loop()` and `asyncio.get_event_loop()`.
 _NO_LOOP: Final = re.compile(r"no (running|current) event loop")
 _ON_THREAD: Final = "a `def` method runs on the actor's thread, without an event loop: make it `async def`"
 _OWN_CALL: Final = (
@@ -58,7 +54,6 @@ def decode_error(data: bytes) -> BaseException:
         try:
             error = _decode_object(payload, blob)
             if refuses_pickle():
-                # Without pickle, its frames come as text.
                 add_note(error, f"the remote traceback:\n{text}")
             return error
         except Exception as problem:  # noqa: BLE001 - the class is not here, or refuses to be built: the text remains
@@ -103,7 +98,7 @@ def needs_loop(error: BaseException) -> bool:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, once. An exception that refuses notes stays without."""
+    """An exception that refuses notes stays without."""
     try:
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
@@ -153,11 +148,7 @@ def needed_by(error: BaseException, consumer: str, source: str = "") -> BaseExce
 
 
 def take_frames(error: BaseException) -> list[tuple[BaseException, list[FrameData]]]:
-    """Take the tracebacks off an exception and its causes, because frames hold variables.
-
-    Returns:
-        The argument for `give_frames`, which restores tracebacks with the same lines.
-    """
+    """Take the tracebacks off an exception and its causes, because frames hold variables; for `give_frames`."""
     taken: dict[int, tuple[BaseException, list[FrameData]]] = {}
     found = [error]
     while found:
@@ -165,7 +156,6 @@ def take_frames(error: BaseException) -> list[tuple[BaseException, list[FrameDat
         if id(one) in taken:
             continue
         taken[id(one)] = (one, frames_of(one.__traceback__))
-        # An exception may refuse to have its attributes set, as frozen dataclasses do.
         BaseException.with_traceback(one, None)
         attempts = one.attempts if isinstance(one, RestartLimitReached) else ()
         inner = one.exceptions if isinstance(one, BaseExceptionGroup) else attempts
@@ -179,7 +169,6 @@ def give_frames(taken: list[tuple[BaseException, list[FrameData]]]) -> None:
 
 
 def _encode_object(error: BaseException) -> tuple[bytes | str, bytes | None]:
-    """An exception as payload and blob; or the reason why it cannot be encoded, and None."""
     try:
         return _encode_whole(error)
     except Exception as problem:  # noqa: BLE001 - user code runs while pickling, and may raise anything
@@ -208,7 +197,7 @@ def _decode_object(payload: bytes, blob: Any) -> BaseException:
             raise TypeError(f"it turns into a {type(error).__name__}")
         return error
     finally:
-        # The rebuilt frames refer to this one: break the circle.
+        # Break the circle: the rebuilt frames refer to this one.
         del error
 
 
@@ -239,7 +228,6 @@ def _without(frames: TracebackType | None, folder: str) -> TracebackType | None:
     return kept
 
 
-# Limits of a truncated exception: bytes of one argument, attribute or note; number of notes.
 _MAX_PART: Final = 4 << 10
 _MAX_NOTES: Final = 16
 

@@ -23,12 +23,10 @@ from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.actor import Actor, Handle, target_of
 from aiodaft.ref import Ref, Refs, parts_of
 
-# The frames of a traceback as plain data, and a traceback made of them that shows the same lines.
-#
+# The frames of a traceback as plain data, and a traceback made of them that shows the same lines, without variables.
 # Tracebacks, debuggers and notebooks find the source of a frame by its file, the first line of its code and the
-# position in it. Each frame that is made has these, and no variables.
+# position in it.
 
-# The column of an instruction that has none.
 _NOWHERE: Final = -1
 # The name of the only variable of a frame: Python, which looks for names like an unknown one, finds none like this.
 _STOP: Final = "..."
@@ -61,7 +59,6 @@ def frames_of(entry: TracebackType | None) -> list[FrameData]:
 
 
 def _ends(code: CodeType, instruction: int, line: int) -> tuple[int, int, int]:
-    """The last line of the expression, and its columns."""
     start, end, column, end_column = next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
     if start != line or end is None or column is None or end_column is None:
         return line, _NOWHERE, _NOWHERE
@@ -93,13 +90,12 @@ def _made_of(frames: list[FrameData]) -> Generator[TracebackType | None]:
             made = entry.tb_next
         yield made
     finally:
-        # The frames that are made refer to this one: break the circle.
+        # Break the circle: the frames that are made refer to this one.
         del made, entry
 
 
 @lru_cache(256)
 def _code(frame: FrameData) -> CodeType:
-    # Code counts its lines from the first.
     lines = frame.line - frame.first_line + 1, frame.end_line - frame.first_line + 1
     at = {"lineno": lines[0], "end_lineno": lines[1], "col_offset": frame.column, "end_col_offset": frame.end_column}
     statement = ast.Raise(exc=ast.Name(_STOP, ast.Load(), **at), cause=None, **at)
@@ -110,7 +106,6 @@ def _code(frame: FrameData) -> CodeType:
 # Smaller out-of-band buffers cost more than they save.
 _SMALL_BUFFER: Final = 4 << 10
 
-# Frames of a traceback that travel.
 _OUTERMOST: Final = 20
 _INNERMOST: Final = 80
 
@@ -134,15 +129,11 @@ _FILES: Final = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.Buff
 
 
 class Owned(Protocol):
-    """The state of a ref, or the target of a handle."""
-
     @property
     def process(self) -> Process: ...
 
 
 class Aside(Protocol):
-    """Takes the parts of a value that are not pickled; the encoder."""
-
     limit: int | None
     sources: list[Source]
     refs: list[Any]
@@ -157,7 +148,6 @@ class Aside(Protocol):
 
 
 def _reduce(aside: Aside, value: Any, *, by_value: bool) -> Any:
-    """The reduction of an object that is not plain data; NotImplemented for pickle's own way."""
     kind = type(value)
     if is_dense_tensor(value):
         return _load_tensor, (aside.add_tensor(value),)
@@ -191,8 +181,6 @@ def _check_length(nbytes: int, limit: int | None) -> None:
 
 
 class _Sink(io.RawIOBase):
-    """Takes the output of a pickler; raises TooLong beyond a limit."""
-
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._parts: list[bytes] = []
@@ -286,8 +274,6 @@ def _dump(make: Callable[..., _Dumper], aside: Aside, value: Any) -> bytes:
 
 
 class Context(Protocol):
-    """The value that a pickle is part of; the decoder."""
-
     @property
     def home(self) -> Process | None: ...
 
@@ -320,8 +306,6 @@ def decoding_in(context: Context) -> Generator[None]:
 
 
 class _Tap(io.RawIOBase):
-    """Reads a pickle in pieces, with a pause between them."""
-
     def __init__(self, data: Any, pause: Callable[[], None]) -> None:
         self._buffer = io.BytesIO(data)
         self._pause = pause

@@ -1,9 +1,9 @@
 """Scripts: modules that other processes cannot import, such as `__main__`, as far as their code has come here.
 
-A process has one set of globals for each script, however its classes and functions come: with a spawn, as arguments, as
-results. A name comes with a number, which grows when the script changes its value. A process takes a name that is new
-to it, or that the script has changed since; else the name keeps the value that the code of this process gave it. The
-process that runs the script takes nothing: its globals are the script.
+A process has one set of globals for each script, however its classes and functions come. A name comes with a number,
+which grows when the script changes its value. A process takes a name that is new to it, or that the script has changed
+since; else the name keeps the value that the code of this process gave it. The process that runs the script takes
+nothing: its globals are the script.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ MAIN: Final = frozenset({"__main__", "__mp_main__"})
 # A module has these in itself.
 _ABOUT_MODULE: Final = ("__package__", "__name__", "__path__", "__file__")
 _ATOMS: Final = frozenset({int, bool, str, bytes, type(None)})
-# Of functions under functools.singledispatch.
 DISPATCHER: Final = cast("FunctionType", singledispatch(len)).__code__
-# Of those under functools.cache and lru_cache.
 CACHED: Final = type(cache(len))
 _THINGS: Final = (type, FunctionType, BuiltinFunctionType, ModuleType, Ref)
 
@@ -66,7 +64,6 @@ class Script:
         self.namespace = vars(module)
         self._key = key
         self._names = Names(at_home=at_home)
-        # The things that came under a name, with its number.
         self._made: dict[str, tuple[int, Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,12 +90,9 @@ class Script:
 
 
 class _Scripts:
-    """Those of this process."""
-
     def __init__(self) -> None:
         self.by_key: dict[bytes, Script] = {}
         self.by_namespace: dict[int, Script] = {}
-        # Of the `__main__` of this process, until it comes.
         self.main: ModuleSpec | None = None
 
     def forget(self) -> None:
@@ -120,7 +114,6 @@ _tokens: Final[dict[int, tuple[ref[Any], int]]] = {}
 
 
 def await_main(spec: ModuleSpec) -> None:
-    """Let the first script that comes be the `__main__` of this process, with this spec."""
     _scripts.main = spec
 
 
@@ -183,7 +176,6 @@ def mark_of(value: Any, progress: Callable[[int], object] = bool) -> object:
     try:
         _Marker(digest, protocol=5).dump(value)
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, RecursionError):
-        # It cannot be told.
         return object()
     return digest.hash.digest()
 
@@ -228,7 +220,6 @@ def _told(thing: Any) -> str:
 
 
 def _parts_of(thing: Any) -> Any:
-    """The values that a function has of its own, which may change; None if there are none."""
     if not isinstance(thing, FunctionType):
         return None
     if thing.__code__ is DISPATCHER:

@@ -27,7 +27,6 @@ from aiodaft._runtime.serialization.scripts import importable
 from aiodaft._runtime.serialization.tensors import loaded_torch
 from aiodaft.actor import Actor
 
-# The payload, and the names that the receiver has to know before it gets it.
 Small: TypeAlias = tuple[bytes, Sequence[Named]]
 
 # The first byte of the payload; of one that has names of classes or functions.
@@ -41,7 +40,6 @@ _NAMED_HEAD: Final = bytes((NAMED,))
     RECORD, MEMBER, ARRAY, SMALL_TENSOR, THING, BUILT, EXCEPTION, LARGE_ARRAY, ALIKE,
     REBUILT,
 ) = range(2, 24)  # fmt: skip
-# Elements of a container; and containers, tensors and arrays of a value.
 _MOST: Final = 64
 # Extensions in each other: the stack of a decoding thread has 40 KB for each.
 _DEEPEST: Final = 100
@@ -49,11 +47,8 @@ _STR: Final = frozenset({str})
 _NUMBERS: Final = FLAT - {str}
 _PLAIN: Final = FLAT | {bytes}
 _SEQUENCES: Final[Mapping[type, int]] = {tuple: TUPLE, set: SET, frozenset: FROZENSET}
-# Of small tensors.
 DTYPES: Final = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
-# The place of each in that, as a byte; once torch is loaded.
 _dtype_codes: Final[dict[Any, bytes]] = {}
-# Of the size of a dimension.
 SIZE_BYTES: Final = 8
 _VECTOR: Final = b"\1"
 # Accelerators with tensors that torch takes for tensors of the host: fakes.
@@ -68,10 +63,8 @@ class NotSmall(Exception): ...
 
 
 class SmallEncoder:
-    # The types of parts that are plain data.
     free = _NUMBERS
 
-    # Takes the named objects; None if none may be.
     defined: list[Named] | None = None
     _room = INLINE_LIMIT
     _depth = 0
@@ -100,7 +93,7 @@ class SmallEncoder:
             raise RecursionError("there are too many extensions in each other")
 
     def _enter(self, value: Any, parts: Collection[Any]) -> bool:
-        """Account for something with parts. Returns whether these are plain."""
+        """Returns whether the parts are plain."""
         # On the path of many calls: like `_take`.
         seen = self._seen
         if seen is None:
@@ -118,7 +111,7 @@ class SmallEncoder:
         return True
 
     def _take(self, key: int, nbytes: int) -> None:
-        """Account for something that may be there once."""
+        """May be there once."""
         self._room -= nbytes
         seen = self._seen = self._seen or set()
         if self._room < 0 or key in seen or len(seen) == _MOST:
@@ -227,10 +220,6 @@ class SmallEncoder:
 
 
 def encode_small(parts: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, by_name: bool) -> Small | None:
-    """Encode arguments, or without `kwargs` the value that is the only part, if they are small.
-
-    `by_name`: The receiver is told what names stand for.
-    """
     defined: Sequence[Named] = ()
     try:
         flat = _flat_parts(parts, kwargs)
@@ -261,7 +250,6 @@ def _walked(parts: tuple[Any, ...], kwargs: Mapping[str, Any] | None, *, by_name
 
 
 def _flat_parts(parts: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-    """The object to pack, if there is one argument, or value, and it is flat; else None."""
     if kwargs is None:
         return _flat(parts[0])
     if len(parts) == 1 and not kwargs:
@@ -302,12 +290,10 @@ def _is_global(function: FunctionType) -> bool:
     return getattr(sys.modules.get(function.__module__), function.__qualname__, None) is function
 
 
-# The methods for types without a subclass here; and those of other types, which this must not keep alive.
 _METHODS: Final[Mapping[type, str]] = {
     str: "text", bytes: "text", bytearray: "bytearray", type: "thing", FunctionType: "thing"
 }  # fmt: skip
 _found: Final[dict[ref[type], str]] = {}
-# Module, name and both, of importable classes and functions.
 _places: Final[dict[ref[Any], tuple[str, str, str]]] = {}
 
 
@@ -331,7 +317,7 @@ def _name_method(cls: type) -> str:
 
 
 class _Plain:
-    """Instances have a `__dict__`, and nothing else."""
+    pass
 
 
 # A class may get its own at any time.
@@ -340,7 +326,6 @@ _NO_HOOKS: Final = _hooks_of(object)
 
 
 def _is_record(cls: type) -> bool:
-    """Whether the instances of a dataclass are their `__dict__`, as far as pickle is concerned."""
     return (
         is_dataclass(cls)
         and not issubclass(cls, Actor)

@@ -50,10 +50,10 @@ class Places(NamedTuple):
     """The tensors that other processes can read in place, or on the same accelerator.
 
     Attributes:
-        find_block: Finds the block of a tensor's memory, if other processes can read it in place.
+        find_block: Finds the block of memory that other processes can read in place.
         find_device: Finds the accelerator of a tensor; None if the tensor travels through memory of the host.
         lend: Whether memory of an accelerator is read in place, not copied.
-        home: The process that encodes; refs and handles of other runtimes are refused. None: there are none.
+        home: The process that encodes; refs and handles of other runtimes are refused.
     """
 
     find_block: Callable[[Source], Block | None] = nowhere
@@ -80,7 +80,6 @@ def whole_tensor(tensor: torch.Tensor, places: Places) -> tuple[Source, Spec] | 
         or tensor.is_neg()
     ):
         return None
-    # Not the tensor, which may get other memory.
     source = Source(tensor.nbytes, address, tensor.untyped_storage(), device)
     places.put(source)
     source.version = _version_counter(tensor)
@@ -146,7 +145,6 @@ class TensorTable:
         low, high = min(extents)[0], max(high for _, high in extents)
         first_index, first = group[0]
         compact = len(group) == 1 and high - low > first.numel() * first.element_size()
-        # Empty memory is on no device.
         device = self._devices[first_index] if high > low else None
         if compact:
             source = _strided_source(first) if device is None else _gathered_source(first, device)
@@ -193,7 +191,6 @@ class TensorMaker:
 def as_bytes(memory: Any) -> torch.Tensor:
     import torch  # noqa: PLC0415 - optional package
 
-    # Memory that was received on an accelerator is one already.
     if isinstance(memory, memoryview):
         memory = torch.frombuffer(memory, dtype=torch.uint8) if memory.nbytes else torch.empty(0, dtype=torch.uint8)
     return cast("torch.Tensor", memory)
@@ -224,7 +221,6 @@ def tensor_in(memory: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def fills_its_span(tensor: torch.Tensor) -> bool:
-    """Whether the elements cover the memory from the first to the last, each once, in any order."""
     step = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length != 1:
@@ -235,7 +231,6 @@ def fills_its_span(tensor: torch.Tensor) -> bool:
 
 
 def same_strides(size: Any, first: Any, second: Any) -> bool:
-    """Whether two tensors of that size have their elements in the same order in memory."""
     return all(length == 1 or one == two for length, one, two in zip(size, first, second, strict=True))
 
 
@@ -291,7 +286,6 @@ def _contiguous_stride(size: Any) -> list[int]:
 
 
 def _strided_source(tensor: torch.Tensor) -> Source:
-    """Memory of a tensor with gaps: only its elements are written."""
     source = Source(tensor.numel() * tensor.element_size(), 0, tensor)
 
     def fill(address: int) -> None:

@@ -55,6 +55,8 @@ class ProcessInfo:
         traffic: The traffic that it sent and received.
         deaths: Of a node or controller, the number of processes of actors that ended by accident there, by the class of
             their first actor.
+        late: The collectives that members are late for, with their ranks: of groups whose members meet at one of its
+            actors, and those on refs that it has issued.
     """
 
     id: str
@@ -77,6 +79,7 @@ class ProcessInfo:
     pooled_bytes: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     deaths: tuple[tuple[str, int], ...] = ()
+    late: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:

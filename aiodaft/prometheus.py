@@ -69,6 +69,7 @@ _OF_PROCESSES: Final = (
     _Family("process_threads", "Python threads.", lambda one: one.threads),
     _Family("process_stored_bytes", "Bytes of values stored for others.", lambda one: one.stored_bytes),
     _Family("process_stored_values", "Values stored for others.", lambda one: one.stored_values),
+    _Family("process_late_collectives", "Collectives that members are late for.", lambda one: len(one.late)),
     _Family("process_pooled_bytes", "Memory kept for values to come.", lambda one: one.pooled_bytes),
 )
 _OF_FLOWS: Final = (

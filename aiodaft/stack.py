@@ -91,7 +91,8 @@ class ProcessStack:
         calls: The calls of its actors, running calls first.
         threads: Its threads, without those that run only the runtime's own code.
         tasks: Its other tasks.
-        collectives: Those of groups that meet at one of its actors, with the ranks that have not come.
+        collectives: Those of groups that meet at one of its actors, and those on refs that it has issued, with the
+            ranks that have not come.
         dump: The threads of a process that did not answer, from Python's `faulthandler`, which also works while C code
             holds the interpreter. Empty if the process is stopped.
     """

@@ -173,6 +173,7 @@ def _process_info(seen: Seen, node: str) -> ProcessInfo:
         pooled_bytes=view.pooled_bytes,
         traffic=view.traffic,
         deaths=view.deaths,
+        late=view.late,
     )
 
 

@@ -26,7 +26,6 @@ from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.diagnostics.wait_graph import Deadlocks
 from aiodaft._runtime.graphs.graph_value import Opaque
 from aiodaft._runtime.graphs.registry import Graphs
-from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.logs.options import set_levels
 from aiodaft._runtime.objects.transfer import Objects
 from aiodaft._runtime.platform.linux import clock_id
@@ -267,8 +266,7 @@ class Agent(Actor):
 
     @method(ordered=False)
     async def stack(self) -> ProcessStack:
-        keyed = self._host.process.find(Keyed)
-        return replace(stack_here(self._deadlocks.waits), collectives=() if keyed is None else keyed.open_meetings())
+        return stack_here(self._deadlocks.waits)
 
     @method(ordered=False)
     async def visited(self, fork_server: int) -> None:

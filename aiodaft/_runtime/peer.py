@@ -42,6 +42,7 @@ from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.diagnostics.process_view import Viewer
 from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.diagnostics.wait_graph import Deadlocks, WaitGraph
+from aiodaft._runtime.diagnostics.watchdog import Watchdog
 from aiodaft._runtime.graphs.graph_value import GraphContext
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.groups.blocks import Blocks
@@ -293,6 +294,7 @@ class Peer:
         self.channels = Channels(self.caller)
         self.connections.handlers += self._handlers()
         self.tracing = Tracing(self.host, self.sender, self.graphs, self._have_recorded)
+        process.provide(Watchdog, Watchdog(process))
         process.provide(Viewer, Viewer(self.host, self.connections, self.objects))
         agent = Agent(self.host, self.objects, self.graphs, self.deadlocks, self, self.followers, self.tracing)
         self.add_actor(AGENT, "agent", agent)

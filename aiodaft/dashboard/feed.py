@@ -214,6 +214,7 @@ def _process(process: ProcessInfo, rate: ProcessRate) -> Plain:
         "answered": process.answered,
         "silent": process.silent_for,
         "lag": process.loop_lag,
+        "late": list(process.late),
         "rss": process.rss,
         "cpu": rate.cpu,
         "threads": process.threads,

@@ -118,7 +118,36 @@ def test_the_error_of_a_meeting_that_is_late_names_who_is_missing() -> None:
     assert why == "meeting x: rank 3 of 4 did not come in 0.5 s"
     assert group.table.open() == []
     group.come(1, "y")
-    assert group.table.open() == ["meeting y: ranks 0, 2, 3 of 4 have not come"]
+    assert [one.describe(0.0) for one in group.table.open()] == ["meeting y: ranks 0, 2, 3 of 4 have not come"]
+
+
+def test_a_member_is_late_when_it_comes_much_later_than_members_usually_do() -> None:
+    table: Meetings[str] = Meetings(2)
+
+    def meet(start: float, wait: float) -> None:
+        assert table.come(Coming("x", "meeting x", 0, {}), "", start) == []
+        assert table.come(Coming("x", "meeting x", 1, {}), "", start + wait)
+
+    def late_after(start: float) -> float:
+        """Seconds after which members are late for a meeting that begins then."""
+        table.come(Coming("x", "meeting x", 0, {}), ticket := f"from {start}", start)
+        (open_,) = table.open()
+        found = next(number / 4 for number in range(1000) if open_.is_late(start + number / 4))
+        table.withdraw("x", 0, ticket)
+        assert not table.open()
+        return found
+
+    assert late_after(0) == 5.25
+    meet(10, 0.25)
+    assert late_after(20) == 5.25
+    # A member that was very late once is not usual; nor, after a while, one that was it twice.
+    meet(30, 40.0)
+    assert late_after(100) == 1.0
+    meet(200, 30.0)
+    assert late_after(300) == 30.75
+    for _ in range(31):
+        meet(400, 0.5)
+    assert late_after(500) == 1.25
 
 
 def test_a_member_that_waits_does_so_for_those_that_have_not_come_within_the_same() -> None:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Final, Generic, NamedTuple, TypeVar
 
+from aiodaft._protocol.groups.lateness import Gathering, Usual, ranks_of
 from aiodaft._protocol.ids import PeerId, node_of
 from aiodaft.exceptions import ActorDied, DaftError
 
@@ -63,21 +64,30 @@ class _Waiting(NamedTuple, Generic[T]):
     ticket: T
     # Counts those that have come.
     order: int
+    # When it came.
+    since: float
 
 
-@dataclass(slots=True)
-class _Meeting(Generic[T]):
-    # The name of the meeting in errors.
-    title: str
-    # By rank; the terms of the first one are those of all.
-    waiting: dict[int, _Waiting[T]] = field(default_factory=dict[int, _Waiting[T]])
-    # The ranks that have come, or do not come any more because they were lost.
-    done: set[int] = field(default_factory=set[int])
-    error: Exception | None = None
-    # If one member made it fail: the rank of that, and the number of its coming.
-    failed_by: tuple[int, int] | None = None
-    # The thing that the members here come within; None as long as all have come by themselves.
-    within: Hashable = None
+class _Meeting(Gathering, Generic[T]):
+    def __init__(self, title: str, size: int, usual: Usual) -> None:
+        super().__init__(size, usual)
+        self._title = title
+        # By rank; the terms of the first one are those of all.
+        self.waiting: dict[int, _Waiting[T]] = {}
+        # The ranks that have come, or do not come any more because they were lost.
+        self.done: set[int] = set()
+        self.error: Exception | None = None
+        # If one member made it fail: the rank of that, and the number of its coming.
+        self.failed_by: tuple[int, int] | None = None
+        # The thing that the members here come within; None as long as all have come by themselves.
+        self.within: Hashable = None
+
+    @property
+    def title(self) -> str:
+        return self._title
+
+    def absent(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank not in self.waiting]
 
     def is_for(self, coming: Coming) -> bool:
         return coming.rank not in self.done and (None in (self.within, coming.within) or self.within == coming.within)
@@ -85,15 +95,16 @@ class _Meeting(Generic[T]):
     def add(self, one: _Waiting[T]) -> None:
         self.waiting[one.coming.rank] = one
         self.within = self.within or one.coming.within
+        self.since = one.since if self.since is None else min(self.since, one.since)
 
     def clear(self) -> list[_Waiting[T]]:
         taken = list(self.waiting.values())
         self.done.difference_update(self.waiting)
-        self.waiting, self.within = {}, None
+        self.waiting, self.within, self.since = {}, None, None
         return taken
 
     def disagreement(self, coming: Coming) -> ValueError | None:
-        for first, _, _ in list(self.waiting.values())[:1]:
+        for first, *_ in list(self.waiting.values())[:1]:
             for name in [*first.terms, *coming.terms]:
                 one, other = first.terms.get(name), coming.terms.get(name)
                 if one != other:
@@ -121,6 +132,7 @@ class Meetings(Generic[T]):
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self._usual = Usual()
         # By name, the oldest first. None is complete.
         self._meetings: dict[Hashable, list[_Meeting[T]]] = {}
         # Why ranks do not come any more.
@@ -134,17 +146,17 @@ class Meetings(Generic[T]):
     def __len__(self) -> int:
         return sum(map(len, self._meetings.values()))
 
-    def come(self, coming: Coming, ticket: T) -> list[Outcome[T]]:
+    def come(self, coming: Coming, ticket: T, now: float = 0.0) -> list[Outcome[T]]:
         """A member comes with a ticket.
 
         Returns the meetings that this decides; if it decides none, the member waits.
         """
-        outcomes = self._come(_Waiting(coming, ticket, next(self._orders)))
+        outcomes = self._come(_Waiting(coming, ticket, next(self._orders), now))
         self._tidy(coming.name)
         return outcomes
 
     def _come(self, one: _Waiting[T]) -> list[Outcome[T]]:
-        coming, ticket, _ = one
+        coming, ticket, _, now = one
         rank = coming.rank
         error = self._closed or self._lost.get(rank)
         if error is not None:
@@ -152,7 +164,7 @@ class Meetings(Generic[T]):
         meetings = self._meetings.setdefault(coming.name, [])
         meeting = next((meeting for meeting in meetings if meeting.is_for(coming)), None)
         if meeting is None:
-            meeting = _Meeting[T](coming.title)
+            meeting = _Meeting[T](coming.title, self._size, self._usual)
             meetings.append(meeting)
         meeting.done.add(rank)
         if meeting.error is not None:
@@ -162,7 +174,11 @@ class Meetings(Generic[T]):
         if error is not None:
             meeting.failed_by = None if coming.fault is None else (rank, coming.number)
             return [self._fail(coming.name, meeting, error)]
-        return [Outcome(meeting.tickets)] if len(meeting.waiting) == self._size else []
+        if len(meeting.waiting) < self._size:
+            return []
+        assert meeting.since is not None
+        self._usual.note(now - meeting.since)
+        return [Outcome(meeting.tickets)]
 
     def withdraw(self, name: Hashable, rank: int, ticket: T) -> list[Outcome[T]]:
         """A member that waits has not come; nothing if the meeting is over.
@@ -201,32 +217,20 @@ class Meetings(Generic[T]):
     def expire(self, name: Hashable, rank: int, ticket: T, seconds: float) -> list[Outcome[T]]:
         for meeting in self._meetings.get(name, ()):
             if meeting.holds(rank, ticket):
-                late, _ = self._late(meeting)
+                late, _ = ranks_of(meeting.absent())
                 error = TimeoutError(f"{meeting.title}: {late} of {self._size} did not come in {seconds:g} s")
                 return [self._fail(name, meeting, error)]
         return []
 
-    def open(self) -> list[str]:
-        meetings = [meeting for named in self._meetings.values() for meeting in named if meeting.error is None]
-        texts: list[str] = []
-        for meeting in meetings:
-            late, several = self._late(meeting)
-            texts.append(f"{meeting.title}: {late} of {self._size} {'have' if several else 'has'} not come")
-        return texts
+    def open(self) -> list[Gathering]:
+        return [meeting for named in self._meetings.values() for meeting in named if meeting.error is None]
 
     def missing(self, name: Hashable, rank: int, ticket: T) -> tuple[Hashable, list[int]]:
         """The thing that a waiting member has come within, and the ranks that have not come to the same meeting."""
         for meeting in self._meetings.get(name, ()):
             if meeting.holds(rank, ticket):
-                return meeting.within, self._absent(meeting)
+                return meeting.within, meeting.absent()
         return None, []
-
-    def _absent(self, meeting: _Meeting[T]) -> list[int]:
-        return [rank for rank in range(self._size) if rank not in meeting.waiting]
-
-    def _late(self, meeting: _Meeting[T]) -> tuple[str, bool]:
-        late = [str(rank) for rank in self._absent(meeting)]
-        return f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}", len(late) > 1
 
     def lose(self, rank: int, error: Exception) -> list[Outcome[T]]:
         self._lost.setdefault(rank, error)

@@ -22,6 +22,7 @@ from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Traffic
 from aiodaft._runtime.diagnostics.await_chains import Frames, frames_of, is_ours, stack_of, users_line, wait_of_task
 from aiodaft._runtime.diagnostics.wait_graph import WaitGraph, frames_on_thread
+from aiodaft._runtime.diagnostics.watchdog import Watchdog
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.transfer import Objects
@@ -114,6 +115,7 @@ class ProcessView:
     stored: tuple[StoredInfo, ...]
     failures: tuple[Failure, ...]
     deaths: tuple[tuple[str, int], ...]
+    late: tuple[str, ...]
 
 
 class Viewer:
@@ -151,6 +153,7 @@ class Viewer:
             stored=tuple(map(self._stored_info, heapq.nlargest(_MAX_STORED, stored, key=lambda one: one[1].size))),
             failures=tuple(process.failures),
             deaths=tuple(process.failures.deaths.items()),
+            late=process.part(Watchdog).late(),
         )
 
     def _stored(self) -> list[tuple[PeerId, StoredValue]]:
@@ -210,6 +213,7 @@ def stack_here(waits: WaitGraph) -> ProcessStack:
         calls=tuple(_call(waits, call) for call in calls),
         threads=tuple(_threads()),
         tasks=tuple(_task(waits, task) for task in sorted(tasks, key=asyncio.Task.get_name) if _runs_users_code(task)),
+        collectives=waits.process.part(Watchdog).open(),
     )
 
 

@@ -18,6 +18,7 @@ from aiodaft._protocol.objects.value import PENDING
 from aiodaft._runtime.actors.hosted_actor import serving
 from aiodaft._runtime.calls.call import Caller, CallState, Target
 from aiodaft._runtime.calls.following import AlwaysBeside, Beside, FollowingTarget, TargetBeside
+from aiodaft._runtime.diagnostics.watchdog import Watchdog
 from aiodaft._runtime.groups.arithmetic import Reducer, alone, cut, joined, nbytes_of, new_memory, no_gradients, reduced
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
@@ -116,6 +117,9 @@ class Members:
         return all(can_share_memory(known[0], place) for place in known)
 
     def carry_out(self, plan: Plan, op: Reducer, title: str) -> list[Ref[Any]]:
+        states = list(map(state_of, self._refs))
+        if len(states) > 1 and not any(isinstance(place, AlwaysBeside) for place in self.places):
+            self._process.part(Watchdog).expect(title, states)
         values = self.make(plan, op, title)
         return [values[number] for number in plan.results]
 

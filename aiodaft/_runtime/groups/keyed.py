@@ -353,9 +353,6 @@ class Keyed(Actor):
     def meetings(self) -> int:
         return len(self._places)
 
-    def open_meetings(self) -> tuple[str, ...]:
-        return tuple(self._places.open())
-
 
 _TAKE_PART: Final = specs_of(Keyed)["take_part"]
 _OUTCOME: Final = specs_of(Keyed)["outcome"]

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeAlias, cast
 
 from aiodaft._protocol.diagnostics.deadlock import CallAt
+from aiodaft._protocol.groups.lateness import Gathering
 from aiodaft._protocol.groups.meeting import Coming, Meetings, Outcome
 from aiodaft._protocol.groups.roster import Steps
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
@@ -22,6 +23,7 @@ from aiodaft._runtime.actors.host import Enlisted, changed
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.diagnostics.await_chains import Behind, Frames, add_rule, check_untimed
+from aiodaft._runtime.diagnostics.watchdog import Watchdog
 from aiodaft._runtime.groups.part import Joining
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import add_note, copy_error
@@ -54,7 +56,7 @@ class MeetingPlace:
     def __len__(self) -> int:
         return len(self._table)
 
-    def open(self) -> list[str]:
+    def open(self) -> list[Gathering]:
         return self._table.open()
 
     async def come(self, coming: Coming, brought: Any, conclude: Conclude, timeout: float | None) -> Any:
@@ -72,7 +74,9 @@ class MeetingPlace:
         Cancellation: the member has not come.
         """
         ticket = _Ticket(brought, self._process.loop.create_future())
-        self._tell(self._table.come(coming, ticket), conclude)
+        self._tell(self._table.come(coming, ticket, self._process.env.monotonic()), conclude)
+        if not ticket.told.done():
+            self._process.part(Watchdog).look_later()
         timer = None
         if timeout is not None and not ticket.told.done():
             timer = self._process.loop.call_later(timeout, self._expire, coming, ticket, timeout)
@@ -185,12 +189,13 @@ class MeetingPlaces:
         self._gone: dict[ActorId, asyncio.Event] = {}
         enlisted.on_told.append(self._told)
         enlisted.on_forgotten.append(self._forgotten)
+        process.part(Watchdog).sources.append(self.open)
 
     def __len__(self) -> int:
         return sum(len(place) for place, _ in self._places.values())
 
-    def open(self) -> list[str]:
-        return [text for place, _ in self._places.values() for text in place.open()]
+    def open(self) -> list[Gathering]:
+        return [gathering for place, _ in self._places.values() for gathering in place.open()]
 
     def place_for(self, joining: Joining) -> MeetingPlace:
         """The place where a member joins.

@@ -169,11 +169,12 @@ export class Processes {
       { name: "Sends", align: "right", value: (p) => p.sent, cell: known((p) => bytesRate(p.sent), (p) => p.sent < 1) },
       { name: "Receives", align: "right", value: (p) => p.received, cell: known((p) => bytesRate(p.received), (p) => p.received < 1) },
       { name: "Threads", align: "right", value: (p) => p.threads, cell: known((p) => count(p.threads)) },
-      { name: "Health", value: (p) => (p.answered ? p.lag : 1e9), title: "Whether it answers, and for how long its event loop stood still", cell: (cell, p) => {
-        text(cell, !p.answered ? `silent${p.silent ? ` for ${span(p.silent)}` : ""}` : p.lag > 0.1 ? `loop blocked for ${p.lag.toFixed(1)} s` : "well");
+      { name: "Health", value: (p) => (p.answered ? p.lag : 1e9), title: "Whether it answers, for how long its event loop stood still, and collectives that members are late for", cell: (cell, p) => {
+        text(cell, !p.answered ? `silent${p.silent ? ` for ${span(p.silent)}` : ""}` : p.lag > 0.1 ? `loop blocked for ${p.lag.toFixed(1)} s` : p.late[0] ?? "well");
         cell.classList.toggle("bad", !p.answered);
-        cell.classList.toggle("warn", p.answered && p.lag > 0.1);
-        cell.classList.toggle("quiet", p.answered && p.lag <= 0.1);
+        const warns = p.answered && (p.lag > 0.1 || p.late.length > 0);
+        cell.classList.toggle("warn", warns);
+        cell.classList.toggle("quiet", p.answered && !warns);
       } },
     ]);
   }

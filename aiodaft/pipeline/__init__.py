@@ -6,6 +6,7 @@ computes its cost, and `drive` runs it.
 
 from .schedule import (
     UNIT_COSTS,
+    Costs,
     Kind,
     PipelineRank,
     Schedule,
@@ -23,9 +24,11 @@ from .schedule import (
     zb_h2,
     zbv,
 )
+from .solver import solved
 
 __all__ = [
     "UNIT_COSTS",
+    "Costs",
     "Kind",
     "PipelineRank",
     "Schedule",
@@ -38,6 +41,7 @@ __all__ = [
     "interleaved",
     "one_f_one_b",
     "simulate",
+    "solved",
     "transfers",
     "zb_h1",
     "zb_h2",

@@ -57,6 +57,9 @@ class Task(NamedTuple):
 # For each rank, its tasks in the order in which it runs them.
 Schedule: TypeAlias = Sequence[Sequence[Task]]
 
+Costs: TypeAlias = Mapping[Kind, float | Sequence[float]]
+"""The time of each kind of task, or a list with that of each stage."""
+
 UNIT_COSTS: Final[Mapping[Kind, float]] = {Kind.F: 1.0, Kind.B: 1.0, Kind.W: 1.0}
 
 
@@ -99,7 +102,12 @@ class Timeline:
         return sorted(self.starts, key=lambda task: (self.starts[task], self.ends[task]))
 
 
-def simulate(schedule: Schedule, costs: Mapping[Kind, float] = UNIT_COSTS) -> Timeline:
+def cost_of(task: Task, costs: Costs) -> float:
+    cost = costs[task.kind]
+    return cost[task.stage] if isinstance(cost, Sequence) else cost
+
+
+def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS) -> Timeline:
     """Compute the times of a schedule. Transfers take no time; without `W` tasks, a `B` takes the costs of both.
 
     Raises:
@@ -107,7 +115,6 @@ def simulate(schedule: Schedule, costs: Mapping[Kind, float] = UNIT_COSTS) -> Ti
     """
     ranks, paths = rank_of_stages(schedule), paths_of(schedule)
     split = _is_split(schedule, paths, len(ranks))
-    costs = costs if split else {**costs, Kind.B: costs[Kind.B] + costs[Kind.W]}
     starts: dict[Task, float] = {}
     ends: dict[Task, float] = {}
     position = [0] * len(schedule)
@@ -122,7 +129,9 @@ def simulate(schedule: Schedule, costs: Mapping[Kind, float] = UNIT_COSTS) -> Ti
                 if any(other not in ends for other in needed):
                     break
                 starts[task] = max([free[rank], *(ends[other] for other in needed)])
-                free[rank] = ends[task] = starts[task] + costs[task.kind]
+                free[rank] = ends[task] = starts[task] + cost_of(task, costs)
+                if not split and task.kind is Kind.B:
+                    free[rank] = ends[task] = ends[task] + cost_of(task._replace(kind=Kind.W), costs)
                 position[rank] += 1
                 progress = True
     if len(ends) < sum(map(len, schedule)):
@@ -341,13 +350,13 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """One forward, one backward, after the forwards that fill the ranks behind."""
     _check(ranks, microbatches)
-    return [_steady(rank, microbatches, warm_up=ranks - rank - 1) for rank in range(ranks)]
+    return [steady(rank, microbatches, warm_up=ranks - rank - 1) for rank in range(ranks)]
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """1F1B with weight gradients in the time when ranks would idle: a third of the bubble, the same memory."""
     _check(ranks, microbatches)
-    return [_steady(rank, microbatches, warm_up=ranks - rank - 1, lag=rank) for rank in range(ranks)]
+    return [steady(rank, microbatches, warm_up=ranks - rank - 1, lag=rank) for rank in range(ranks)]
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
@@ -356,7 +365,7 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     The ranks end at different times: for no bubble, the optimizer must not make them wait for each other.
     """
     _check(ranks, microbatches)
-    return [_steady(rank, microbatches, warm_up=2 * (ranks - rank - 1), lag=2 * rank) for rank in range(ranks)]
+    return [steady(rank, microbatches, warm_up=2 * (ranks - rank - 1), lag=2 * rank) for rank in range(ranks)]
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -393,7 +402,7 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
     return [_one_side_of_v(rank, ranks, microbatches) for rank in range(ranks)]
 
 
-def _steady(rank: int, microbatches: int, *, warm_up: int, lag: int | None = None) -> list[Task]:
+def steady(rank: int, microbatches: int, *, warm_up: int, lag: int | None = None) -> list[Task]:
     """Warm-up forwards, then forward and backward in turn; with `lag`, W tasks come that many micro-batches later."""
     tasks = [Task(rank, mb, F) for mb in range(min(warm_up, microbatches))]
     for mb in range(microbatches):

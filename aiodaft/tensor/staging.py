@@ -48,6 +48,19 @@ def plan_stages(trace: Trace, strategy: Strategy, axes: Mapping[str, int]) -> Pl
 
 def _schedule(strategy: Strategy, stages: int, axes: Mapping[str, int]) -> Schedule:
     ranks = axes.get(PIPELINE_AXIS, 1)
+    if not isinstance(strategy.schedule, str):
+        given = strategy.schedule
+        tasks = simulate(given).starts
+        found = len(given), 1 + max(one.stage for one in tasks), 1 + max(one.microbatch for one in tasks)
+        if found != (ranks, stages, strategy.microbatches):
+            raise ValueError(
+                "schedule has {} ranks, {} stages and {} micro-batches; the strategy has {}, {} and {}".format(
+                    *found, ranks, stages, strategy.microbatches
+                )
+            )
+        if len(tasks) != len({one.kind for one in tasks}) * stages * strategy.microbatches:
+            raise ValueError("schedule: micro-batches of a plan skip no stage")
+        return given
     if strategy.schedule not in _SCHEDULES:
         raise ValueError(f"schedule is {strategy.schedule!r}: give one of {', '.join(_SCHEDULES)}")
     per_rank = {"zbv": 2, "interleaved": max(stages // ranks, 1)}.get(strategy.schedule, 1)

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch.distributed.tensor.placement_types import Placement
 
+from aiodaft.pipeline import Kind, Schedule, Task
 from aiodaft.tensor.specs import text, untext
 
 __all__ = ["Implicit", "Patterns", "Strategy"]
@@ -37,7 +38,7 @@ class Strategy:
             is gathered before its module and again in backward). Those which no pattern fits are used as they are.
         recompute: Patterns of paths of modules of which backward computes the inside again, in place of keeping it.
         stages: Paths of modules after which the program is cut into the stages of a pipeline, on the axis `pp`.
-        schedule: The name of the pipeline's schedule, a function of `aiodaft.pipeline`.
+        schedule: The name of the pipeline's schedule, a function of `aiodaft.pipeline`, or the tasks of each rank.
         microbatches: The number of parts, along their first dimension, into which the arguments are cut; gradients are
             accumulated over them, and divided by their number.
         implicit: Whether collectives that no entry of the strategy asks for are allowed, logged or errors.
@@ -50,7 +51,7 @@ class Strategy:
     use: Patterns = field(default_factory=dict)
     recompute: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
-    schedule: str = "one_f_one_b"
+    schedule: str | Schedule = "one_f_one_b"
     microbatches: int = 1
     implicit: Implicit = "allow"
 
@@ -66,13 +67,16 @@ class Strategy:
             if isinstance(given, str) or not all(isinstance(one, str) for one in given):
                 raise TypeError(f"{name} is {given!r}: give a tuple of paths of modules")
             object.__setattr__(self, name, tuple(given))
+        if not isinstance(self.schedule, str):
+            object.__setattr__(self, "schedule", tuple(map(tuple, self.schedule)))
         if self.implicit not in get_args(Implicit):
             raise ValueError(f"implicit is {self.implicit!r}: give one of {', '.join(get_args(Implicit))}")
         if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
             raise ValueError(f"microbatches is {self.microbatches!r}: give a number of at least 1")
 
     def to_json(self) -> str:
-        """The strategy as JSON; placements are written `S(0)`, `R`, `P(sum)`. Defaults are left out."""
+        """The strategy as JSON; placements are written `S(0)`, `R`, `P(sum)`, tasks of a schedule `F0.2`, with stage
+        and micro-batch. Defaults are left out."""
         given = {one.name: getattr(self, one.name) for one in fields(self)}
         default = Strategy()
         return json.dumps(
@@ -97,18 +101,32 @@ class Strategy:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return [" ".join(f"{one.kind.name}{one.stage}.{one.microbatch}" for one in row) for row in value]
     return text(value) if isinstance(value, Placement) else value
 
 
 def _placements(name: str, value: Any) -> Any:
     if name in ("recompute", "stages"):
         return tuple(value)
+    if name == "schedule" and not isinstance(value, str):
+        return [[_task(one) for one in row.split()] for row in value]
     if not isinstance(value, dict):
         return value
     try:
         return {pattern: {axis: untext(one) for axis, one in given.items()} for pattern, given in value.items()}
     except (AttributeError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def _task(written: str) -> Task:
+    try:
+        stage, microbatch = map(int, written[1:].split("."))
+        return Task(stage, microbatch, Kind[written[0]])
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"schedule: {written!r} is no task: write F0.2, B0.2 or W0.2 of stage 0, micro-batch 2"
+        ) from None
 
 
 def first(patterns: Patterns, name: str) -> Mapping[str, Placement] | None:

@@ -19,6 +19,7 @@ from aiodaft.pipeline import (
     interleaved,
     one_f_one_b,
     simulate,
+    solved,
     transfers,
     zb_h1,
     zb_h2,
@@ -37,7 +38,11 @@ def listed(schedule: Schedule) -> list[list[tuple[int, int, str]]]:
     return [[(task.stage, task.microbatch, task.kind.name) for task in tasks] for tasks in schedule]
 
 
-@pytest.mark.parametrize("make", [gpipe, one_f_one_b, interleaved, zb_h1, zb_h2, zbv])
+def by_solver(p: int, m: int) -> Schedule:
+    return solved([*range(p), *range(p)[::-1]], m, {Kind.F: 1, Kind.B: 2, Kind.W: 1}, held=2 * p, seconds=0)
+
+
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b, interleaved, zb_h1, zb_h2, zbv, by_solver])
 async def test_each_rank_does_what_the_schedule_says_in_its_order(
     module_rt: aiodaft.Runtime, make: Callable[[int, int], Schedule]
 ) -> None:

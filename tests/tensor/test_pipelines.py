@@ -13,6 +13,7 @@ from tiny_gpt import GPT, batches, loss_of, train  # noqa: E402
 from torch.distributed.tensor import Shard  # noqa: E402
 
 import aiodaft  # noqa: E402
+from aiodaft.pipeline import solved, zb_h1  # noqa: E402
 from aiodaft.tensor.capturing import capture  # noqa: E402
 from aiodaft.tensor.loading import workers  # noqa: E402
 from aiodaft.tensor.operations import Trace  # noqa: E402
@@ -72,7 +73,7 @@ async def test_stages_are_bitwise_accumulation(rt: aiodaft.Runtime) -> None:
     expected, parameters = accumulated(3)
     whole = sum(value.nbytes for value in parameters.values())
     async with workers(rt, {"pp": 2}) as pair:
-        for schedule in ("one_f_one_b", "zb_h1"):
+        for schedule in ("one_f_one_b", "zb_h1", solved([0, 1], MICROBATCHES, held=2, seconds=0)):
             made = planned(Strategy(stages=("blocks.0",), microbatches=MICROBATCHES, schedule=schedule), {"pp": 2})
             step = await pair.load(made, model_of().state_dict())
             assert [(await step(x, y)).item() for x, y in batches(3)] == expected
@@ -113,6 +114,11 @@ async def test_stages_of_parts_reduce_gradients_once_a_step() -> None:
         (Strategy(stages=("block.0",)), {"pp": 2}, "no module 'block.0' gives a tensor; the nearest are blocks.0"),
         (Strategy(stages=("blocks.1", "blocks.0")), {"pp": 3}, "in the order in which they end"),
         (Strategy(stages=("blocks.0",), schedule="fast"), {"pp": 2}, "give one of gpipe, interleaved"),
+        (
+            Strategy(stages=("blocks.0",), microbatches=4, schedule=zb_h1(2, 2)),
+            {"pp": 2},
+            "schedule has 2 ranks, 2 stages and 2 micro-batches; the strategy has 2, 2 and 4",
+        ),
         (Strategy(), {"pp": 2}, "1 stages on 2 ranks of the axis pp"),
     ],
 )

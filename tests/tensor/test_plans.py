@@ -14,6 +14,7 @@ from tiny_gpt import GPT, batches, train
 from torch.distributed.tensor import Shard
 from torch.utils.flop_counter import FlopCounterMode
 
+from aiodaft.pipeline import zb_h1
 from aiodaft.tensor.capturing import capture
 from aiodaft.tensor.planner import Planner
 from aiodaft.tensor.program import ImplicitCollectives, Program
@@ -177,12 +178,14 @@ def test_a_strategy_that_does_not_fit_names_the_nearest(program: Program, strate
 
 
 def test_a_strategy_is_json_there_and_back() -> None:
-    for strategy, _ in STRATEGIES.values():
+    own = Strategy(stages=("blocks.0",), microbatches=2, schedule=zb_h1(2, 2))
+    for strategy in (*(one for one, _ in STRATEGIES.values()), own):
         assert Strategy.from_json(strategy.to_json()) == strategy
     for wrong, message in [
         ("[]", "is an object"),
         ('{"parms": {}}', "has no parms"),
         ('{"params": {"*": {"tp": "S"}}}', "is no placement"),
+        ('{"schedule": ["F0.0 B0"]}', "'B0' is no task: write F0.2"),
     ]:
         with pytest.raises(ValueError, match=message):
             Strategy.from_json(wrong)

@@ -82,7 +82,8 @@ from aiodaft.inside import current_runtime
 from aiodaft.member import current_group
 from aiodaft.methods import method
 from aiodaft.program import run, start, stop
-from aiodaft.ref import Ref, Refs, Stream, borrow
+from aiodaft.reading import borrow
+from aiodaft.ref import Ref, Refs, Stream
 from aiodaft.runtime import Runtime
 from aiodaft.scope import Scope
 from aiodaft.supervision import Backoff, Patience, Restart

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.process import current_process
 from aiodaft._runtime.serialization.tensors import fills_its_span, is_dense_tensor
-from aiodaft.reading import read_only
-from aiodaft.ref import borrow
+from aiodaft.reading import borrow, read_only
 
 if TYPE_CHECKING:
     import torch

@@ -1,21 +1,23 @@
-"""Methods that only read their arguments."""
+"""Values that are not copied: results that actors lend, and arguments that methods only read."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeAlias, TypeVar, cast
 
 from aiodaft.exceptions import BorrowError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["is_read_only", "read_only"]
+__all__ = ["Borrowed", "borrow", "is_read_only", "read_only", "unwrap"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 # Names of arguments, their tensors, and the versions of these.
 _Versions: TypeAlias = "list[tuple[str, torch.Tensor, int]]"
@@ -112,3 +114,42 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     for one in inside:
         if isinstance(one, kind) and not one.is_inference():
             yield one
+
+
+class Borrowed(Generic[T]):
+    """A result that is not copied; see `borrow`."""
+
+    __slots__ = ("_released", "value")
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+        self._released = asyncio.Event()
+
+    async def released(self) -> None:
+        """Wait until the caller has dropped its ref and no process reads the value.
+
+        Cancellation: only this wait ends.
+        """
+        await self._released.wait()
+
+    def mark_released(self) -> None:
+        """Wake `released`; called by the runtime when no process reads the value."""
+        self._released.set()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("borrow() is for the whole result of a method: pass the value itself, it travels as it is now")
+
+
+def borrow(value: T, /) -> T:
+    """Return a result from a method without a copy: `return aiodaft.borrow(self.weights)`.
+
+    Do not write to the value until `await ref.released()` (at the caller) or `await lent.released()` (in the actor, on
+    the object that `borrow` returned) has returned. An earlier write by torch is detected: the reader gets BorrowError,
+    never a mixture (docs/promises.md: which writes are not). To type checkers the result has the type of the value.
+    """
+    return cast(T, Borrowed(value))
+
+
+def unwrap(result: Any) -> tuple[Any, Borrowed[Any] | None]:
+    """The value of a method's result or item, and its lender, if it is lent."""
+    return (result.value, result) if isinstance(result, Borrowed) else (result, None)

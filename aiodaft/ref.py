@@ -11,12 +11,12 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
-from aiodaft._protocol.numbers import amount, is_number
+from aiodaft._protocol.numbers import amount, is_count, is_number
 from aiodaft.causes import message_of
 from aiodaft.exceptions import CallCancelled
 from aiodaft.html import facts, page, table
 
-__all__ = ["Borrowed", "Ref", "Refs", "Stream", "borrow", "lazy"]
+__all__ = ["Ref", "Refs", "Stream", "lazy"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -67,6 +67,7 @@ class RefBackend(Protocol):
     def free_now(self) -> None: ...
     def gathered(self, parts: tuple[Ref[Any], ...]) -> RefBackend: ...
     def parts(self) -> tuple[Ref[Any], ...] | None: ...
+    def cut(self, ref: Ref[Any], count: int) -> list[Ref[Any]]: ...
     def facts(self) -> RefFacts: ...
 
 
@@ -164,6 +165,18 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
         """
         await self._state.copy_into(target)
         return target
+
+    def parts(self: Ref[Sequence[T]], n: int) -> list[Ref[T]]:
+        """The `n` items of the value, a list or tuple, as refs of their own, in the process that makes it.
+
+        Raises:
+            ValueError: `n` is no positive whole number; from an await: the value has another number of items.
+            TypeError: From an await: the value is neither a list nor a tuple.
+            Exception: From an await: the error of the call. Cancellation: as for any ref; only that item is concerned.
+        """
+        if not is_count(n):
+            raise ValueError(f"a value is cut into a positive number of parts, not {n!r:.80}")
+        return self._state.cut(self, n)
 
     async def released(self) -> None:
         """Wait until no call under way has the value as an argument, and no process has it mapped.
@@ -546,45 +559,6 @@ class _Loop(Generic[T_co]):
 
     def __del__(self) -> None:
         self._backend.leave()
-
-
-class Borrowed(Generic[T]):
-    """A result that is not copied; see `borrow`."""
-
-    __slots__ = ("_released", "value")
-
-    def __init__(self, value: T) -> None:
-        self.value = value
-        self._released = asyncio.Event()
-
-    async def released(self) -> None:
-        """Wait until the caller has dropped its ref and no process reads the value.
-
-        Cancellation: only this wait ends.
-        """
-        await self._released.wait()
-
-    def mark_released(self) -> None:
-        """Wake `released`; called by the runtime when no process reads the value."""
-        self._released.set()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("borrow() is for the whole result of a method: pass the value itself, it travels as it is now")
-
-
-def borrow(value: T, /) -> T:
-    """Return a result from a method without a copy: `return aiodaft.borrow(self.weights)`.
-
-    Do not write to the value until `await ref.released()` (at the caller) or `await lent.released()` (in the actor, on
-    the object that `borrow` returned) has returned. An earlier write by torch is detected: the reader gets BorrowError,
-    never a mixture (docs/promises.md: which writes are not). To type checkers the result has the type of the value.
-    """
-    return cast(T, Borrowed(value))
-
-
-def unwrap(result: Any) -> tuple[Any, Borrowed[Any] | None]:
-    """The value of a method's result or item, and its lender, if it is lent."""
-    return (result.value, result) if isinstance(result, Borrowed) else (result, None)
 
 
 def parts_of(ref: Ref[Any]) -> tuple[Ref[Any], ...] | None:

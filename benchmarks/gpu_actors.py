@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from aiodaft.actor import Actor
 from aiodaft.methods import method
-from aiodaft.reading import read_only
-from aiodaft.ref import borrow
+from aiodaft.reading import borrow, read_only
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -10,7 +10,8 @@ from aiodaft.actor import Actor
 from aiodaft.group import Group
 from aiodaft.member import current_group
 from aiodaft.methods import method
-from aiodaft.ref import Refs, borrow
+from aiodaft.reading import borrow
+from aiodaft.ref import Refs
 from aiodaft.resharding import Layout, ReshardPlan, Sharding, reshard
 from aiodaft.runtime import Runtime
 

@@ -22,6 +22,11 @@ def test_what_dies_goes_on_from_its_checkpoint() -> None:
     assert said[5:] == ["Counter-1 died, which makes 3 deaths within 60 s: its policy allows 2 restarts"]
 
 
+def test_a_sort_in_parts_loses_nothing_and_passes_the_controller_by() -> None:
+    output = run_example("sort.py", "--mib", "16", "--parts", "8")
+    assert "sorted: True\nnothing is lost: True\nthe controller: 0 payload bytes\n" in output
+
+
 @pytest.mark.timeout(120)
 def test_agents_work_together_with_no_one_in_charge() -> None:
     output = run_example("agents_p2p.py")

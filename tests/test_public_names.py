@@ -24,7 +24,7 @@ NAMES: dict[type, set[str]] = {
     aiodaft.typing.Placement: OF_SPAWNERS,
     aiodaft.typing.Mesh: OF_SPAWNERS | {"slices"},
     aiodaft.typing.Slice: OF_SPAWNERS | {"gpus", "node"},
-    aiodaft.Ref: OF_FUTURES | {"free", "into", "ready", "released", "value"},
+    aiodaft.Ref: OF_FUTURES | {"free", "into", "parts", "ready", "released", "value"},
     aiodaft.Refs: {"cancel", "gather"},
     aiodaft.Stream: {"aclose"},
     aiodaft.Channel: {"aclose", "recv", "send"},

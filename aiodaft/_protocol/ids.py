@@ -28,6 +28,8 @@ KEYED: Final = ActorId(10)
 PLANNING: Final = ActorId(11)
 TURNS: Final = ActorId(12)
 FIRST_USER_ACTOR: Final = ActorId(16)
+# No actor has this number: the actor of a call is chosen later.
+NOBODY: Final = ActorId(-1)
 
 _EPOCH_SHIFT: Final = 32
 # In the id of a call of a group: the field with the number of bits that the number of the member takes.

@@ -46,7 +46,7 @@ from aiodaft._runtime.diagnostics.watchdog import Watchdog
 from aiodaft._runtime.graphs.graph_value import GraphContext
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.groups.blocks import Blocks
-from aiodaft._runtime.groups.collectives import Collectives
+from aiodaft._runtime.groups.collectives import Collectives, cut_up
 from aiodaft._runtime.groups.inboxes import Inboxes
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.groups.planning import PLANS, Planning
@@ -501,6 +501,9 @@ class Peer:
 
     def block_on(self, ref: Ref[Any], timeout: float | None) -> Any:
         return block_on(self.process, ref, f"the ref of {state_of(ref).origin}: result()", timeout)
+
+    def cut(self, ref: Ref[Any], count: int) -> list[Ref[Any]]:
+        return self.process.on_loop(lambda: cut_up(ref, count))
 
     def _open_transport(self, name: str) -> Transport:
         return open_transport(name, self.process)

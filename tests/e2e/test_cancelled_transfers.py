@@ -24,7 +24,7 @@ from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.transfer import Delivery
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.actor import target_of
-from aiodaft.ref import Borrowed
+from aiodaft.reading import Borrowed
 from aiodaft_transport import GrantError, Transport
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

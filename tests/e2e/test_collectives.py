@@ -302,7 +302,7 @@ async def test_wrong_arguments_are_refused_at_the_line(rt: aiodaft.Runtime) -> N
     with pytest.raises(ValueError, match="no actors to give a value to"):
         aiodaft.broadcast(refs[0], [])
     for item in aiodaft.scatter(refs[0], [member, member]):
-        with pytest.raises(ValueError, match=r"scatter: expected 2 items, one for each member, not 1"):
+        with pytest.raises(ValueError, match=r"scatter: expected a list or tuple of 2 items, not of 1"):
             await item
     with pytest.raises(TypeError, match="reduce_scatter: expected a tensor or an array to be cut, not list"):
         await aiodaft.reduce_scatter(refs)

@@ -215,7 +215,7 @@ async def test_roots_that_differ_and_values_that_cannot_be_cut_or_sent(rt: aioda
         assert "rank 1 has root 1" in str(error)
     for error in await errors_of([member.do("all_to_all", [1, 2, 3], key="exchange") for member in group]):
         assert isinstance(error, ValueError)
-        assert f"all_to_all 'exchange' of {group.id}: expected 2 items, one for each member, not 3" in str(error)
+        assert f"all_to_all 'exchange' of {group.id}: expected a list or tuple of 2 items, not of 3" in str(error)
     await group[0].begin("all_gather", 1, key="lock")
     with pytest.raises(TypeError, match="lock"):
         await group[1].gather_lock("lock")

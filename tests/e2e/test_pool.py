@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 from functools import partial
 
 import pytest
-from pool_tasks import Desk, die, die_at_first, fail, pid, square, total, wait
+from inside import producer_of
+from pool_tasks import Desk, cut, die, die_at_first, fail, heads, pid, square, total, wait
 
 import aiodaft
 
@@ -177,3 +178,36 @@ async def test_bad_input_is_refused_at_its_line(rt: aiodaft.Runtime) -> None:
 
 def items() -> Iterator[int]:
     yield 1
+
+
+async def test_parts_of_results_go_from_worker_to_worker(rt: aiodaft.Runtime) -> None:
+    async with rt.pool(2) as pool:
+        before = rt.traffic().payload
+        # The parts are cut where the maps ran, although no map has begun.
+        maps = [pool.submit(cut, seed, 4) for seed in range(3)]
+        rows = [ref.parts(4) for ref in maps]
+        columns = [pool.submit(heads, list(column)) for column in zip(*rows, strict=True)]
+        assert await asyncio.gather(*columns) == [[10 * seed + part for seed in range(3)] for part in range(4)]
+        assert rt.traffic().payload == before
+        workers = {(await rt.info(worker)).process for worker in pool.group}
+        for ref, parts in zip(maps, rows, strict=True):
+            assert {producer_of(part) for part in parts} == {producer_of(ref)} <= workers
+
+
+async def test_values_without_such_parts_are_errors_of_the_parts(rt: aiodaft.Runtime) -> None:
+    async with rt.pool(1) as pool:
+        with pytest.raises(ValueError, match=r"positive number of parts, not 0"):
+            pool.submit(square, 1).parts(0)  # type: ignore[misc]  # no list
+        for wrong, kind, found in (
+            (pool.submit(cut, 0, 3), ValueError, "of 3"),
+            (pool.submit(square, 1), TypeError, "int"),
+        ):
+            for part in wrong.parts(2):  # type: ignore[misc]  # one is no list
+                with pytest.raises(kind, match=rf"parts\(2\) of .*: expected a list or tuple of 2 items, not {found}"):
+                    await part
+        for part in pool.submit(fail, "wrong").parts(2):
+            with pytest.raises(ValueError, match="wrong"):
+                await part
+        values = rt.put((1, "two"))
+        assert [await part for part in values.parts(2)] == [1, "two"]
+        assert await asyncio.to_thread(lambda: [part.result() for part in values.parts(2)]) == [1, "two"]

@@ -117,6 +117,9 @@ class Node:
     def block_on(self, ref: Ref[Any], timeout: float | None) -> Any:
         raise NotImplementedError
 
+    def cut(self, ref: Ref[Any], count: int) -> list[Ref[Any]]:
+        raise NotImplementedError
+
 
 @pytest.fixture
 async def nodes() -> AsyncIterator[tuple[Node, Node, Node]]:

@@ -17,7 +17,7 @@ from inside import peer_of
 import aiodaft
 from aiodaft._runtime.platform.threads import wait_passed
 from aiodaft._runtime.serialization.encoder import Names
-from aiodaft.ref import Borrowed
+from aiodaft.reading import Borrowed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel says which threads compute")
 

@@ -26,7 +26,7 @@ from aiodaft._runtime.serialization.encoder import all_plain
 from aiodaft._runtime.serialization.errors import encode_error, passed_on
 from aiodaft._runtime.serialization.small import SMALL, Small
 from aiodaft.exceptions import ActorDied, CallCancelled, RemoteProtocolError, StaleHandle
-from aiodaft.ref import unwrap
+from aiodaft.reading import unwrap
 
 # Results that are remembered after their answer, in two generations; and bytes of one of them at most.
 _REMEMBERED: Final = 256

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, TypeAlias, cast
 
 from aiodaft._protocol.calls.outgoing import NOWHERE, Failure, Location, Whereabouts, failure_of
@@ -184,12 +184,13 @@ class FollowingTarget(Target):
     def forget(self, number: CallId) -> None:
         self._backlog.forget(number)
 
-    async def arrive(self) -> None:
-        """Raises DaftError: the actor is gone for good."""
+    async def arrive(self) -> PeerId:
+        """The process where it is, once it is up. Raises DaftError: the actor is gone for good."""
         if self.is_down:
             self.move(await self.locate(wait=True))
         if self.ended is not None:
             raise unsent(self.ended)
+        return self.remote
 
     async def _find(self, connection: Connection | None) -> None:
         try:
@@ -453,8 +454,8 @@ def _rebuild(
 
 
 # Calls of a system actor in the process of another actor, its host. Eager calls go to the process where the host is,
-# or, while it is down, its next one (`TargetBeside`). Those of a captured graph go to where the host is when the graph
-# is deployed (`AlwaysBeside`).
+# or, if that is not known yet, its next one (`TargetBeside`). Those of a captured graph go to where the host is when
+# the graph is deployed (`AlwaysBeside`).
 
 
 class Beside(Target):
@@ -472,14 +473,14 @@ class Beside(Target):
 
 
 class TargetBeside(Beside):
-    """Calls wait until the next process of a supervised actor is known; they fail if it is not made again."""
+    """Calls wait until `found` gives the process, and fail with its error."""
 
     __slots__ = ("_backlog",)
 
-    def __init__(self, followed: FollowingTarget, actor: ActorId) -> None:
-        super().__init__(followed, NOWHERE, actor, f"what is beside {followed.label}")
-        self._backlog = Backlog(self.caller, followed.label)
-        self.process.tasks.create_task(self._find(followed), name=f"find {self.label}")
+    def __init__(self, host: Target, actor: ActorId, found: Coroutine[Any, Any, PeerId]) -> None:
+        super().__init__(host, NOWHERE, actor, f"what is beside {host.label}")
+        self._backlog = Backlog(self.caller, host.label)
+        self.process.tasks.create_task(self._find(found), name=f"find {self.label}")
 
     def call(
         self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], number: CallId | None = None
@@ -494,13 +495,15 @@ class TargetBeside(Beside):
         self._backlog.admit(request)
         return Ref(state)
 
-    async def _find(self, followed: FollowingTarget) -> None:
+    async def _find(self, found: Coroutine[Any, Any, PeerId]) -> None:
         try:
-            await followed.arrive()
+            self.remote = await found
+        except asyncio.CancelledError:
+            self._backlog.fail(self.process.closing)
+            raise
         except Exception as error:  # noqa: BLE001 - the waiting calls fail with it
             self._backlog.fail(error)
             return
-        self.remote = followed.remote
         for request in self._backlog.take_all():
             self.caller.sender.submit_later(request)
 

@@ -90,9 +90,9 @@ def cut(value: Any, how: Cut, part: int, parts: Parts) -> Any:
         return value
     if how is Cut.ITEM:
         if not isinstance(value, list | tuple):
-            raise TypeError(f"expected a list of {parts} items, one for each member, not {type(value).__name__}")
+            raise TypeError(f"expected a list or tuple of {parts} items, not {type(value).__name__}")
         if len(value) != parts:
-            raise ValueError(f"expected {parts} items, one for each member, not {len(value)}")
+            raise ValueError(f"expected a list or tuple of {parts} items, not of {len(value)}")
         return value[part]
     if not _is_array(value):
         if how is Cut.ROWS:

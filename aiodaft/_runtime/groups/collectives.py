@@ -12,8 +12,9 @@ from itertools import chain
 from typing import Any, Final, TypeAlias, cast
 
 from aiodaft._protocol.calls.outgoing import NOWHERE
+from aiodaft._protocol.groups import collective
 from aiodaft._protocol.groups.collective import Cut, Parts, Plan, Step, Work, runs_on_loop
-from aiodaft._protocol.ids import COLLECTIVES, PeerId, can_share_memory
+from aiodaft._protocol.ids import COLLECTIVES, NOBODY, PeerId, can_share_memory
 from aiodaft._protocol.objects.value import PENDING
 from aiodaft._runtime.actors.hosted_actor import serving
 from aiodaft._runtime.calls.call import Caller, CallState, Target
@@ -152,8 +153,22 @@ def _job(step: Step, plan: Plan) -> Job:
 def place_of(ref: Ref[Any]) -> Place:
     state = state_of(ref)
     if isinstance(state, CallState) and (state.status is PENDING or _is_captured(state.target)):
+        if state.target.actor == NOBODY:
+            return TargetBeside(state.target, COLLECTIVES, _producer_of(Ref(state.hold())))
         return place_beside(state.target)
     return state.producer
+
+
+async def _producer_of(ref: Ref[Any]) -> PeerId:
+    await ref.ready()
+    return state_of(ref).producer
+
+
+def cut_up(ref: Ref[Any], count: int) -> list[Ref[Any]]:
+    """The items of a list or tuple, each a value of its own in the process that has the list."""
+    members = Members([ref], [place_of(ref)] * (count + 1))
+    plan = collective.hand_out(count, Cut.ITEM, one_memory=True)
+    return members.carry_out(plan, "sum", f"parts({count}) of {state_of(ref).origin}")
 
 
 def place_beside(target: Target) -> Place:
@@ -163,7 +178,7 @@ def place_beside(target: Target) -> Place:
     if isinstance(target, TargetBeside):
         return target if target.remote == NOWHERE else target.remote
     if isinstance(host, FollowingTarget) and host.is_down:
-        return TargetBeside(host, COLLECTIVES)
+        return TargetBeside(host, COLLECTIVES, host.arrive())
     return host.remote
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 from aiodaft._protocol.connections.messages import WANT_REPLY
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.groups.turns import runs_in_turn
-from aiodaft._protocol.ids import KEYED, ActorId, CallId, roster_at, sibling_ids
+from aiodaft._protocol.ids import KEYED, NOBODY, CallId, roster_at, sibling_ids
 from aiodaft._protocol.node.liveness import Health
 from aiodaft._runtime.calls.call import CallState, Request, Target
 from aiodaft._runtime.calls.following import FollowingCall, FollowingTarget, followed
@@ -228,10 +228,6 @@ def _take_back(refs: Iterable[Ref[Any]]) -> None:
         ref.cancel()
 
 
-# No actor of this process has this number, so each call comes to `missed`.
-_NOBODY: Final = ActorId(-1)
-
-
 class TaskQueue(Target):
     """The members of a pool as one target of calls; `room`: tasks that a member may have under way."""
 
@@ -240,7 +236,7 @@ class TaskQueue(Target):
     def __init__(
         self, label: str, like: Target, members: Callable[[], Sequence[Unit]], calls: MemberCalls, room: int
     ) -> None:
-        super().__init__(like.caller, like.caller.process.id, _NOBODY, label, like.sink)
+        super().__init__(like.caller, like.caller.process.id, NOBODY, label, like.sink)
         self._backlog = Backlog(like.caller, label)
         self._members = members
         self._calls = calls

@@ -35,7 +35,8 @@ from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.actor import Actor
 from aiodaft.exceptions import DaftError
 from aiodaft.methods import method
-from aiodaft.ref import Ref, borrow
+from aiodaft.reading import borrow
+from aiodaft.ref import Ref
 from aiodaft_transport import Grant
 
 if TYPE_CHECKING:

@@ -136,6 +136,9 @@ class RefState(Value):
     def gathered(self, parts: tuple[Ref[Any], ...]) -> RefState:
         return GatheredState(self.objects, parts)
 
+    def cut(self, ref: Ref[Any], count: int) -> list[Ref[Any]]:
+        return self.objects.owner.cut(ref, count)
+
     def check_loop(self) -> None:
         if asyncio._get_running_loop() is not self.process.loop:
             raise RuntimeError(f"{self.label} is awaited on another event loop than the one its runtime was opened on")
@@ -540,6 +543,7 @@ class ObjectsOwner(Protocol):
     def cancel_local(self, number: CallId) -> bool: ...
     def credit_local(self, number: CallId, count: int) -> None: ...
     def block_on(self, ref: Ref[Any], timeout: float | None) -> Any: ...
+    def cut(self, ref: Ref[Any], count: int) -> list[Ref[Any]]: ...
 
 
 class Dropped(Protocol):

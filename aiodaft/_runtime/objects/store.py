@@ -22,7 +22,7 @@ from aiodaft._runtime.serialization.encoded import Source
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.small import NAMED, SMALL
 from aiodaft._runtime.serialization.tensors import Places, kind_in, kind_of, loaded_torch, memory_of, nowhere
-from aiodaft.ref import Borrowed, unwrap
+from aiodaft.reading import Borrowed, unwrap
 from aiodaft_transport import DEVICE_NAME, Block, Grant, Transport, choose_name
 from aiodaft_transport.memory import view_at
 from aiodaft_transport.system import fork_count

@@ -16,7 +16,7 @@ from aiodaft._runtime.serialization.encoded import Encoded, Source
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.small import NAMED
 from aiodaft.exceptions import ResourceExhausted
-from aiodaft.ref import Borrowed
+from aiodaft.reading import Borrowed
 from aiodaft_transport import Block, Grant, Pullable, Transport
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ ActorId = NewType("ActorId", int)
 # A call, and its result: unique within the process that made the call. Negative: one of the calls of a call of a group.
 CallId = NewType("CallId", int)
 
-# Every process hosts actors that serve its peers; the controller (or a node process) hosts more.
+# Every process hosts actors that serve its peers.
 AGENT: Final = ActorId(0)
 CHANNELS: Final = ActorId(3)
 NODE: Final = ActorId(1)
@@ -32,9 +32,7 @@ FIRST_USER_ACTOR: Final = ActorId(16)
 NOBODY: Final = ActorId(-1)
 
 _EPOCH_SHIFT: Final = 32
-# In the id of a call of a group: the field with the number of bits that the number of the member takes.
 _WIDTH_BITS: Final = 5
-# Beside these bits: the roster of the group that was called.
 _ROSTERS: Final = 15
 _TAIL_BITS: Final = _WIDTH_BITS + 4
 _UPPER_HALF: Final = 1 << 31
@@ -45,7 +43,7 @@ def node_of(peer: PeerId) -> str:
 
 
 def is_attached(peer: PeerId) -> bool:
-    """Whether a process is a controller that uses a cluster: no node has started it, and none can connect to it."""
+    """A controller that uses a cluster: no node has started it, and none can connect to it."""
     return peer.startswith("controller-") and "@" in peer
 
 
@@ -58,7 +56,6 @@ def is_worker(peer: PeerId) -> bool:
 
 
 def can_share_memory(first: PeerId, second: PeerId) -> bool:
-    """Whether two processes belong to one node, which hands each the descriptors of the other."""
     return node_of(first) == node_of(second) and not is_attached(first) and not is_attached(second)
 
 
@@ -71,7 +68,7 @@ def number_of(actor: ActorId) -> ActorId:
 
 
 def first_number_beside(actor: ActorId) -> int:
-    """The first number for actors that the process of this actor owns: that process hosts none with such numbers.
+    """The process of this actor hosts none with such numbers.
 
     All actors of one process have the same owner, and so numbers of the same half.
     """
@@ -83,10 +80,7 @@ def epoch_of(actor: ActorId) -> int:
 
 
 def sibling_ids(serial: CallId, count: int, roster: int = 0) -> Sequence[CallId]:
-    """The ids of the calls of one call of a group, which is told from others by a number that is its own.
-
-    So each of them says which call of the group it belongs to, and no message has to. `roster`: see `roster_of`.
-    """
+    """The ids of the calls of one call of a group: each says which call of the group it belongs to."""
     width = (count - 1).bit_length()
     # Each is, with the sign turned: the serial number, that of the member, the roster, and how many bits the number of
     # the member takes.
@@ -95,20 +89,19 @@ def sibling_ids(serial: CallId, count: int, roster: int = 0) -> Sequence[CallId]
 
 
 def roster_at(epoch: int) -> int:
-    """Tells the members of a group at one epoch from those of the epochs near it; never 0."""
+    """Tells the members of a group from those at epochs near it; never 0."""
     return 1 + epoch % _ROSTERS
 
 
 def roster_of(call: CallId) -> int:
-    """`roster_at` the epoch of a call of all members whose method runs one at a time; 0 for another call."""
+    """Of a call of all members whose method runs one at a time; 0 for another call."""
     return 0 if call >= 0 else -call >> _WIDTH_BITS & (1 << _TAIL_BITS - _WIDTH_BITS) - 1
 
 
 def serial_of(call: CallId) -> int:
-    """The place of a call in the order in which its process makes calls: one place for the calls of a group's call."""
     return call if call >= 0 else -call >> _TAIL_BITS + (-call & (1 << _WIDTH_BITS) - 1)
 
 
 def group_call_of(caller: PeerId, call: CallId) -> tuple[PeerId, int] | None:
-    """Names the call of a group that a call belongs to, in the cluster; None if it was made by itself."""
+    """Names the call of a group that a call belongs to, in the cluster."""
     return None if call >= 0 else (caller, serial_of(call))

@@ -18,7 +18,6 @@ def amount(size: int) -> str:
 
 
 def count(number: int, one: str, several: str = "") -> str:
-    """So many of something; `several` is needed where it is not `one` with an s."""
     return f"{number:,} {one if number == 1 else several or f'{one}s'}"
 
 
@@ -27,8 +26,6 @@ V = TypeVar("V")
 
 
 class Latest(dict[K, V]):
-    """A dict of at most so many entries: a new one takes the place of the oldest."""
-
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
@@ -44,11 +41,6 @@ EventT = TypeVar("EventT", bound=Enum)
 
 
 def next_state(transitions: Mapping[tuple[StateT, EventT], StateT], state: StateT, event: EventT) -> StateT:
-    """The state after an event.
-
-    Raises:
-        ValueError: The event cannot happen in that state.
-    """
     try:
         return transitions[state, event]
     except KeyError:

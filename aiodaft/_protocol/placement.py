@@ -16,12 +16,11 @@ from aiodaft._protocol.node.resources import Demand, Stock
 # where the fewest actors per CPU are. With `spread`, as few as possible share a node, and the emptiest nodes come
 # first. Among equals, the order of the views decides.
 
-# Names that an error lists; it counts the others.
 _LISTED: Final = 3
 
 
 def obstacle(node: NodeView, where: Where) -> str | None:
-    """The constraint that keeps a request from a node, in words that fit several nodes; None if none does."""
+    """The constraint that keeps a request from a node, in words that fit several nodes."""
     if where.node not in {None, node.name}:
         return f"not named {where.node!r}"
     if node.draining:
@@ -90,7 +89,6 @@ def _wish(request: Request) -> str:
 
 
 def _short_of(nodes: Sequence[NodeView], request: Request, rooms: Mapping[str, int]) -> list[str]:
-    """The free resources of the nodes that no constraint excludes, those with the most room first."""
     parts: list[str] = []
     for node in sorted(nodes, key=lambda node: -rooms[node.name])[:_LISTED]:
         missing = _missing(node.stock, request.demand)
@@ -101,7 +99,6 @@ def _short_of(nodes: Sequence[NodeView], request: Request, rooms: Mapping[str, i
 
 
 def _missing(stock: Stock, demand: Demand) -> str:
-    """The resource that keeps even one actor from a node; empty if one has room."""
     for name, amount in {"cpus": demand.cpus, **demand.custom}.items():
         alone = Demand(cpus=amount) if name == "cpus" else Demand(custom={name: amount})
         if amount and not stock.room_for(alone, 1):
@@ -129,8 +126,6 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class NodeState(NamedTuple):
-    """The report of a node, or of a slice of one, on itself; see `NodeView`."""
-
     stock: Stock
     actors: int = 0
     revision: int = 0
@@ -138,13 +133,6 @@ class NodeState(NamedTuple):
 
 
 class NodeView(NamedTuple):
-    """A node, or a slice of one, as it was at some moment.
-
-    Attributes:
-        revision: A number that grows whenever something was given back there.
-        draining: Whether it takes nothing new any more.
-    """
-
     name: str
     labels: Mapping[str, str]
     stock: Stock
@@ -154,22 +142,12 @@ class NodeView(NamedTuple):
 
 
 class Anchor(NamedTuple):
-    """The place of an actor that others are to be near to, or apart from."""
-
     label: str
     node: str
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The constraints on the nodes of a request.
-
-    Attributes:
-        node: The name of the only one; None allows all.
-        near: One of these must be there; empty allows all.
-        apart_from: None of these may be there.
-    """
-
     node: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     near: tuple[Anchor, ...] = ()
@@ -197,12 +175,7 @@ class Request:
 
 
 class Unplaceable(NamedTuple):
-    """Why a request cannot be met.
-
-    Attributes:
-        reason: The constraints, and which nodes fail them why.
-        never: Whether these nodes could not even meet it if nothing were in use.
-    """
+    """Why a request cannot be met; `never`: not even if nothing were in use."""
 
     reason: str
     never: bool
@@ -252,7 +225,7 @@ def _in_turn(
     rooms: dict[str, int],
     rank: Callable[[NodeView, int], tuple[float, float]],
 ) -> tuple[str, ...]:
-    """Place one member after the other on the node with the lowest rank, which may change with its members."""
+    """The rank of a node may change with its members."""
     heap = [(rank(node, 0), index, 0) for index, node in enumerate(nodes)]
     heapq.heapify(heap)
     chosen: list[str] = []
@@ -266,15 +239,13 @@ def _in_turn(
 
 
 def _fullness(node: NodeView, request: Request) -> tuple[float, ...]:
-    """Lower for nodes that are the better filled up."""
     spares_gpus = node.stock.gpus and not request.demand.gpus
-    # The number of actors that would fit, up to a bound that keeps demands of next to nothing comparable.
+    # A bound keeps demands of next to nothing comparable.
     room = node.stock.room_for(request.demand, 1_000_000)
     return bool(spares_gpus), room, -_used_share(node, request.demand, 0)
 
 
 def _used_share(node: NodeView, demand: Demand, mine: int) -> float:
-    """The used share of the scarcest resource of a demand, of which `mine` more are there; of CPUs if it needs none."""
     stock = node.stock
     needs = {"cpus": demand.cpus, "gpus": demand.gpus, **demand.custom}
     free = {**stock.free, "gpus": sum(stock.gpus)}

@@ -54,7 +54,7 @@ _E: Final = ChildEvent
 TRANSITIONS: Final[dict[tuple[ChildState, ChildEvent], ChildState]] = {
     (_S.STARTING, _E.MADE): _S.UP,
     (_S.STARTING, _E.FAILED): _S.DOWN,
-    # It is made in vain: it is stopped when its process has made it.
+    # Made in vain: it is stopped when its process has made it.
     (_S.STARTING, _E.RESTART): _S.LEAVING,
     (_S.STARTING, _E.NO_MORE): _S.ENDING,
     (_S.UP, _E.FAILED): _S.DOWN,
@@ -65,7 +65,6 @@ TRANSITIONS: Final[dict[tuple[ChildState, ChildEvent], ChildState]] = {
     (_S.LEAVING, _E.MADE): _S.LEAVING,
     (_S.LEAVING, _E.RESTART): _S.LEAVING,
     (_S.LEAVING, _E.STOPPED): _S.DOWN,
-    # It could not be made, and so there is nothing to stop.
     (_S.LEAVING, _E.FAILED): _S.DOWN,
     (_S.LEAVING, _E.NO_MORE): _S.ENDING,
     (_S.ENDING, _E.MADE): _S.ENDING,
@@ -74,23 +73,17 @@ TRANSITIONS: Final[dict[tuple[ChildState, ChildEvent], ChildState]] = {
     (_S.ENDING, _E.FAILED): _S.OVER,
     (_S.DOWN, _E.TURN): _S.STARTING,
     (_S.DOWN, _E.RESTART): _S.DOWN,
-    # It has no process to stop.
     (_S.DOWN, _E.NO_MORE): _S.OVER,
     (_S.RETIRED, _E.NO_MORE): _S.RETIRED,
     **{(state, _E.ENDED): _S.OVER for state in _S},
 }
 
-# Its handles lead to its process.
 REACHABLE: Final = frozenset({_S.UP, _S.RETIRED})
-# Its process has to stop it.
 STOPPING: Final = frozenset({_S.LEAVING, _S.ENDING})
-# Its supervisor does nothing more with it.
 SETTLED: Final = frozenset({_S.RETIRED, _S.OVER})
 
 
 class Child(Protocol):
-    """A child, as far as its next task goes; `due` is the time of its next start."""
-
     state: ChildState
     due: float
 
@@ -99,7 +92,6 @@ OrderedT = TypeVar("OrderedT", bound=Child)
 
 
 def next_task(children: Sequence[OrderedT]) -> tuple[OrderedT, float | None] | None:
-    """The next child to stop, with None, or to start, with the time, of the children that are restarted together."""
     # All stop before the first starts.
     stopping = [child for child in children if child.state in STOPPING]
     if stopping:
@@ -116,7 +108,6 @@ class Fate(enum.Enum):
 
 
 def fate_of(state: ChildState, *, wanted: bool) -> Fate:
-    """The fate of a child whose process ended, which may have been `wanted`."""
     if state is ChildState.STARTING:
         return Fate.NOT_MADE
     if state not in REACHABLE:
@@ -230,12 +221,6 @@ class Restart:
 
 
 def check_alone(policy: Restart) -> Restart:
-    """Return a policy that fits a single actor.
-
-    Raises:
-        TypeError: It is no policy.
-        ValueError: Its strategy is about siblings.
-    """
     if not isinstance(policy, Restart):
         raise TypeError(f"restart={policy!r:.80} is not an aiodaft.Restart")
     if policy.strategy != "one_for_one":
@@ -246,8 +231,6 @@ def check_alone(policy: Restart) -> Restart:
 
 
 class Supervision(NamedTuple):
-    """The policy of one actor, its kind of restart, and whether the policy is the one of its scope."""
-
     policy: Restart
     kind: Kind
     shared: bool
@@ -256,9 +239,7 @@ class Supervision(NamedTuple):
 def supervision_of(
     own: Restart | Kind | None, of_class: Restart | None, of_scope: Restart | None
 ) -> Supervision | None:
-    """The policy and kind that apply to an actor: its own, then those of its scope or class; None: it is not
-    supervised.
-    """
+    """The policy of an actor: its own, then that of its scope or class; None: it is not supervised."""
     if of_scope is not None and not isinstance(own, Restart):
         return Supervision(of_scope, own or of_scope.kind, shared=True)
     policy = own if isinstance(own, Restart) else of_class
@@ -275,18 +256,17 @@ class Gone(NamedTuple, Generic[ChildT]):
 
 @dataclass(frozen=True, slots=True)
 class Again(Generic[ChildT]):
-    """Stop `stop` in this order, then start `start` in this order. `gone` is a part of `stop` that is not restarted."""
+    """Stop `stop`, then start `start`, in these orders. `gone` is a part of `stop` that is not restarted."""
 
     stop: tuple[ChildT, ...]
     start: tuple[ChildT, ...]
     gone: tuple[ChildT, ...]
-    # The number of restarts within the period, or without limit in a row, with this one.
     count: int
     delay: float
 
 
 class GiveUp(NamedTuple, Generic[ChildT, EvidenceT]):
-    """The intensity allows no more restarts: `down` stay down. The evidence of each failure, oldest first."""
+    """`down` stay down. The evidence of each failure, oldest first."""
 
     down: tuple[ChildT, ...]
     evidence: tuple[EvidenceT, ...]
@@ -303,9 +283,7 @@ class Siblings(Generic[ChildT, EvidenceT]):
         self._chance = chance
         self._children: dict[ChildT, Kind] = {}
         self._down: set[ChildT] = set()
-        # Without a limit only the last one is of use.
         self._failures: deque[tuple[float, EvidenceT]] = deque(maxlen=1 if policy.intensity is None else None)
-        # The failures since a child was last up for the period.
         self._in_a_row = 0
         self._up_since = 0.0
         self._failed_together: set[ChildT] = set()
@@ -373,17 +351,14 @@ class Siblings(Generic[ChildT, EvidenceT]):
         return decision
 
 
-# Calls that were made together, where the failed await of one keeps the program from awaiting the others.
-#
-# In `a, b = m.step(), n.step()` the code that awaits `b` does not run if `await a` raises: the error of the call, or
-# the cancellation of a timeout. When `b` is dropped then, its error is no news to the program: it has an error of that
-# task already.
-#
+# Calls that were made together. In `a, b = m.step(), n.step()` the code that awaits `b` does not run if `await a`
+# raises: the error of the call, or the cancellation of a timeout. When `b` is dropped then, its error is no news to the
+# program: it has an error of that task already.
 # Times are numbers of calls: a later event in a process has a higher number.
 
 Maker = TypeVar("Maker")
 
-# Awaits that are remembered. If more calls fail before a sibling is dropped, its error is reported after all.
+# If more awaits fail before a sibling is dropped, its error is reported after all.
 _REMEMBERED: Final = 1024
 
 
@@ -398,13 +373,12 @@ class FailedAwaits(Generic[Maker]):
         self._failed: deque[_Failed[Maker]] = deque(maxlen=_REMEMBERED)
 
     def note(self, maker: Maker, call: CallId, raised: int) -> None:
-        """An await raised something: of a call that the task `maker` made."""
         self._failed.append(_Failed(maker, call, raised))
 
     def excuse(self, maker: Maker, call: CallId, failed: int, dropped: int) -> bool:
         """Whether the error of a call is no news, because the await of a sibling had failed before.
 
-        A sibling is another call of the same task, its `maker`, under way at the same time. `dropped`: the call's ref.
+        A sibling is another call of the same task, its `maker`, under way at the same time.
         """
         made = serial_of(call)
         return any(

@@ -14,7 +14,6 @@ import click
 from aiodaft import __version__
 from aiodaft.cli.options import Failed
 
-# The commands in the order of `aiodaft --help`, and the modules that have them.
 _MODULES: Final = {
     "new": ".new",
     "run": ".run",
@@ -35,7 +34,6 @@ _MODULES: Final = {
     "down": ".cluster",
     "completion": ".options",
 }
-# The errors of a full disk, to which a command prints.
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -55,7 +53,6 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            # As a shell says it.
             raise SystemExit(128 + signal.SIGINT) from None
         except OSError as error:
             if error.errno not in _FULL:

@@ -26,7 +26,6 @@ from .options import Failed, Output, address_argument, completing, json_option, 
 
 T = TypeVar("T")
 
-# Seconds that a node has for an answer.
 PATIENCE: Final = 3.0
 
 
@@ -180,7 +179,6 @@ async def _end(rt: Runtime, output: Output) -> None:
             silent.append(f"the node {member.name} was not told to end: {error}")
             return
         except ActorDied:
-            # One that is gone has ended.
             pass
         ended.append(member.name)
 
@@ -190,7 +188,6 @@ async def _end(rt: Runtime, output: Output) -> None:
         try:
             found = await who_listens(far.network, controller.process.id, member.address)
         except DaftError as error:
-            # If nothing listens there, the node has ended.
             if not isinstance(error.__cause__, ConnectionRefusedError):
                 silent.append(f"the node {member.name}, which had lost its lease, was not told to end: {error}")
         else:
@@ -199,7 +196,6 @@ async def _end(rt: Runtime, output: Output) -> None:
                 await end(member)
 
     lost = await answer_of(controller.coordinator.lost_members()) or ()
-    # The coordinator is the last one, so that the others can leave.
     await asyncio.gather(*(end(member) for member in members if member.name != first), *map(end_lost, lost))
     await asyncio.gather(*(end(member) for member in members if member.name == first))
     if silent:

@@ -39,22 +39,17 @@ from aiodaft_transport.cuda.libcuda import CudaDriver
 from aiodaft_transport.system import usable_cpus
 from aiodaft_transport.ucx import INTERFACE_VARIABLE
 
-# The most calls that are measured, and the most seconds that they may take, unless one takes longer.
 _CALLS: Final = 100
 _SECONDS: Final = 0.1
 _FEWEST: Final = 3
-# Bytes of the first value, and of the largest one.
 _SMALLEST: Final = 1 << 20
 _LARGEST: Final = 64 << 20
 
 
 class Facts(NamedTuple):
-    """The facts that a process reports on its machine."""
-
     python: str
     aiodaft: str
     interfaces: dict[str, list[str]]
-    # The interface that it names for `ucx`; empty: none.
     ucx: str
 
     def __str__(self) -> str:
@@ -105,7 +100,7 @@ class Probe(Actor, cpus=0):
 
 
 async def call(other: Probe) -> float:
-    """Seconds of a call of another process: the median."""
+    """The median of the measured calls, in seconds."""
     await other.echo()
     taken: list[float] = []
     while len(taken) < _FEWEST or (sum(taken) < _SECONDS and len(taken) < _CALLS):
@@ -114,7 +109,7 @@ async def call(other: Probe) -> float:
 
 
 async def fetch(other: Probe, transport: str) -> float:
-    """Bytes per second at which a large value comes from another process: the best that was seen."""
+    """The best that was seen."""
     give, size, best = {"tcp": other.give_tcp, "ucx": other.give_ucx}[transport], _SMALLEST, 0.0
     while True:
         await other.prepare(size)
@@ -134,7 +129,6 @@ async def _timed(step: Callable[[], Awaitable[object]]) -> float:
 
 
 def way(address: str) -> str:
-    """The interface that leads to a node; empty if that is not known."""
     with suppress(OSError):
         here = interface_to(address)
         return next((name for name, ips in interfaces().items() if here in ips), "")
@@ -143,7 +137,6 @@ def way(address: str) -> str:
 
 T = TypeVar("T")
 
-# Seconds for one measurement: more than connecting may take.
 _PATIENCE: Final = 20.0
 _HEAD: Final = ("from", "to", "over", "call", "tcp", "ucx")
 _HERE: Final = "(here)"
@@ -174,7 +167,6 @@ async def examine_hosts(address: str, key_file: str | None, names: Collection[st
     """Report on the ways between this machine and the nodes, and between these; returns whether all work.
 
     Args:
-        key_file: The key of the cluster; None: at the place where all commands look for it.
         names: The nodes to look at; empty: all.
     """
     try:
@@ -240,7 +232,6 @@ class _Examination:
             self._problems.append(str(error))
 
     async def _measure(self, source: str, target: str, width: int) -> None:
-        """The way from one to the other, as a line of the table."""
         begin, probe, where = self._ends[source], self._probes[target], f"{source} to {target}"
         way: dict[str, Any] = {"from": source, "to": target}
         self._output.document["ways"].append(way)
@@ -311,7 +302,6 @@ def doctor(address: str | None, nodes: tuple[str, ...], key_file: str | None, as
 
 
 async def _examine(given: str | None, key_file: str | None, nodes: tuple[str, ...], output: Output) -> bool:
-    # The tests of this machine need no cluster.
     address = os.environ.pop("AIODAFT_ADDRESS", None)
     works = given is not None or await _examine_machine(output)
     if address := given or address:

@@ -50,7 +50,6 @@ def new_key(path: str | None, encrypt_payloads: bool, as_json: bool) -> None:
 
 
 def new_certificate() -> tuple[bytes, bytes]:
-    """A certificate that signs itself, and its private key: PEM."""
     try:
         from cryptography import x509  # noqa: PLC0415 - optional
         from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415 - optional

@@ -12,13 +12,10 @@ import click
 from .options import Failed, Output, json_option
 
 _TEMPLATES: Final = Path(__file__).parent / "templates"
-# A name that a Python project may have.
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 class _Kind(NamedTuple):
-    """The command that starts the program, its modules, and the packages that it and its tests need."""
-
     start: str
     modules: list[str]
     packages: list[str]
@@ -73,8 +70,6 @@ def _files(kind: str) -> list[Path]:
 
 
 def _placeholders(name: str, kind: _Kind) -> dict[str, str]:
-    """The words of the templates that a project has others for."""
-
     def strings(texts: list[str]) -> str:
         return ", ".join(f'"{text}"' for text in texts)
 

@@ -43,8 +43,6 @@ _NOBODY = PeerId("")
 
 
 class Offers(NamedTuple):
-    """The resources and labels that a node offers."""
-
     cpus: float | None
     gpus: int | None
     resource: Sequence[str]

@@ -14,15 +14,12 @@ from click.shell_completion import get_completion_class
 
 from aiodaft.program import run
 
-# The exit status of a command that failed; wrong usage has 2.
 FAILED: Final = 1
 
 json_option: Final = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 
 
 class Failed(click.ClickException):
-    """A command failed: its message goes to standard error, and the exit status is 1."""
-
     exit_code = FAILED
 
     def show(self, file: IO[Any] | None = None) -> None:
@@ -78,7 +75,6 @@ def seconds(least: float = 0) -> Callable[[str], float]:
                 return number
         raise click.BadParameter(f"{text!r} is not a number of seconds of at least {least:g}")
 
-    # The name of the value in help texts.
     convert.__name__ = "seconds"
     return convert
 

@@ -44,10 +44,9 @@ from aiodaft_transport.handshake import KEY_SIZE
 
 # The meeting of the tasks of a job: rank 0 writes its address, and the key, to a file on a shared folder.
 #
-# Only its user can read the file, and readers refuse one that another user could have read or made. It is whole as soon
-# as it has its name, and is there only until all tasks have come.
+# Readers refuse a file that another user could have read or made. It is whole as soon as it has its name, and is there
+# only until all tasks have come.
 
-# Seconds between two looks: at first, and at most.
 _FIRST_PAUSE: Final = 0.05
 _LONGEST_PAUSE: Final = 1.0
 
@@ -65,7 +64,6 @@ def published(path: Path, address: str, identity: Identity) -> Generator[None]:
     try:
         yield
     finally:
-        # A task of a later run may have replaced it.
         with suppress(OSError):
             path.unlink()
 
@@ -105,9 +103,8 @@ class Task(NamedTuple):
     """One of the processes that an engine starts for a job, one on each machine.
 
     Attributes:
-        rank: Its number; 0 runs the script.
-        size: The number of tasks.
-        job: The name of the job among those of the user; the name of a file.
+        rank: 0 runs the script.
+        job: Unique among the jobs of the user; the name of a file.
         node: The engine's name of the machine; empty: its own name counts.
         listen_at: The host name or address of rank 0 that the others reach; empty: see `seen_from`.
         seen_from: An address; rank 0 listens on the interface to it.
@@ -123,12 +120,11 @@ class Task(NamedTuple):
     signals_all: bool = False
 
 
-# Without an engine.
 ALONE: Final = Task(0, 1, "", listen_at="127.0.0.1")
 
 
 def find_task(environ: Mapping[str, str]) -> Task:
-    """Read the variables; `ALONE` if no engine has set them. Those of torchrun count, if there are both.
+    """`ALONE` if no engine has set the variables. Those of torchrun count, if there are both.
 
     Raises:
         ValueError: They contradict each other, or there are several tasks on a machine.
@@ -212,7 +208,6 @@ def run(script: str, arguments: Sequence[str], shared: Path | None, **given: Any
 
 
 async def _run_script(job: _Job, shared: Path | None) -> int:
-    """Run the script, or a node for the script that another machine runs; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     try:
         task = find_task(os.environ)
@@ -282,8 +277,7 @@ async def _when_ended(node: NodeProcess, terminate: Callable[[], None]) -> None:
     terminate()
 
 
-def _leave() -> None:
-    """A signal that others take."""
+def _leave() -> None: ...
 
 
 async def _follow(task: Task, job: _Job, meeting: Path) -> int:

@@ -17,7 +17,6 @@ from aiodaft.info import ANSWERING, ActorInfo
 from aiodaft.overview import ActorRate, Failure, FlowRate, Overview, ProcessInfo, ProcessRate, Rates
 from aiodaft.runtime import Runtime
 
-# JSON objects.
 Plain: TypeAlias = dict[str, Any]
 
 # More boxes than this are joined by group. Of the rest, those that have sent and received most are shown.
@@ -145,7 +144,7 @@ _IDLE: Final = ProcessRate(0.0, 0.0, 0.0)
 
 
 def frame_of(now: Overview, earlier: Overview | None) -> Plain:
-    """One frame. Without an earlier overview, all rates are 0."""
+    """Without an earlier overview, all rates are 0."""
     titles = {process.id: process.title for process in now.processes}
     rates = _NO_RATES if earlier is None else now.rates(earlier)
     # Of too many, those that want attention, and the first ones.
@@ -178,7 +177,7 @@ def frame_of(now: Overview, earlier: Overview | None) -> Plain:
 
 
 def _processes(now: Overview) -> list[ProcessInfo]:
-    """The processes; of too many, those that do not answer, and the first ones."""
+    """Of too many, those that do not answer, and the first ones."""
     return sorted(now.processes, key=lambda process: process.answered)[:MAX_PROCESSES]
 
 
@@ -263,7 +262,6 @@ def _failure(failure: Failure) -> Plain:
     }
 
 
-# Characters of one entry.
 _MAX_TEXT: Final = 4 << 10
 
 
@@ -292,7 +290,6 @@ def line_of(said: Said) -> Plain:
     }
 
 
-# Seconds that processes get to answer.
 _PATIENCE: Final = 1.0
 _MAX_LINES: Final = 300
 # Looks that may be missing between two of which the second tells what has happened since the first.
@@ -300,22 +297,14 @@ _MISSING: Final = 5
 
 
 class Look(NamedTuple):
-    """The number of a look, and the plain data of it for the pages."""
-
     number: int
     frame: Plain
 
 
 class Feed:
-    """The looks at one runtime, which all pages share.
+    """The looks at one runtime, which all pages share; `period`: seconds between two.
 
     A page that waits for a look takes it, so one that does not read, or is gone, causes none.
-
-    Args:
-        period: Seconds between two looks.
-
-    Raises:
-        ValueError: The period is not positive.
     """
 
     def __init__(self, rt: Runtime, period: float) -> None:
@@ -327,7 +316,6 @@ class Feed:
         self._closed = asyncio.Event()
         self._seen: Overview | None = None
         self._last = Look(0, {})
-        # On the clock of the loop.
         self._taken = float("-inf")
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ _MAX_STRANGERS: Final = 32
 
 
 class _Connection(H11Protocol):
-    """One of those that have not asked for anything under the secret address: of too many, the oldest is closed."""
+    """The connections that have not asked for anything under the secret address: of too many, the oldest is closed."""
 
     def __init__(self, strangers: dict[_Connection, None], secret: str, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -67,7 +67,6 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def serving(feed: Feed, host: str, port: int, *, public: bool) -> AsyncGenerator[str]:
-    """Serve a feed under a secret path; gives its address. See `serve`."""
     _check_host(host, public=public)
     secret = secrets.token_urlsafe(16)
     hidden = Starlette(routes=[Mount(f"/{secret}", make_site(feed))])
@@ -81,7 +80,6 @@ async def serving(feed: Feed, host: str, port: int, *, public: bool) -> AsyncGen
     tasks = TaskOwner("aiodaft dashboard")
     with socket.create_server((host, port), family=family) as listener:
         task = tasks.start(server.serve(sockets=[listener]), name="aiodaft dashboard")
-        # If it fails, the `await` below raises its error.
         task.add_done_callback(lambda _: server.listens.set())
         try:
             await server.listens.wait()
@@ -98,7 +96,6 @@ def _check_host(host: str, *, public: bool) -> None:
     try:
         is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        # The name of an interface.
         is_local = False
     if not (is_local or public):
         raise ValueError(

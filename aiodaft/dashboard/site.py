@@ -50,8 +50,6 @@ def make_site(feed: Feed) -> Starlette:
 
 
 class _Place(NamedTuple):
-    """The position of a page: the runtime, the number of the last look, and that of the last line of a log."""
-
     runtime: str = ""
     look: int = 0
     line: int = -1
@@ -72,7 +70,6 @@ async def _looks(feed: Feed, place: _Place) -> AsyncGenerator[str]:
         except RuntimeClosed:
             yield "event: closed\ndata: {}\n\n"
             return
-        # The numbers of another runtime, which was here before, say nothing.
         last, lines = feed.lines(place.line if place.runtime == frame["runtime"] else -1)
         place = _Place(frame["runtime"], number, last)
         yield f"id: {' '.join(map(str, place))}\ndata: {_json({**frame, 'lines': lines})}\n\n"
@@ -83,8 +80,6 @@ def _json(value: object) -> str:
 
 
 class _Guarded:
-    """Adds the headers to every answer."""
-
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 

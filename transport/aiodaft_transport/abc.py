@@ -18,7 +18,6 @@ Grant: TypeAlias = tuple[int | str | bytes, ...]
 
 
 def size_of(grant: Grant) -> int:
-    """The bytes of a grant: its third item in every transport."""
     return cast(int, grant[2])
 
 
@@ -26,9 +25,7 @@ class Control(Protocol):
     """The connection to one peer, as a transport sees it."""
 
     @property
-    def peer(self) -> str:
-        """Id of the process at the other end."""
-        ...
+    def peer(self) -> str: ...
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
         """Send a small note to the same transport in the peer, in order with all other messages.
@@ -64,9 +61,7 @@ class Transport(Protocol):
     # Whether consumers read the producer's own memory, so that another consumer costs no copy.
     shared: ClassVar[bool]
 
-    def pools(self) -> Sequence[BlockPool[Any]]:
-        """The pools of memory that blocks come from, and that values arrive in."""
-        ...
+    def pools(self) -> Sequence[BlockPool[Any]]: ...
 
     def allocate(self, nbytes: int) -> Block:
         """Return a block of at least `nbytes` bytes (more than zero). Safe in any thread.
@@ -109,7 +104,7 @@ class Transport(Protocol):
         ...
 
     def fetch_now(self, grant: Grant, control: Control) -> memoryview | None:
-        """The same, if it needs no more than a view of memory that is mapped here; else None, and nothing is done."""
+        """As `fetch`, if it needs no more than a view of memory that is mapped here; else None, and nothing is done."""
         ...
 
     def fetch_into(self, grant: Grant, control: Control, target: memoryview) -> Awaitable[None]:
@@ -124,9 +119,7 @@ class Transport(Protocol):
         """
         ...
 
-    def decline(self, grant: Grant, control: Control) -> None:
-        """Return a grant without fetching it."""
-        ...
+    def decline(self, grant: Grant, control: Control) -> None: ...
 
     def admit(self, block: Block, control: Control) -> Grant | None:
         """Let the peer at `control` write to `block`, until the grant is revoked. None if it cannot.
@@ -171,20 +164,15 @@ class Transport(Protocol):
         ...
 
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
-        """Handle a note from the same transport in the peer; takes over the ownership of `fds`.
-
-        `fds` is empty if this process had no room for the descriptors.
-        """
+        """Takes over the ownership of `fds`, which is empty if this process had no room for the descriptors."""
         ...
 
-    def stream_came(self, peer: str, stream: socket.socket) -> None:
-        """Use a stream that a peer has opened; takes over its ownership."""
-        ...
+    def stream_came(self, peer: str, stream: socket.socket) -> None: ...
 
     def peer_lost(self, peer: str) -> None:
         """Forget a peer: its grants end, and its memory is not mapped for new fetches."""
         ...
 
     def close(self) -> None:
-        """Free every block and mapping. Views keep their own memory. Idempotent."""
+        """Views keep their own memory. Idempotent."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class TransportError(Exception):
-    """Anything the data plane can report."""
+    pass
 
 
 class Unreachable(TransportError):

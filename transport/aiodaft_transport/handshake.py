@@ -27,7 +27,6 @@ MAGIC: Final = b"AIODAFT\0"
 # Raised also when the messages after the handshake change (see `Welcome` in far.py): members of versions that do not
 # meet find that out here.
 VERSION: Final = 3
-# The oldest version that this process still speaks.
 OLDEST_VERSION: Final = 3
 KEY_SIZE: Final = 32
 NONCE_SIZE: Final = 32
@@ -36,7 +35,6 @@ MAC_SIZE: Final = 32
 _TLS: Final = 1
 _DATA_TLS: Final = 2
 _CHALLENGE: Final = struct.Struct("<8sBBH16s32s")
-# Without its MAC.
 _HELLO: Final = struct.Struct("<8sBBH16s32s96s96s")
 _NAME: Final = re.compile(rb"([A-Za-z0-9_][A-Za-z0-9_.@-]{0,95})\0*")
 CHALLENGE_SIZE: Final = _CHALLENGE.size
@@ -45,7 +43,7 @@ ACCEPT_SIZE: Final = MAC_SIZE
 
 
 class Key:
-    """A secret of one cluster, or of one connection; never shown, never pickled."""
+    """Never shown, never pickled."""
 
     __slots__ = ("_secret",)
 
@@ -62,47 +60,38 @@ class Key:
 
     @property
     def cluster(self) -> bytes:
-        """The public id of the cluster that has this key: 16 bytes."""
+        """The public id of the cluster: 16 bytes."""
         return self.mac(b"cluster")[:16]
 
     def mac(self, label: bytes, *parts: bytes) -> bytes:
-        """Authenticate `parts` for one purpose."""
         import hmac  # noqa: PLC0415 - slow, and most processes need no handshake
 
         purpose = hmac.digest(self._secret, b"aiodaft/1 " + label, "sha256")
         return hmac.digest(purpose, b"".join(parts), "sha256")
 
     def made(self, proof: bytes, label: bytes, *parts: bytes) -> bool:
-        """Whether `proof` is the `mac` of `parts`, in constant time."""
+        """Compares in constant time."""
         import hmac  # noqa: PLC0415 - see above
 
         return hmac.compare_digest(proof, self.mac(label, *parts))
 
     def secret(self) -> bytes:
-        """The bytes of the key, for a process of the same cluster, over an inherited socket."""
+        """For a process of the same cluster, over an inherited socket."""
         return self._secret
 
 
 class Purpose(IntEnum):
-    """The purpose of a connection."""
-
-    # The messages of two processes.
     CONTROL = 1
-    # The payloads of a transport.
     DATA = 2
 
 
 class Hello(NamedTuple):
-    """The client's description of a connection: the names of the processes at its ends, and its purpose."""
-
     sender: str
     to: str
     purpose: Purpose
 
 
 class Admitted(NamedTuple):
-    """A client that has proved the key: its HELLO, the ACCEPT to send, and the key of this connection."""
-
     hello: Hello
     accept: bytes
     session: Key
@@ -125,12 +114,11 @@ class ServerHandshake:
         """Check a HELLO of exactly HELLO_SIZE bytes.
 
         Raises:
-            HandshakeError: The client does not hold the key, or makes a forbidden request; close without an answer.
+            HandshakeError: Close without an answer.
         """
         if len(hello) != HELLO_SIZE or not hello.startswith(MAGIC):
             raise HandshakeError("the other side does not speak this protocol")
         said, proof = hello[:-MAC_SIZE], hello[-MAC_SIZE:]
-        # Nothing is looked at before the proof.
         if not self._key.made(proof, b"client", self.challenge, said):
             raise HandshakeError("the other side does not hold the cluster key")
         _, version, purpose, flags, _, _, sender, to = _HELLO.unpack(said)
@@ -165,7 +153,7 @@ class ClientHandshake:
         """Answer a CHALLENGE of exactly CHALLENGE_SIZE bytes with the HELLO to send.
 
         Raises:
-            HandshakeError: The server is none, or belongs to another cluster; nothing was said to it.
+            HandshakeError: Nothing was said to the server.
             UnknownVersion: There is no version that both speak.
         """
         if len(challenge) != CHALLENGE_SIZE or not challenge.startswith(MAGIC):
@@ -187,7 +175,7 @@ class ClientHandshake:
         return self._hello
 
     def receive_accept(self, accept: bytes) -> Key:
-        """Check the server's proof, before anything else is sent. Returns the key of this connection.
+        """Call it before anything else is sent. Returns the key of this connection.
 
         Raises:
             HandshakeError: The server does not hold the key.

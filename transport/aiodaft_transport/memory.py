@@ -54,8 +54,6 @@ DEFAULT_KEEP: Final = 512 << 20
 
 
 class PooledSegment(ABC):
-    """A run of memory, handed out in pieces of `capacity` bytes."""
-
     __slots__ = ("address", "capacity", "free", "id", "kept", "live", "retired", "size")
 
     def __init__(self, segment_id: int, size: int, capacity: int, address: int) -> None:
@@ -66,27 +64,25 @@ class PooledSegment(ABC):
         # Popped from the end: the block freed last has the warmest pages.
         self.free = list(range((size // capacity - 1) * capacity, -1, -capacity))
         self.live = 0
-        # No block of it is handed out any more; it is closed once no block of it is in use.
         self.retired = False
-        # The records of other transports, by their names, of the segment: dropped while its memory is still mapped.
+        # Records of other transports, dropped while the memory of the segment is still mapped.
         self.kept: dict[str, object] = {}
 
     @abstractmethod
     def close(self) -> None:
-        """Give the memory back; no block of it is in use."""
+        """No block of it is in use."""
 
 
 S = TypeVar("S", bound=PooledSegment)
 
 
 class Pullable:
-    """Memory of this process that peers may pull, of the host or of a device. Counts the peers that may read it."""
+    """Memory of this process that peers may pull, of the host or of a device."""
 
     __slots__ = ("_unread", "grants", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        # The number of grants that are not returned.
         self.grants = 0
         self._unread: list[Callable[[], object]] = []
 
@@ -104,14 +100,14 @@ class Pullable:
                 callback()
 
     def on_unread(self, callback: Callable[[], object]) -> None:
-        """Call back, on the loop, once the last grant is returned. Only while there is a grant."""
+        """Call back, on the loop, once the last grant is returned."""
         self._unread.append(callback)
 
     def release(self) -> None:
-        """Release the block: it is reused once all its grants are returned. Idempotent, safe in any thread."""
+        """The block is reused once all its grants are returned. Idempotent, safe in any thread."""
 
     def retire(self) -> None:
-        """Never reuse the memory after `release`: a forked child may still read it."""
+        """A forked child may still read the memory."""
 
 
 class Unmapped(Pullable, ABC):
@@ -131,8 +127,6 @@ class Unmapped(Pullable, ABC):
 
 
 class PooledBlock(Pullable, Generic[S]):
-    """Part of a segment. `address` stays valid until it is released and no grant is out."""
-
     __slots__ = ("offset", "pool", "released", "segment")
 
     def __init__(self, pool: BlockPool[S], segment: S, offset: int, nbytes: int) -> None:
@@ -168,12 +162,11 @@ class PooledBlock(Pullable, Generic[S]):
         with self.pool.lock:
             self.grants -= 1
             self.pool.reuse_if_idle(self)
-        # The block may be used again already.
         self._tell_if_unread()
 
 
 class BlockPool(ABC, Generic[S]):
-    """Blocks of pooled memory for one process. Every method may be called in any thread."""
+    """Every method may be called in any thread."""
 
     def __init__(
         self,
@@ -183,7 +176,7 @@ class BlockPool(ABC, Generic[S]):
         on_segment_closed: Callable[[int], object] | None = None,
     ) -> None:
         self.keep = keep
-        # Names a segment, or something else that must not be taken for one, maybe of another pool.
+        # Names a segment, or something else, maybe of another pool.
         self.next_number = next_number or itertools.count(1).__next__
         self._on_segment_closed = on_segment_closed
         # Reentrant: freeing memory can collect garbage, and garbage can release blocks.
@@ -198,7 +191,6 @@ class BlockPool(ABC, Generic[S]):
     def _make_segment(self, number: int, size: int, capacity: int) -> S: ...
 
     def _take(self, nbytes: int) -> tuple[S, int]:
-        """Memory for a block: its segment, and its offset there."""
         if nbytes <= 0:
             raise ValueError(f"a block has at least one byte, not {nbytes}")
         with self.lock:
@@ -225,7 +217,6 @@ class BlockPool(ABC, Generic[S]):
             return sum(segment.live for segment in self._segments())
 
     def close(self) -> None:
-        """Unmap all memory without views."""
         with self.lock:
             self._closed = True
             for segment in list(self._segments()):
@@ -235,7 +226,6 @@ class BlockPool(ABC, Generic[S]):
         return [*(s for segments in self._classes.values() for s in segments), *self._own]
 
     def _shared_segment(self, nbytes: int) -> S:
-        # Four classes between two powers of two.
         step = max(_SMALLEST, 1 << (nbytes - 1).bit_length()) >> 3
         capacity = max(_SMALLEST, -(-nbytes // step) * step)
         segments = self._classes.setdefault(capacity, [])
@@ -256,7 +246,6 @@ class BlockPool(ABC, Generic[S]):
         return self._own[-1]
 
     def reuse_if_idle(self, block: PooledBlock[S]) -> None:
-        """Reuse a block that is released and has no grant. Under the lock."""
         if not block.released or block.grants or self._closed:
             return
         segment = block.segment
@@ -264,7 +253,6 @@ class BlockPool(ABC, Generic[S]):
         if not segment.retired:
             segment.free.append(block.offset)
         if not segment.live and segment in self._own:
-            # Most recently used last: that is where trimming does not look first.
             self._own.remove(segment)
             self._own.append(segment)
         self._trim()
@@ -291,7 +279,7 @@ class BlockPool(ABC, Generic[S]):
 
 
 class Segment(PooledSegment):
-    """One mapping: a memfd that peers can map too, or private memory (`fd` is then None)."""
+    """A memfd that peers can map too, or private memory (`fd` is then None)."""
 
     __slots__ = ("_anchor", "fd", "region")
 
@@ -314,13 +302,10 @@ class Segment(PooledSegment):
         try:
             self.region.close()
         except BufferError:
-            # A view is still alive; the mapping goes with the last one.
             return
 
 
 class ArenaBlock(PooledBlock[Segment]):
-    """Part of a segment. `address` and `view` stay valid until it is released and no grant is out."""
-
     __slots__ = ()
 
     @property
@@ -329,8 +314,6 @@ class ArenaBlock(PooledBlock[Segment]):
 
 
 class Arena(BlockPool[Segment]):
-    """Blocks of host memory for one process. Every method may be called in any thread."""
-
     def __init__(
         self, *, shared: bool, keep: int = DEFAULT_KEEP, on_segment_closed: Callable[[int], object] | None = None
     ) -> None:
@@ -366,10 +349,9 @@ def _sealed_memfd(size: int) -> int:
 
 # torch and numpy read fastest, and every dtype is aligned, on cache line boundaries.
 ALIGNMENT: Final = 64
-# Between chunks a cancelled copy can stop and another thread's copy gets its turn.
+# Between chunks a cancelled copy can stop, and another thread's copy gets its turn.
 _CHUNK: Final = 4 << 20
 _PyBUF_SIMPLE: Final = 0
-# The exposed views, which are not hashable, by the ids of these.
 _exposed: Final[dict[int, weakref.ref[Any]]] = {}
 
 
@@ -403,7 +385,7 @@ def aligned(offset: int) -> int:
 
 
 def address_of(buffer: Any) -> int:
-    """Address of a contiguous buffer. The caller keeps the buffer alive, and exported if it could be resized."""
+    """The caller keeps the buffer alive, and exported if it could be resized."""
     info = _PyBuffer()
     _get_buffer(buffer, ctypes.byref(info), _PyBUF_SIMPLE)
     try:
@@ -420,14 +402,13 @@ def view_at(address: int, nbytes: int, owner: object) -> memoryview:
 
 
 def check_target(target: memoryview, nbytes: int) -> None:
-    """Raise ValueError unless `target` is writable memory of exactly that many bytes."""
     if target.readonly or not target.c_contiguous or target.nbytes != nbytes:
         kind = "read-only" if target.readonly else "contiguous" if target.c_contiguous else "scattered"
         raise ValueError(f"{nbytes} bytes cannot be fetched into {target.nbytes} bytes of {kind} memory")
 
 
 def copy_memory(target: int, source: int, nbytes: int) -> None:
-    """Copy between two addresses. Other threads run meanwhile: ctypes drops the interpreter lock for each chunk."""
+    """Other threads run meanwhile: ctypes drops the interpreter lock for each chunk."""
     for start in range(0, nbytes, _CHUNK):
         ctypes.memmove(target + start, source + start, min(_CHUNK, nbytes - start))
 
@@ -450,7 +431,7 @@ def exposed_view(region: mmap, offset: int, nbytes: int, on_dropped: Callable[[]
 
 
 class Region:
-    """A range of memory. When it is not referred to any more, `on_closed` gets its number, in any thread."""
+    """When it is not referred to any more, `on_closed` gets its number, in any thread."""
 
     __slots__ = ("__weakref__", "address", "id", "size")
 
@@ -462,7 +443,7 @@ class Region:
 
 
 class LentBlock(Pullable):
-    """Part of a region. There is nothing to release or to retire: the memory belongs to the user."""
+    """Part of a region, which belongs to the user."""
 
     __slots__ = ("address", "offset", "segment", "view")
 
@@ -475,7 +456,7 @@ class LentBlock(Pullable):
 
 
 class LoanedBlock(LentBlock):
-    """A block of another transport of this process. Its grants are grants of that block."""
+    """A block of another transport of this process, the grants of which are grants of that block."""
 
     __slots__ = ("_original",)
 
@@ -490,7 +471,6 @@ class LoanedBlock(LentBlock):
         self._original.return_grant()
 
 
-# Memory of the host that peers may pull.
 Block: TypeAlias = ArenaBlock | LentBlock
 
 
@@ -520,7 +500,6 @@ class Regions:
             self._regions.pop(address, None)
 
     def find(self, view: memoryview) -> LentBlock | None:
-        """The block that this memory is, if it lies within one region."""
         address, starts = address_of(view), self._starts
         index = bisect_right(starts, address)
         region = self._regions.get(starts[index - 1]) if index else None
@@ -529,7 +508,6 @@ class Regions:
         return LentBlock(region, view)
 
     def find_or_make(self, view: memoryview) -> LentBlock:
-        """The same, and if there is none, in a region that ends with the block."""
         return self.find(view) or LentBlock(self._region(address_of(view), view.nbytes), view)
 
     def _region(self, address: int, nbytes: int) -> Region:

@@ -20,7 +20,7 @@ ResultT = TypeVar("ResultT")
 
 
 class BasePull(Generic[ResultT]):
-    """One transfer. `done` is for its waiter; the transfer is over when nothing touches its memory any more."""
+    """`done` is for the waiter; the transfer is over when nothing touches its memory any more."""
 
     def __init__(self) -> None:
         self.done: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
@@ -28,7 +28,6 @@ class BasePull(Generic[ResultT]):
         self._ended: asyncio.Future[None] | None = None
 
     def set_error(self, error: Exception) -> None:
-        """Fail the waiter, if it waits and knows no result yet."""
         if not self.done.done():
             self.done.set_exception(error)
             # The waiter may have been cancelled: mark the error as seen.
@@ -80,12 +79,9 @@ class Remote:
 
 
 class SegmentRemote(Remote, Generic[SegmentT]):
-    """A peer that reads whole segments."""
-
     def __init__(self, control: Control) -> None:
         super().__init__()
         self.control = control
-        # The segments of this process that it was told of, and those of its own that are known here.
         self.told: set[int] = set()
         self.segments: dict[int, SegmentT] = {}
 
@@ -102,7 +98,6 @@ class PeerTransport(ABC, Generic[BlockT, RemoteT]):
         self._host = host
         self.remotes: dict[str, RemoteT] = {}
         self._grants = itertools.count(1)
-        # Memory of users that peers may pull in place, if this transport can do that.
         self._regions: Regions | None = None
         self._closed = False
 
@@ -111,11 +106,11 @@ class PeerTransport(ABC, Generic[BlockT, RemoteT]):
 
     @abstractmethod
     def _offer(self, block: BlockT, remote: RemoteT) -> tuple[int | str, int]:
-        """Tell a peer how to pull a block; returns the place of the block, for the grant."""
+        """Returns the place of the block, for the grant."""
 
     @abstractmethod
     def _part(self, remote: RemoteT) -> None:
-        """End the connections and transfers of a peer that is gone. Then its grants end."""
+        """The peer's grants end afterwards."""
 
     def grant(self, block: BlockT, control: Control) -> Grant:
         remote, number = self._remote(control), next(self._grants)
@@ -141,7 +136,6 @@ class PeerTransport(ABC, Generic[BlockT, RemoteT]):
 
     @contextmanager
     def _declining(self, grant: Grant, control: Control, error: type[BaseException] = BaseException) -> Generator[None]:
-        """Decline a grant if the block fails."""
         try:
             yield
         except error:
@@ -172,7 +166,6 @@ class PeerTransport(ABC, Generic[BlockT, RemoteT]):
         return None if self._regions is None else self._regions.find_or_make(memory)
 
     def stream_came(self, peer: str, stream: socket.socket) -> None:
-        # Most transports need none.
         stream.close()
 
     def peer_lost(self, peer: str) -> None:
@@ -203,7 +196,7 @@ class SegmentTransport(PeerTransport[BlockT, SegmentRemoteT]):
 
     @abstractmethod
     def _noted(self, remote: SegmentRemoteT, kind: int, number: int, size: int, body: bytes, fds: list[int]) -> bool:
-        """Handle a note, and remove descriptors that are kept from `fds`; False if the note is invalid."""
+        """Removes descriptors that are kept from `fds`; False if the note is invalid."""
 
     def _offer(self, block: BlockT, remote: SegmentRemoteT) -> tuple[int, int]:
         segment = block.segment
@@ -213,7 +206,6 @@ class SegmentTransport(PeerTransport[BlockT, SegmentRemoteT]):
         return segment.id, block.offset
 
     def source_of(self, grant: Grant, control: Control) -> tuple[SegmentRemoteT, Any]:
-        """A peer, and the segment with the bytes that it granted."""
         remote = self.remotes.get(control.peer)
         segment = segment_of(grant, control, {} if remote is None else self._readable(remote))
         # A peer that is not known has no segments.
@@ -258,11 +250,6 @@ class SegmentTransport(PeerTransport[BlockT, SegmentRemoteT]):
 
 
 def segment_of(grant: Grant, control: Control, segments: Mapping[int, SegmentT]) -> SegmentT:
-    """The segment of a peer that granted bytes are in.
-
-    Raises:
-        GrantError: None that is known here.
-    """
     number, offset, nbytes, _ = cast(tuple[int, int, int, int], grant)
     segment = segments.get(number)
     if segment is None or not 0 <= offset < offset + nbytes <= segment.size:

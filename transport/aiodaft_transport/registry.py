@@ -14,16 +14,11 @@ from aiodaft_transport.ucx import INTERFACE_VARIABLE
 
 # In the order of preference.
 NAMES: Final = ("shm", "ucx", "tcp")
-# The transport of all GPU memory; users do not choose it.
+# Users do not choose the transport of GPU memory.
 DEVICE_NAME: Final = "cuda"
 
 
 def check_name(name: str) -> str:
-    """Return `name` if there is such a transport.
-
-    Raises:
-        Unreachable: There is no such transport, or it cannot work on this machine.
-    """
     if name == DEVICE_NAME:
         raise Unreachable("CUDA tensors use transport 'cuda' automatically; name a transport for host memory here")
     if name not in NAMES:
@@ -61,8 +56,6 @@ def choose_name(asked: str | None, *, one_machine: bool, ucx: bool) -> str:
     """Choose the transport between two processes.
 
     Args:
-        asked: The user's choice.
-        one_machine: Whether both processes are on one machine.
         ucx: Whether `ucx` reaches both from other machines.
 
     Raises:
@@ -81,12 +74,7 @@ def choose_name(asked: str | None, *, one_machine: bool, ucx: bool) -> str:
 
 
 def open_transport(name: str, host: Host) -> Transport:
-    """Open this process's end of a transport. Memory and descriptors are taken at the first use.
-
-    Args:
-        name: One of `NAMES`.
-        host: The process it serves.
-    """
+    """Memory and descriptors are taken at the first use."""
     if check_name(name) == "shm":
         return ShmTransport(host)
     if name == "ucx":

@@ -30,8 +30,6 @@ from aiodaft_transport.memory import DEFAULT_KEEP, Arena, ArenaBlock, Block, Seg
 from aiodaft_transport.peers import GONE, RETURN, SEGMENT, SegmentRemote, SegmentTransport
 from aiodaft_transport.system import fork_count
 
-# The pages of this process that are private copies of those of a file.
-#
 # Source: Documentation/admin-guide/mm/pagemap.rst of the Linux kernel.
 
 # In the top byte of an entry: bit 7 present, bit 6 swapped, bit 5 page of a file.
@@ -39,7 +37,7 @@ _IS_PRIVATE: Final = bytes(1 if byte & 0b1100_0000 and not byte & 0b0010_0000 el
 
 
 class PageMap:
-    """The page map of this process. It stays open, because to open it takes longer than to read it."""
+    """The page map of this process stays open, because to open it takes longer than to read it."""
 
     def __init__(self) -> None:
         self._fd: int | None = None
@@ -47,13 +45,8 @@ class PageMap:
         self._opened_at = 0
 
     def private_pages(self, address: int, pages: int) -> Iterator[int]:
-        """Indices of the pages from `address` on of which this process has a private copy.
-
-        Raises:
-            OSError: There is no descriptor to open it.
-        """
+        """The pages from `address` on of which this process has a private copy."""
         if self._opened_at != self._forks.value:
-            # A forked child has that of its parent.
             self.close()
         if self._fd is None:
             self._fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
@@ -71,7 +64,6 @@ class PageMap:
             self._fd = None
 
 
-# Further notes. SEGMENT comes with the descriptor.
 _RETIRE: Final = 4  # id: a grant is returned, and forked children may still read the block
 _MISSED: Final = 5  # id: the sender had no room for the descriptor of a segment
 # Bytes copied in one step: about 0.1 ms.
@@ -79,8 +71,6 @@ _SLICE: Final = 1 << 20
 
 
 class _Mapping:
-    """One private mapping of a peer's segment, and its blocks in use."""
-
     __slots__ = ("address", "busy", "region")
 
     def __init__(self, fd: int, size: int) -> None:
@@ -100,15 +90,12 @@ class _Mapping:
 
 
 class _RemoteSegment:
-    """A segment of a peer: its descriptor, and a mapping for each concurrent read of the same block."""
-
     __slots__ = ("_shared", "fd", "mappings", "size")
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd = fd
         self.size = size
         self.mappings: list[_Mapping] = []
-        # The mapping to write through, once it is needed.
         self._shared: mmap | None = None
 
     @property
@@ -132,14 +119,11 @@ class _RemoteSegment:
 
     def close(self) -> None:
         os.close(self.fd)
-        # A live view keeps its mapping; the others are unmapped now.
         self.mappings.clear()
         self._shared = None
 
 
 class _Remote(SegmentRemote[_RemoteSegment]):
-    """A peer, and the segments of it for which there was no descriptor here."""
-
     def __init__(self, control: Control) -> None:
         super().__init__(control)
         self.missed: set[int] = set()
@@ -151,7 +135,6 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
 
     def __init__(self, host: Host, *, keep: int = DEFAULT_KEEP) -> None:
         super().__init__(host)
-        # The pool that blocks come from.
         self.arena = Arena(shared=True, keep=keep, on_segment_closed=self._segment_closed)
         self._forks = fork_count()
         self._page_map = PageMap()
@@ -180,7 +163,6 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
         segment_id, offset, nbytes, _ = cast(tuple[int, int, int, int], grant)
         remote = self.remotes.get(control.peer)
         segment = None if remote is None else remote.segments.get(segment_id)
-        # A wrong grant is an error of `fetch`.
         if remote is None or segment is None or not 0 <= offset < offset + nbytes <= segment.size:
             return None
         mapping = segment.idle_mapping(offset)
@@ -206,7 +188,7 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
         with await self.fetch(grant, control) as source:
             for start in range(0, len(target), _SLICE):
                 target[start : start + _SLICE] = source[start : start + _SLICE]
-                # Let the loop run; a cancellation arrives here, between two slices.
+                # A cancellation arrives here, between two slices.
                 await asyncio.sleep(0)
 
     def admit(self, block: Block, control: Control) -> Grant | None:

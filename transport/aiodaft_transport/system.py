@@ -17,21 +17,15 @@ _READ_SIZE: Final = 4096
 
 
 def shares_memory() -> bool:
-    """Whether processes can pass memory without a name to each other, of which no process can shrink the other's."""
+    """Processes can pass memory without a name, and no process can shrink the other's."""
     return hasattr(os, "memfd_create") and hasattr(os, "eventfd") and hasattr(fcntl, "F_ADD_SEALS")
 
 
 def usable_cpus() -> int:
-    """The CPUs that this process may run on, as far as the system says."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def start_thread(target: Callable[..., object], *args: object, name: str) -> threading.Thread:
-    """Start a daemon thread.
-
-    Raises:
-        OSError: The system refuses it: EAGAIN.
-    """
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     try:
         thread.start()
@@ -41,7 +35,7 @@ def start_thread(target: Callable[..., object], *args: object, name: str) -> thr
 
 
 class Doorbell:
-    """Wakes a thread that waits for descriptors. Owns its descriptors: one where there are eventfds, else a pipe."""
+    """Wakes a thread that waits for descriptors. Owns its own: one where there are eventfds, else a pipe."""
 
     def __init__(self) -> None:
         if hasattr(os, "eventfd"):
@@ -64,14 +58,12 @@ class Doorbell:
             os.close(fd)
 
 
-# Counts how often Python has forked this process.
-#
 # A forked child has the mappings of its parent, and the kernel does not copy the pages of a file. If a reader forks,
 # the memory that it has mapped must not be written again, because the child may read it.
 
 
 class ForkCount:
-    """Counts forks. Children that run no Python code before exec (`subprocess`) do not count."""
+    """Children that run no Python code before exec (`subprocess`) do not count."""
 
     value = 0
 
@@ -85,15 +77,13 @@ class ForkCount:
 
 @cache
 def fork_count() -> ForkCount:
-    """The count of this process. If it has changed, the process has forked."""
     # Hooks cannot be removed, so there is one per process.
     return ForkCount()
 
 
-# Folders of one process each, which later processes remove if it was killed.
-#
-# A process locks its folder while it lives: the kernel releases the lock at its end, also in another PID namespace. UCX
-# makes files of shared memory in one, and unlinks each after a few milliseconds, unless its process is killed before.
+# Folders of one process each, which later processes remove if it was killed. A process locks its folder while it lives:
+# the kernel releases the lock at its end, also in another PID namespace. UCX unlinks its files in one after a few
+# milliseconds, unless its process is killed before.
 
 SHARED_MEMORY: Final = "/dev/shm"
 _PREFIX: Final = "aiodaft-"
@@ -119,7 +109,6 @@ def folder(nbytes: int = 0, room: Callable[[], int] | None = None) -> Generator[
 
 
 def sweep_folders(base: str = SHARED_MEMORY, prefix: str = _PREFIX) -> None:
-    """Remove the folders in `base` of processes that have ended; their names begin with `prefix`."""
     names: list[str] = []
     with suppress(OSError):
         names = [name for name in os.listdir(base) if name.startswith(prefix)]
@@ -134,12 +123,11 @@ def sweep_folders(base: str = SHARED_MEMORY, prefix: str = _PREFIX) -> None:
 
 def _room() -> int:
     found = os.statvfs(SHARED_MEMORY)
-    # Without a limit on its size, it has no blocks.
     return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
 
 def make_folder(base: str, prefix: str) -> tuple[str, int]:
-    """Make a folder in `base` that only this user can read; returns its path, and the descriptor that locks it."""
+    """Only this user can read it. Returns its path, and the descriptor that locks it."""
     while True:
         path = f"{base}/{prefix}{os.urandom(8).hex()}"
         os.mkdir(path, mode=0o700)

@@ -37,32 +37,23 @@ if TYPE_CHECKING:
 
 # The most bytes that one system call copies.
 _STEP: Final = 4 << 20
-# One thread of a machine with fewer processors than this fills any of its networks; others have more to do.
+# A thread of a machine with fewer processors fills any of its networks; others have more to do.
 _PROCESSORS_PER_THREAD: Final = 4
 _MOST_THREADS: Final = 4
 
 
 class _Move(BasePull[None]):
-    """The bytes of one buffer, on their way into or out of a socket."""
-
     def __init__(self, connection: socket.socket, memory: memoryview, event: int) -> None:
         super().__init__()
         self.connection = connection
         self.memory = memory
         self.event = event
         self.moved = 0
-        # Set by the loop: move nothing more.
         self.stopped = False
-        # Set by the thread: it does not use the memory any more.
         self.ended = False
 
     def step(self) -> bool:
-        """Move the bytes that can be moved without waiting. Returns whether all are moved.
-
-        Raises:
-            OSError: The connection broke.
-            PeerGone: The other side has ended it.
-        """
+        """Returns whether all are moved."""
         part = self.memory[self.moved : self.moved + _STEP]
         try:
             if self.event == selectors.EVENT_WRITE:
@@ -85,18 +76,10 @@ class _Move(BasePull[None]):
 
 
 class _Thread:
-    """One thread and its moves.
-
-    Raises:
-        OSError: The system refuses the thread or its descriptors.
-    """
-
     def __init__(self, call_soon: Callable[[Callable[[], object]], object]) -> None:
         self._call_soon = call_soon
-        # New and stopped moves.
         self._orders: deque[_Move] = deque()
         self._closing = False
-        # The number of moves that the loop waits for.
         self.load = 0
         with ExitStack() as opened:
             self._selector = opened.enter_context(selectors.DefaultSelector())
@@ -106,7 +89,6 @@ class _Thread:
             opened.pop_all()
 
     def order(self, move: _Move) -> None:
-        """Begin a move, or end one that is stopped."""
         self._orders.append(move)
         self._wakeup.ring()
 
@@ -142,11 +124,9 @@ class _Thread:
             if move.step():
                 self._end(move, None)
         except (OSError, PeerGone) as error:
-            # Its frames refer to the memory.
             self._end(move, error.with_traceback(None))
 
     def _end(self, move: _Move, error: Exception | None) -> None:
-        # A move may be stopped when it has just ended.
         if not move.ended:
             move.ended = True
             with suppress(KeyError):
@@ -155,10 +135,7 @@ class _Thread:
 
 
 class Mover:
-    """Moves buffers of one process. Its threads start when they are needed and the system has one.
-
-    While it has none, the loop makes the moves.
-    """
+    """Threads start when they are needed and the system has one; while there is none, the loop makes the moves."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -167,7 +144,7 @@ class Mover:
         self._closed = False
 
     async def send(self, connection: socket.socket, memory: memoryview) -> None:
-        """Send all of `memory` over a connection that does not block.
+        """The connection does not block.
 
         Raises:
             OSError: The connection broke.
@@ -243,24 +220,19 @@ _RETURN: Final = struct.Struct("<Q")  # note: id of a grant that is returned unu
 _SOCKET_BUFFER: Final = 4 << 20
 # Up to this size, a thread of its own costs more than it saves the loop.
 _SHORT: Final = 1 << 20
-# The smallest part, and the most parts, of a block that comes over several streams.
 _PART: Final = 16 << 20
 _MOST_PARTS: Final = 4
-# Idle streams kept open to one peer, and the most in use at a time.
 _IDLE_STREAMS: Final = 4
 _MAX_STREAMS: Final = 8
 
 
 class _Remote(Remote):
-    """A peer, and the streams to and from it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.idle: list[socket.socket] = []
-        # In use, here or by the peer.
         self.open: set[socket.socket] = set()
         self.turn = asyncio.Semaphore(_MAX_STREAMS)
-        # Bytes that were not sent yet, of the grants of which a part was sent.
+        # Of the grants of which a part was sent.
         self.unsent: dict[int, int] = {}
 
     def take_back(self, number: int) -> bool:
@@ -268,7 +240,7 @@ class _Remote(Remote):
         return super().take_back(number)
 
     def sent(self, number: int, block: Block | Unmapped, nbytes: int) -> None:
-        """Part of a granted block was sent; with the last part, the grant ends."""
+        """With the last part, the grant ends."""
         left = self.unsent[number] = self.unsent.get(number, block.nbytes) - nbytes
         if left <= 0 or self.granted.get(number) is not block:
             self.take_back(number)
@@ -303,7 +275,6 @@ class TcpTransport(PeerTransport[Block, _Remote]):
 
     async def fetch_into(self, grant: Grant, control: Control, target: memoryview) -> None:
         _, _, nbytes, number = cast(tuple[int, int, int, int], grant)
-        # If parts were requested, this may return the grant twice, which does no harm.
         with self._declining(grant, control):
             check_target(target, nbytes)
             remote = self._remote(control)
@@ -316,7 +287,6 @@ class TcpTransport(PeerTransport[Block, _Remote]):
                     for start in range(0, nbytes, size):
                         parts.create_task(self._pull(control.peer, remote, number, target, start, size))
             except BaseExceptionGroup as errors:
-                # The first part that failed has cancelled the others.
                 raise errors.exceptions[0] from None
 
     def decline(self, grant: Grant, control: Control) -> None:
@@ -332,7 +302,6 @@ class TcpTransport(PeerTransport[Block, _Remote]):
         if self._closed:
             stream.close()
             return
-        # One that was granted nothing gets no bytes.
         remote = self.remotes.setdefault(peer, _Remote())
         remote.open.add(stream)
         self._host.create_task(self._serve(stream, remote), name="tcp serve")
@@ -348,18 +317,14 @@ class TcpTransport(PeerTransport[Block, _Remote]):
         return _Remote()
 
     def _offer(self, block: Block, remote: _Remote) -> tuple[int, int]:
-        # The number of the grant says all.
         return 0, 0
 
     def _part(self, remote: _Remote) -> None:
         for stream in remote.open:
-            # The user of the stream sees the end, and closes it.
             with suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
         for stream in remote.idle:
             stream.close()
-
-    # The producer's side.
 
     async def _serve(self, stream: socket.socket, remote: _Remote) -> None:
         with stream:
@@ -408,19 +373,15 @@ class TcpTransport(PeerTransport[Block, _Remote]):
             await block.read_into(copy.address, start, nbytes)
             await self._send(stream, copy.view)
         except BaseException:
-            # A device may still write to it.
             copy.retire()
             raise
         finally:
             copy.release()
 
-    # The consumer's side.
-
     @asynccontextmanager
     async def _stream(self, peer: str, remote: _Remote) -> AsyncGenerator[socket.socket, None]:
-        """Lend a stream to a peer; one that failed is closed. May wait for a new one."""
+        """A stream that failed is closed."""
         stream = remote.idle.pop() if remote.idle else await self._connect(peer, remote)
-        # From now on, `peer_lost` ends it.
         remote.open.add(stream)
         reusable = False
         try:
@@ -447,7 +408,6 @@ class TcpTransport(PeerTransport[Block, _Remote]):
     async def _pull(
         self, peer: str, remote: _Remote, number: int, target: memoryview, start: int, size: int | None = None
     ) -> None:
-        """Bring a part of a block; None: all of it."""
         part = target if size is None else target[start : start + size]
         async with remote.turn, self._stream(peer, remote) as stream:
             try:
@@ -475,12 +435,7 @@ def _configure(stream: socket.socket) -> None:
 
 
 async def _receive(stream: socket.socket, memory: memoryview, received: int = 0, more: memoryview | None = None) -> int:
-    """Fill `memory` from an offset on, then `more` with bytes that come with its last one; returns the end of all.
-
-    Raises:
-        PeerGone: The stream ended.
-        OSError: It broke.
-    """
+    """Fill `memory` from an offset on, then `more` with bytes that come with its last one; returns the end of all."""
     while received < len(memory):
         try:
             # Bytes that are here already cost no turn of the loop.

@@ -45,7 +45,7 @@ class Stage(Enum):
     ABANDONED = "it still runs, but its caller has its answer, or is gone"
     OVER = "it is answered, and has ended or will never begin"
 
-    # Faster than that of Enum, for the look-ups of each call.
+    # Faster than that of Enum.
     __hash__ = object.__hash__
 
 
@@ -63,7 +63,7 @@ class Event(Enum):
 FETCHING, QUEUED, STARTED, CANCELLED, LATE, WITHDRAWN, ABANDONED, OVER = Stage
 FETCHED, START, WITHDRAW, CANCEL, EXPIRE, ANSWER = Event
 
-# By event. Other events come too late, and change nothing: there is one answer, and the first cancellation counts.
+# Other events come too late: there is one answer, and the first cancellation counts.
 NEXT: Final = {
     FETCHED: {FETCHING: QUEUED},
     START: {QUEUED: STARTED},
@@ -84,38 +84,26 @@ NEXT: Final = {
     },
 }
 
-# The stage of a call after its start, on the path of each call.
 ONWARD: Final = NEXT[START]
 
-# The call is to run to its end.
 WANTED: Final = frozenset({FETCHING, QUEUED, STARTED})
-# It was not handed to its task or thread.
 WAITING: Final = frozenset({FETCHING, QUEUED})
-# The mailbox drops it.
 GONE: Final = frozenset({WITHDRAWN, OVER})
-# It has begun, and its result is not wanted.
 GIVEN_UP: Final = frozenset({CANCELLED, LATE, ABANDONED})
 ANSWERED: Final = frozenset({ABANDONED, OVER})
 
 
 class Life:
-    # Most calls bring their arguments along.
     stage = QUEUED
-    # An earlier call had not begun when this one was started: this one has to begin after it.
     behind = False
     # `begun`: its first line has run. `last_begun`: the first line of the last step of a segment has run.
     begun = False
     last_begun = False
-    # See `Gate` of the mailbox.
     gate: Any = None
-    # Its caller has cancelled it, and drops its result.
     dropped = False
-    # On the loop's clock.
     deadline: float | None = None
-    # When it began, on the clock of `Env`.
     since = 0.0
-    # The same, while a trace is recorded: when it came, when its arguments were there, when its method ended on the
-    # thread; and how it ended.
+    # While a trace is recorded.
     came: float | None = None
     complete: float | None = None
     ended: float | None = None
@@ -142,23 +130,17 @@ EntryT_contra = TypeVar("EntryT_contra", contravariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The properties of a method that the mailbox uses."""
-
     name: str
     on_thread: bool = False
     ordered: bool = True
     concurrency: int | None = None
-    # Calls of this method that may wait at one actor.
     max_queue: int | None = None
-    # The entry stands for several steps of a graph, which run one after the other.
     segment: bool = False
 
 
 class Gate(Protocol[EntryT_contra]):
-    """Says when calls may start that could do so otherwise."""
-
     def admits(self, entry: EntryT_contra, /) -> bool:
-        """Whether it may start now; if not, the user of the mailbox asks for `startable` once it may."""
+        """If not, the user of the mailbox asks for `startable` once it may."""
         ...
 
     def began(self, entry: EntryT_contra, /) -> None: ...
@@ -167,7 +149,6 @@ class Gate(Protocol[EntryT_contra]):
 class Entry(Protocol):
     caller: PeerId
     rules: Rules
-    # See `Life`.
     stage: Stage
     behind: bool
     begun: bool
@@ -177,7 +158,6 @@ class Entry(Protocol):
 
 EntryT = TypeVar("EntryT", bound=Entry)
 
-# The calls in a row whose gates are asked: so many are on their way at the same time.
 _ASKED_AT_ONCE: Final = 32
 
 
@@ -187,10 +167,9 @@ class Mailbox(Generic[EntryT]):
     def __init__(self) -> None:
         self._lanes: dict[PeerId, deque[EntryT]] = {}
         self._unordered: deque[EntryT] = deque()
-        # The last started call of each caller.
         self._last: dict[PeerId, EntryT] = {}
         self._running: Counter[str] = Counter()
-        # An entry waits for a started call to begin: the hosted actor asks for `startable` when one begins.
+        # The hosted actor asks for `startable` when a call begins.
         self.watching = False
 
     @property
@@ -215,7 +194,6 @@ class Mailbox(Generic[EntryT]):
             and entry.gate is None
             and not (self._lanes or caller in self._last)
         ):
-            # `_may_start` and `_start` for the usual case: there is no call to wait for.
             self._last[caller] = entry
             return True
         lane = self._lanes.get(caller) if rules.ordered and self._lanes else None
@@ -229,7 +207,6 @@ class Mailbox(Generic[EntryT]):
         else:
             lane.append(entry)
             if entry.gate is not None:
-                # It is asked early; whether the call may start, `startable` finds.
                 _let_gates_decide(lane)
         return False
 
@@ -288,7 +265,7 @@ class Mailbox(Generic[EntryT]):
                 self._unordered.append(entry)
 
     def ahead_of(self, entry: EntryT, running: Callable[[], Sequence[EntryT]]) -> list[EntryT]:
-        """The calls that block a waiting call: one of them has to progress before it may start.
+        """The calls that block a waiting call: one of them has to progress first.
 
         Empty if it waits for something else, or for a call that is not among `running`, the started and not ended ones.
         """
@@ -312,7 +289,6 @@ class Mailbox(Generic[EntryT]):
                 found.append(lane[0])
             found += self.ahead_of(lane[0], running)
         for entry in self._unordered:
-            # All waiting calls of a method wait for the same calls.
             if entry.stage is QUEUED and entry.rules.name not in names:
                 names.add(entry.rules.name)
                 found += self.ahead_of(entry, running)
@@ -332,14 +308,14 @@ class Mailbox(Generic[EntryT]):
             return False
         last = self._has_to_follow(entry) if rules.ordered else None
         if last is not None:
-            # First set the flag, then look: otherwise a call that begins in between would go unnoticed.
+            # Set the flag before the look: otherwise a call that begins in between would go unnoticed.
             self.watching = True
             if not _has_begun(last):
                 return False
         return entry.gate is None or entry.gate.admits(entry)
 
     def _has_to_follow(self, entry: EntryT) -> EntryT | None:
-        """The last started call of the same caller, if that has to begin before an ordered one starts."""
+        """The last started call of the same caller, if that has to begin first."""
         last, rules = self._last.get(entry.caller), entry.rules
         # The thread, and the loop, begin calls in order: if the last one has begun, all before it have.
         if last is None or (last.rules.on_thread is rules.on_thread and (rules.on_thread or not last.rules.segment)):
@@ -359,7 +335,7 @@ class Mailbox(Generic[EntryT]):
 
 
 def _let_gates_decide(lane: deque[EntryT]) -> None:
-    """Ask the gates of the first calls of a lane, and put the first one that may start before the others."""
+    """Put the first call of a lane that may start before the others."""
     for index, entry in enumerate(islice(lane, _ASKED_AT_ONCE)):
         if entry.stage in GONE:
             continue
@@ -373,7 +349,7 @@ def _let_gates_decide(lane: deque[EntryT]) -> None:
 
 
 def _has_begun(entry: Entry) -> bool:
-    """Whether a started call holds up no later one: of several steps, the last one has begun."""
+    """Whether a started call has begun; of several steps, the last one."""
     return entry.last_begun if entry.rules.segment else entry.begun
 
 
@@ -387,13 +363,11 @@ class BoundedMailbox(Mailbox[EntryT]):
     def __init__(self, max_queue: int | None) -> None:
         super().__init__()
         self._max_queue = max_queue
-        # Admitted calls with a limit that may still wait, in the order of arrival.
         self._queue: dict[EntryT, None] = {}
-        # Calls that were handed to the thread and have not ended.
         self._on_thread: dict[EntryT, None] = {}
 
     def admit(self, entry: EntryT) -> str | None:
-        """Count a call before `arrive`. Returns the reason if the call is refused."""
+        """Returns the reason if the call is refused."""
         first = next((other for other in self._on_thread if other.stage not in GONE), None)
         self._queue = {other: None for other in self._queue if other.stage not in GONE}
         waiting = [other.rules.name for other in self._queue if other is not first and not other.begun]
@@ -436,12 +410,7 @@ class BoundedMailbox(Mailbox[EntryT]):
 
 
 def check_concurrency(concurrency: object, what: str, *, on_thread: bool) -> None:
-    """Check a limit of calls of a method that run at the same time; None: no limit.
-
-    Raises:
-        TypeError: The method runs on the actor's thread.
-        ValueError: It is not a positive integer.
-    """
+    """Raises TypeError: the method runs on the actor's thread. ValueError: it is not a positive integer."""
     if concurrency is None:
         return
     if on_thread:
@@ -451,11 +420,6 @@ def check_concurrency(concurrency: object, what: str, *, on_thread: bool) -> Non
 
 
 def check_max_queue(max_queue: object, what: str) -> int | None:
-    """Check a limit of waiting calls; None: no limit.
-
-    Raises:
-        ValueError: It is not a positive integer.
-    """
     if max_queue is None:
         return None
     if not is_count(max_queue):

@@ -37,7 +37,6 @@ from aiodaft.exceptions import ActorDied, DaftError, NotDelivered, Overloaded, P
 AnswerT = TypeVar("AnswerT")
 TakerT = TypeVar("TakerT")
 
-# The producer that answers, and the value.
 Expected: TypeAlias = tuple[PeerId, Key]
 
 
@@ -56,7 +55,6 @@ def choose(plain: bool, producer: PeerId | None, consumer: PeerId, *, relayed: b
 
     Args:
         producer: The process that stores the value, or got the call for it, if a message from the owner gets there.
-        consumer: The process of the call that needs the value.
         relayed: Whether consumers pass the value on to each other.
     """
     if plain:
@@ -69,18 +67,16 @@ def choose(plain: bool, producer: PeerId | None, consumer: PeerId, *, relayed: b
 
 
 class Handover(Generic[AnswerT, TakerT]):
-    """The answers that a consumer expects of producers, and the takers that its calls have for them."""
+    """The answers that a consumer expects of producers, and the takers of its calls."""
 
     def __init__(self) -> None:
         self._takers: dict[Expected, deque[TakerT]] = {}
-        # Answers that came before the call that needs them.
         self._early: dict[Expected, deque[AnswerT]] = {}
-        # Values, by producer, and processes, of which answers are dropped and calls ask.
         self._doubtful: set[Expected] = set()
         self._renewed: set[PeerId] = set()
 
     def expect(self, producer: PeerId, key: Key, taker: TakerT) -> AnswerT | PeerId | None:
-        """A call came: its answer, or the owner, if it has to ask that; else `came` finds its taker for the answer."""
+        """A call came: its answer, or the owner, if it has to ask that; else `came` finds its taker."""
         expected = producer, key
         if expected in self._early:
             return take_first(self._early, expected)
@@ -104,14 +100,12 @@ class Handover(Generic[AnswerT, TakerT]):
         return [taker for _, taker in found]
 
     def doubt(self, peer: PeerId) -> list[tuple[Key, TakerT]]:
-        """A process has another connection in place of a lost one: as `lost`, and its answers are dropped."""
+        """A process has another connection in place of a lost one."""
         found = self.lost(peer)
         self._renewed.add(peer)
         return found
 
     def lost(self, peer: PeerId) -> list[tuple[Key, TakerT]]:
-        """A process is lost: the takers of its answers, which have to ask. Calls and values of its own are gone."""
-
         def concerns_it(expected: Expected) -> bool:
             return peer in (expected[0], expected[1][0])
 
@@ -146,22 +140,19 @@ EntryT = TypeVar("EntryT", bound=Entry)
 
 
 class Order(Generic[EntryT]):
-    """The entries that one process has submitted and not sent: those that cannot go at once, and those behind them.
+    """The entries that one process has submitted and not sent.
 
     The entries for one actor go out in the order of submission. An entry stands in the lanes of all actors that it is
     for, goes out when it may and stands first in each of them, and enters all at once: no two wait for each other.
     """
 
     def __init__(self) -> None:
-        # By actor: its entries, each with its place in the order of submission. An actor without entries has no lane.
         self.lanes: dict[Hashable, OrderedDict[EntryT, int]] = {}
         self._places = itertools.count()
-        # Lanes in which something has changed, while entries are taken out.
         self._changed: deque[Hashable] = deque()
         self._taking = False
 
     def holds_up(self, lanes: Iterable[Hashable]) -> bool:
-        """Whether an entry that is submitted now, for these lanes, has to wait behind another."""
         return not self.lanes.keys().isdisjoint(lanes)
 
     def enter(self, entry: EntryT) -> None:
@@ -170,10 +161,7 @@ class Order(Generic[EntryT]):
             self.lanes.setdefault(lane, OrderedDict())[entry] = place
 
     def move(self, entry: EntryT, lanes: Sequence[Hashable]) -> None:
-        """Take an entry to other lanes, where it gets the place of its submission, in front of all that came later.
-
-        The caller gives the entry its new lanes; the entry, and those in the old lanes, may be `ready` then.
-        """
+        """Take an entry to other lanes, where it gets the place of its submission."""
         place = self.lanes[entry.lanes[0]][entry]
         self.leave(entry)
         for lane in lanes:
@@ -191,7 +179,7 @@ class Order(Generic[EntryT]):
                 del self.lanes[lane]
 
     def ready(self, lanes: Iterable[Hashable]) -> Iterator[EntryT]:
-        """Take out the entries that may go now, one after the other, because something has changed in these lanes.
+        """Take out the entries that may go now, because something has changed in these lanes.
 
         Each entry has to be sent before the next is asked for. Changes that happen meanwhile are seen here, too.
         """
@@ -224,7 +212,7 @@ class Location:
     """The location of a supervised actor.
 
     Attributes:
-        peer: Its process; NOWHERE while it is down.
+        peer: NOWHERE while it is down.
         actor: Its incarnation; the next one while it is down.
         ended: The error of its calls, if it is gone for good.
     """
@@ -234,7 +222,6 @@ class Location:
     ended: DaftError | None = None
 
     def why_missed(self, remote: PeerId | None, lost: DaftError | None) -> DaftError | None:
-        # Perhaps only the connection broke, and the actor is where it was.
         return self.ended or (lost if self.peer == remote else None)
 
 
@@ -261,15 +248,12 @@ class Whereabouts:
             self.place = Location(NOWHERE, self.place.actor)
 
     def not_found(self, remote: PeerId) -> None:
-        """The actor is not in a process, or that is gone.
-
-        The owner's process must keep the location that it was told.
-        """
+        """The owner's process must keep the location that it was told."""
         if remote == self.place.peer and not self.told:
             self.leave()
 
     def heard(self, place: Location) -> None:
-        """A handle came from another process: if its incarnation is a later one, the known one is down."""
+        """A handle came from another process: a later incarnation of it shows that the known one is down."""
         if epoch_of(place.actor) > epoch_of(self.place.actor):
             self.leave()
 
@@ -290,7 +274,6 @@ def failure_of(error: BaseException) -> Failure:
     if not isinstance(error, NotDelivered | ActorDied | PeerLost) or error.executed:
         return Failure.FINAL
     if isinstance(error, Overloaded):
-        # The actor lives, and would refuse the call again.
         return Failure.FINAL
     if error.executed is None:
         return Failure.DOUBTFUL
@@ -298,12 +281,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def check_retries(retries: object, what: str, *, idempotent: bool, is_stream: bool) -> int:
-    """Return the number of times that a call of a method may be repeated; `retries` is the user's wish.
-
-    Raises:
-        TypeError: Calls of the method cannot be made again.
-        ValueError: It is not a positive integer.
-    """
+    """Raises TypeError: calls of the method cannot be made again. ValueError: it is not a positive integer."""
     if not idempotent:
         if retries is not None:
             raise TypeError(f"{what}: `retries` needs `idempotent=True`: only you can know that running twice is safe")

@@ -26,12 +26,11 @@ from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 from aiodaft._protocol.ids import CallId, PeerId
 
-# The process that made the channel, and its number there.
 ChannelId: TypeAlias = tuple[PeerId, CallId]
 
 
 class Kind(IntEnum):
-    """The kind of a message. `OFFER` to `FINISH` go from an end to the keeper, and carry the end's ticket."""
+    """`OFFER` to `FINISH` go from an end to the keeper, and carry the end's ticket."""
 
     OFFER = 0  # item: take it when there is room
     WITHDRAW = 1  # the offer is taken back
@@ -61,7 +60,7 @@ class Kind(IntEnum):
 
 
 class Leaving(IntEnum):
-    """Why a process no longer holds a channel. In the report of another process only `DROPPED` is certain."""
+    """In the report of another process only `DROPPED` is certain."""
 
     DROPPED = 0
     ENDED = 1  # without an error
@@ -69,21 +68,16 @@ class Leaving(IntEnum):
 
 
 FOR_KEEPERS: Final = frozenset(kind for kind in Kind if kind <= Kind.FINISH or kind >= Kind.QUEUE)
-# Requests: the sender waits for an answer.
 _REQUESTS: Final = frozenset((Kind.OFFER, Kind.WANT, Kind.CLOSE))
 
 
 class Message(NamedTuple):
-    """A message of one process to another about a channel."""
-
     kind: Kind
     ticket: int = 0
     body: Any = None
 
 
 class Contents(NamedTuple):
-    """The queue in a QUEUE message."""
-
     capacity: int
     items: tuple[Any, ...]
     used: bool
@@ -94,8 +88,6 @@ class Contents(NamedTuple):
 
 
 class Tell(NamedTuple):
-    """Send a message to a process, which may be this one."""
-
     to: PeerId
     message: Message
 
@@ -108,8 +100,6 @@ class Outcome(Enum):
 
 
 class Settle(NamedTuple):
-    """End the wait of this process's user with this ticket."""
-
     ticket: int
     outcome: Outcome
     body: Any = None
@@ -119,8 +109,6 @@ Command: TypeAlias = Tell | Settle
 
 
 class Place(Enum):
-    """The place of the queue, as far as a keeper knows; see the table above."""
-
     NEW = auto()
     SETTLED = auto()
     MOVING = auto()
@@ -129,34 +117,28 @@ class Place(Enum):
 
 
 class Keeper:
-    """One channel in the process that made it or has its queue."""
-
     def __init__(self, here: PeerId, maker: PeerId, capacity: int) -> None:
         self.place = Place.NEW
         self._here = here
         self._maker = maker
         self._counts = False
-        # The process that has the queue.
         self._at = here
         self._capacity = capacity
         self._items: deque[Any] = deque()
-        # There was an offer.
         self._used = False
         self._closed = False
-        # Offers that wait for room, and receives that wait for an item, in their order.
         self._offers: deque[tuple[PeerId, int, Any]] = deque()
         self._wants: deque[tuple[PeerId, int]] = deque()
         self._lent: dict[tuple[PeerId, int], Any] = {}
-        # Processes that hold the channel; that have sent, and may do so again; that have received, and may not send.
+        # Holders; those that have sent, and may do so again; those that have received, and may not send.
         self._holders: dict[PeerId, None] = {maker: None}
         self._senders: dict[PeerId, None] = {}
         self._receivers: set[PeerId] = set()
-        # Processes with a lost connection; and processes that have ended, as reported.
+        # With a lost connection; and those that have ended, as reported.
         self._gone: dict[PeerId, Leaving] = {}
         self._over: set[PeerId] = set()
-        # The last process that died and may have sent; None once another one has begun to send.
+        # None once another process has begun to send.
         self.missed: PeerId | None = None
-        # Requests that came while the queue moved.
         self._held: list[tuple[PeerId, Message]] = []
         self._out: list[Command] = []
 
@@ -242,8 +224,6 @@ class Keeper:
             self._tell(self._at, Kind.DROP, 0)
         return self._take_out()
 
-    # The process that has the queue: one method per message.
-
     def _take_over(self, sender: PeerId, message: Message) -> None:
         _, items, self._used, self._closed, holders, senders, self.missed = message.body
         self.place = Place.SETTLED
@@ -288,7 +268,6 @@ class Keeper:
         items, holders, senders = tuple(self._items), tuple(self._holders), tuple(self._senders)
         contents = Contents(self._capacity, items, self._used, self._closed, holders, senders, self.missed)
         self._tell(to, Kind.QUEUE, 0, contents)
-        # Senders of held requests are told the new place when the queue has arrived.
         self._held.append((to, want))
         self._held += [(peer, Message(Kind.OFFER, ticket)) for peer, ticket, _ in self._offers]
         self._items.clear()
@@ -324,14 +303,12 @@ class Keeper:
         self._pump()
 
     def _hold(self, peer: PeerId) -> None:
-        # The maker's HELD may come later, or never.
         if peer not in self._holders:
             self._holders[peer] = None
             if self._counts:
                 self._tell(peer, Kind.COUNTING, 0)
 
     def _dropped(self, sender: PeerId, message: Message) -> None:
-        # The maker may only have lost its connections to the holders.
         self._count()
 
     def _count(self) -> None:
@@ -365,7 +342,6 @@ class Keeper:
             want = self._wants.popleft()
             self._lent[want] = item = self._items.popleft()
             self._tell(want[0], Kind.ITEM, want[1], item)
-        # A lent item may be returned.
         if self._items or self._lent:
             return
         orphaned = self.missed is not None and not any(map(self._may_send, self._holders))
@@ -414,7 +390,7 @@ class Keeper:
 
 
 def refusal(message: Message) -> Message | None:
-    """The answer of a process that does not know a channel: the channel was dropped, or its maker is gone."""
+    """The channel was dropped, or its maker is gone."""
     if message.kind not in _REQUESTS:
         return None
     return Message(Kind.OVER if message.kind is Kind.CLOSE else Kind.LOST, message.ticket)

@@ -59,26 +59,20 @@ class End:
     """
 
     def __init__(self, keeper: PeerId) -> None:
-        # The process that has the queue, as far as this one knows; and whether it is gone.
         self.keeper = keeper
         self.is_lost = False
-        # The number of users that may send, and whether the keeper was last told that there are any; see above.
+        # Users that may send, and whether the keeper was last told that there are any.
         self.senders = 0
         self.was_handed_on = False
         self._said_may_send: bool | None = None
-        # No other process holds the channel.
         self.is_alone = False
-        # The maker is gone, and the keeper has asked to be told when the channel is dropped here.
+        # The maker is gone: tell the keeper when the channel is dropped here.
         self._is_counted = False
-        # The items of sends under way, by ticket, in order.
         self._offers: dict[int, Any] = {}
         self._want = Want.IDLE
         self._want_ticket = 0
-        # The process that was asked, for each unanswered request, by ticket.
         self._asked: dict[int, PeerId] = {}
-        # The item that is lent, or owned and not yet taken.
         self._item: Any = None
-        # The ticket of a receive that began while an item was on its way back.
         self._next_want: int | None = None
         self._closes: set[int] = set()
         self._close_again = False
@@ -91,10 +85,8 @@ class End:
     def may_send(self) -> bool:
         return self.senders > 0
 
-    # Actions of users.
-
     def say_whether_it_may_send(self) -> list[Command]:
-        """Say so if this has changed: to be called after each change."""
+        """To be called after each change."""
         may_send, commands = self.may_send, list[Command]()
         if self._said_may_send not in {None, may_send}:
             self._said_may_send = may_send
@@ -123,7 +115,6 @@ class End:
 
     def confirm(self, ticket: int) -> list[Command]:
         if self._want is not Want.LENT:
-            # The keeper was lost meanwhile.
             return [Settle(ticket, Outcome.LOST, self.keeper)]
         self._want = Want.CONFIRMING
         return self._say(Kind.GOT, ticket)
@@ -153,8 +144,6 @@ class End:
         self._closes.add(ticket)
         return self._ask(Kind.CLOSE, ticket)
 
-    # Events.
-
     def leave(self, here: PeerId) -> list[Command]:
         return self._say(Kind.LEFT, 0, (here, int(Leaving.DROPPED))) if self._is_counted else []
 
@@ -179,7 +168,6 @@ class End:
         if kind in _ENDINGS:
             return self._settle(ticket, _ENDINGS[kind], body)
         if ticket != self._want_ticket:
-            # An answer to a receive that was given up; the keeper knows that.
             return []
         if kind is Kind.ITEM and self._want is Want.ASKED:
             self._want, self._item = Want.LENT, body
@@ -213,7 +201,7 @@ class End:
         return [*self._say(Kind.BACK, 0, item), *([] if again is None else self.receive(again))]
 
     def _follow(self, ticket: int, to: PeerId) -> list[Command]:
-        """The queue is at `to`: repeat the receive or close with this ticket there, unless it was given up."""
+        """Repeat the receive or close with this ticket there, unless it was given up."""
         self.keeper, self.is_lost = to, self.is_lost and to == self.keeper
         commands = self._ask_again(ticket)
         if self._close_again and not self.is_lost:
@@ -263,7 +251,7 @@ class End:
 class ChannelTable:
     """Leads messages to the keepers and ends of one process.
 
-    Each method but `run` returns all resulting commands; `run` carries out those for this process.
+    Each method but `run` returns all resulting commands.
     """
 
     def __init__(self, here: PeerId) -> None:
@@ -275,7 +263,7 @@ class ChannelTable:
         self.keepers[channel_id] = Keeper(self.here, self.here, capacity)
 
     def run(self, channel_id: ChannelId, commands: list[Command]) -> list[Command]:
-        """Carry out the commands for this process. Returns the others: outcomes, and messages to other processes."""
+        """Returns the commands for others: outcomes, and messages to other processes."""
         left, others = deque(commands), list[Command]()
         while left:
             command = left.popleft()
@@ -308,8 +296,6 @@ class ChannelTable:
         keeper, end = self.keepers.get(channel_id), self.ends.get(channel_id)
         commands = [] if keeper is None else keeper.peer_lost(peer, how)
         return commands if end is None else [*commands, *end.peer_lost(peer)]
-
-    # Holders, which the maker counts.
 
     def register(self, channel_id: ChannelId) -> list[Command]:
         end = self.ends.get(channel_id)

@@ -12,8 +12,6 @@ _MAX_PORT: Final = (1 << 16) - 1
 
 
 class Address(NamedTuple):
-    """The address at which a node listens. `host` is a name or an IP address, without brackets."""
-
     host: str
     port: int
 
@@ -22,7 +20,7 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str, *, to_listen: bool = False) -> Address:
-    """Read an address. Port 0, for any free port, is one to listen at only.
+    """Port 0, for any free port, is one to listen at only.
 
     Raises:
         ValueError: The text is no address; the message shows one.
@@ -54,7 +52,6 @@ def is_name(host: str) -> bool:
 
 
 def is_wildcard(ip: str) -> bool:
-    """Whether a socket that is bound to this IP address listens on all interfaces of the machine."""
     address = ipaddress.ip_address(ip)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_unspecified

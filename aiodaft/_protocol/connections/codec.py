@@ -27,7 +27,6 @@ __all__ = [
 # A frame carries at most an inline payload (64 KiB), inline buffers (64 KiB) and descriptors of refs.
 MAX_FRAME: Final = 16 << 20
 _MAX_ITEMS: Final = 1 << 17
-# The extension for integers beyond 64 bits.
 BIG_INT: Final = 1
 # Of a packer: the system would map and unmap the default size each time.
 _FIRST_BUFFER: Final = 1 << 10
@@ -37,18 +36,15 @@ _READ_BUFFER: Final = 16 << 10
 msgpack: Any = _untyped_msgpack
 
 Ext: Any = msgpack.ExtType
-# Makes an `Ext` of (code, content) in C; its constructor checks these in Python.
+# In C; the constructor of `Ext` checks these in Python.
 ext: Final[Callable[[tuple[int, bytes]], Any]] = partial(cast(Any, tuple).__new__, Ext)
 ExtHook = Callable[[int, bytes], Any]
 
 
 class FrameEncoder:
-    """Packs frames, so that those of one turn of the loop are written together."""
-
     def __init__(self) -> None:
         # One buffer in the packer would lose its frames when a later frame cannot be packed.
         self.frame: Callable[[Any], bytes] = msgpack.Packer(unicode_errors="surrogatepass").pack
-        # Frames that were not taken. Always the same list object.
         self.frames: list[bytes] = []
 
     def pack(self, frame: Any) -> None:
@@ -64,8 +60,6 @@ class FrameEncoder:
 
 
 class FrameDecoder:
-    """Cuts a stream of bytes into frames."""
-
     def __init__(self) -> None:
         self._unpacker: Any = msgpack.Unpacker(
             use_list=False,
@@ -79,17 +73,12 @@ class FrameDecoder:
             max_map_len=0,
             max_ext_len=0,
         )
-        # All bytes so far.
         self._fed = 0
-        # Bytes since the last complete frame; the unpacker limits each field, but not their sum.
+        # The unpacker limits each field, but not their sum.
         self._unfinished = 0
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Any]:
-        """Return the frames that `data` completes.
-
-        Raises:
-            RemoteProtocolError: The bytes are no frames, or break a limit. The decoder is of no use after that.
-        """
+        """Return the frames that `data` completes. After RemoteProtocolError the decoder is of no use."""
         unpacker = self._unpacker
         frames: list[Any] = []
         self._fed = fed = self._fed + len(data)
@@ -99,7 +88,6 @@ class FrameDecoder:
             while unpacker.tell() < fed:
                 frames.append(unpacker.unpack())
         except msgpack.OutOfData:
-            # The rest of this one is still to come.
             pass
         except (ValueError, msgpack.UnpackException) as error:
             raise RemoteProtocolError(f"these bytes are no frame: {str(error) or type(error).__name__}") from error
@@ -116,18 +104,13 @@ class FrameDecoder:
 
 
 def big_int(value: Any) -> Any:
-    """An integer beyond 64 bits as plain data.
-
-    Raises:
-        TypeError: It is something else.
-    """
     if type(value) is int:
         # Hexadecimal: decimal digits are limited in number, and take quadratic time.
         return ext((BIG_INT, f"{value:x}".encode()))
     raise TypeError(f"cannot pack {type(value).__name__}")
 
 
-# Packers that wait for their next value: to make one takes longer than to pack most values.
+# To make a packer takes longer than to pack most values.
 _spare: Final[list[Any]] = []
 
 
@@ -139,7 +122,6 @@ def pack(value: Any) -> bytes:
             default=big_int, strict_types=True, unicode_errors="surrogatepass", buf_size=_FIRST_BUFFER
         )
     packed: bytes = packer.pack(value)
-    # Its buffer stays as large as it had to be.
     if len(packed) <= _READ_BUFFER:
         _spare.append(packer)
     return packed

@@ -86,13 +86,9 @@ from aiodaft.exceptions import RemoteProtocolError
 
 Message: TypeAlias = tuple[Any, ...]
 Descriptors: TypeAlias = tuple[Any, ...]
-# Payload, blobs, descriptors.
 Value: TypeAlias = tuple[bytes, Any, Descriptors]
-# Index, owner, number, producer, label.
 Awaited: TypeAlias = tuple[int, PeerId, CallId, PeerId, str]
-# See *terms*.
 SentTerms: TypeAlias = int | tuple[Any, ...] | None
-# The same as a value, and the descriptors of awaited refs.
 Arguments: TypeAlias = tuple[bytes, Any, Descriptors, Descriptors]
 
 # Frames, and HELLO, are the same in every version: so each side can read the other's versions, and answer.
@@ -103,7 +99,6 @@ OLDEST_WIRE_VERSION: Final = 1
 INLINE_LIMIT: Final = 64 << 10
 # Arguments that need no encoding beyond the frame's own; longer text and bytes are encoded, and so accounted for.
 PLAIN_TEXT_LIMIT: Final = 1 << 10
-# More arguments of one call are encoded, too, since a frame limits its fields and bytes.
 PLAIN_ARGS_LIMIT: Final = 1 << 11
 # So many text arguments need not be accounted for: the calls of a full window have no more bytes than it may have.
 FEW_ARGS: Final = 1 << 4
@@ -122,19 +117,13 @@ RING_OFFERED: Final = 1  # three descriptors come along
 RING_USED: Final = 2  # one descriptor comes along
 RING_REFUSED: Final = 3
 
-# Modes of SEND.
 WANT_REPLY: Final = 0
 WANT_STREAM: Final = 1
 WANT_NOTHING: Final = 2
 
-# Lengths of inputs. (index,): the sender keeps the value for the owner of the graph, or the step is over and the owner
-# needs no value.
 STORED_VALUE: Final = 1
-# (index, value): the value travels in the frame as it is.
 PLAIN_VALUE: Final = 2
-# (index, encoded exception, whether the step ran)
 FAILED_VALUE: Final = 3
-# (index, payload, blobs, refs, descriptors of awaited refs)
 ENCODED_VALUE: Final = 5
 GraphItem: TypeAlias = tuple[Any, ...]
 
@@ -149,7 +138,6 @@ _PLAIN: Final = (_None, bool, int, float, str, bytes)
 _TERMS: Final = (_None, int, tuple)
 _BLOBS: Final = (_None, bytes, tuple)
 
-# The types that each field may have.
 _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
     HELLO: (_INT, _INT, _STR, _INT),
     CALL: (_INT, _INT, _STR, (tuple, bytes)),
@@ -196,11 +184,7 @@ _SHAPES: Final = {kind: frozenset((int, *types) for types in product(*fields)) f
 
 
 def check_all(messages: list[Any]) -> list[Message]:
-    """Return the messages if each is of a known kind and its fields have the right types.
-
-    Raises:
-        RemoteProtocolError: One of them is not one of our messages.
-    """
+    """Raises RemoteProtocolError: a kind or the type of a field is not ours."""
     message: Any = None
     try:
         for message in messages:
@@ -343,9 +327,6 @@ def define(name: bytes, source: bytes) -> Message:
 
 def forget(name: bytes) -> Message:
     return FORGET, name
-
-
-# Readers. Kinds with the same fields share one.
 
 
 def _number(message: Message) -> CallId:

@@ -45,10 +45,8 @@ from aiodaft._protocol.connections.messages import (
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft.exceptions import LocalProtocolError, Overloaded, RemoteProtocolError
 
-# The classes and functions that the two ends of a connection have told each other.
-#
-# A class or function that a process cannot import is sent once over each connection, under a name. Later values only
-# have the name. The sender takes the name back when its class or function is gone.
+# A class or function that a process cannot import is sent once over each connection, under a name, which later values
+# have. The sender takes the name back when its class or function is gone.
 
 T = TypeVar("T")
 
@@ -59,12 +57,11 @@ class Definitions(Generic[T]):
         # Is replaced, and never changed: a value that arrives keeps the definitions of that moment, until it is
         # decoded.
         self.heard: Mapping[bytes, T] = MappingProxyType({})
-        # By name, how often it was told and not taken back: a name may be told again before it is known to be taken
-        # back.
+        # A name may be told again before it is known to be taken back.
         self._times: Counter[bytes] = Counter()
 
     def tell(self, name: bytes) -> bool:
-        """Whether the other end has to be told the definition of this name, before a value that uses it."""
+        """Whether the other end has to be told the definition before a value that uses the name."""
         if name in self._told:
             return False
         self._told.add(name)
@@ -93,25 +90,18 @@ CallT = TypeVar("CallT")
 # The window: unanswered calls of one connection, and bytes of their arguments.
 WINDOW: Final = 4096
 WINDOW_BYTES: Final = 64 << 20
-# Calls with arguments that are plain or encoded.
 _PLAIN: Final = (CALL, TELL)
 # Seconds without an answer after which the window grows.
 STALL: Final = 1.0
 
 
 class _Other:
-    """The key of a waiting message that is no call: the ids of calls are positive and negative numbers."""
-
     __slots__ = ()
 
 
 @dataclass(slots=True)
 class _OwnCall:
-    """A waiting call of the runtime itself."""
-
-    # None until `provide`.
     message: Message | None
-    # Earlier calls of users that have no message.
     behind: set[CallId | _Other]
 
 
@@ -122,22 +112,17 @@ class Session(Generic[CallT]):
         self.remote = remote
         self.remote_pid: int | None = None
         self.version = WIRE_VERSION
-        # Calls without an answer: sent and waiting ones.
         self.calls: dict[CallId, CallT] = {}
-        # Their messages; those of plain calls are packed, because bytes take less memory.
+        # Those of plain calls are packed, because bytes take less memory.
         self._waiting: OrderedDict[CallId | _Other, Message | bytes | None] = OrderedDict()
-        # The number of waiting messages that are no calls.
         self._others = 0
-        # The runtime's own calls: all, and the waiting ones.
         self._own: set[CallId] = set()
         self._own_waiting: OrderedDict[CallId, _OwnCall] = OrderedDict()
-        # Never more than `max_pending`.
         self._base_window = self._window = min(window, max_pending)
-        # The number of calls that have ended, without the runtime's own; and when the window was last looked at.
+        # Without the runtime's own calls.
         self.answers = 0
         self._answers_before = 0
         self._max_pending = max_pending
-        # Bytes of the arguments of each call; no entry for zero.
         self._costs: dict[CallId, int] = {}
         self._bytes = 0
         self._window_bytes = WINDOW_BYTES
@@ -145,9 +130,8 @@ class Session(Generic[CallT]):
         self._encoder = FrameEncoder()
         self.send: Callable[[Message], None] = self._encoder.pack
         self.data_to_send = self._encoder.take
-        # Frees the memory of the decoder, when the connection has ended. Calls stay.
+        # Frees the memory of the decoder. Calls stay.
         self.close = self._decoder.close
-        # Packed messages that `data_to_send` has not taken.
         self.packed = self._encoder.frames
         self.send(hello(local, pid))
 
@@ -178,7 +162,7 @@ class Session(Generic[CallT]):
         """Return the messages that `data` completes, without HELLO.
 
         Raises:
-            RemoteProtocolError: The peer violates the protocol. Do not use the session any more.
+            RemoteProtocolError: Do not use the session any more.
         """
         messages = self._decoder.feed(data)
         if self.remote_pid is None and messages:
@@ -210,15 +194,12 @@ class Session(Generic[CallT]):
         admitted: bool = False,
         ordered: bool = True,
     ) -> bool:
-        """Send a call, or let it wait.
+        """Send a call, or let it wait; returns whether it was sent.
 
         Args:
-            message: The CALL, TELL or SEND; None until `provide`.
+            message: None until `provide`.
             admitted: The call was accepted before: do not refuse it.
             ordered: Whether it stays behind earlier ones.
-
-        Returns:
-            Whether it was sent.
 
         Raises:
             Overloaded: Too many calls have no answer yet.
@@ -240,7 +221,6 @@ class Session(Generic[CallT]):
                 f"Runtime(max_pending={self._max_pending}) allows; await some of them first"
             )
         self.calls[call_id] = call
-        # Behind another one that waits, it has to wait, too.
         blocked = bool(self._waiting)
         self._waiting[call_id] = (
             message if message is None or message[0] not in _PLAIN else self._encoder.frame(message)
@@ -252,7 +232,7 @@ class Session(Generic[CallT]):
         return call_id not in self._waiting
 
     def _passes(self, cost: int) -> bool:
-        """Whether a call without order is sent, although others wait or their arguments fill the window."""
+        """Whether a call without order passes the calls that wait."""
         unanswered = len(self.calls) - len(self._own)
         return cost <= INLINE_LIMIT and unanswered - self.waiting < self._window and unanswered < self._max_pending
 
@@ -276,7 +256,7 @@ class Session(Generic[CallT]):
         self._pump_own(call_id)
 
     def line_up(self, message: Message) -> None:
-        """Send a message that is no call, outside of the window, behind the waiting calls."""
+        """Outside of the window, behind the waiting calls."""
         if not self._waiting:
             self.send(message)
             return
@@ -300,7 +280,6 @@ class Session(Generic[CallT]):
         if self._own and call_id in self._own:
             return self._settle_own(call_id)
         if self._waiting and call_id in self._waiting:
-            # The call was not sent: this answer is not to it.
             return None
         call = self.calls.pop(call_id, None)
         if call is not None:
@@ -315,14 +294,11 @@ class Session(Generic[CallT]):
         if call_id in self._own_waiting:
             return None
         self._own.remove(call_id)
-        # It took no room of the window.
         return self.calls.pop(call_id)
 
     def look_for_stall(self) -> bool:
-        """Enlarge the window if no call was answered since the last call of this, every `STALL` seconds.
-
-        Returns:
-            Whether calls still wait.
+        """Enlarge the window if no call was answered since the last one of these calls. Returns whether calls still
+        wait.
         """
         if self.answers == self._answers_before:
             self._window = min(2 * self._window, self._max_pending)
@@ -365,8 +341,7 @@ class Session(Generic[CallT]):
                 self.send(message)
 
 
-# Whether one process polls for messages or sleeps until it is woken. Time comes as an argument; no clock, no I/O.
-#
+# Whether one process polls for messages or sleeps until it is woken.
 # Polling finds an answer within microseconds; a wake-up takes tens of microseconds. Polling pays only while answers
 # come soon on average, there is a second processor, and no actor's thread of this process runs, because polling takes
 # the GIL.
@@ -383,7 +358,6 @@ SLICE: Final = 100e-6
 # Longer gaps count as this many seconds.
 _LONG: Final = 1e-3
 _NEVER: Final = float("-inf")
-# Weight of a new gap in the average.
 _WEIGHT: Final = 1 / 8
 
 
@@ -398,7 +372,6 @@ class Pace:
 
     Attributes:
         may_poll: There is a second processor.
-        since: The time of the last message, sent or received.
         crowded: Another process wants the processor.
     """
 
@@ -406,7 +379,6 @@ class Pace:
         self.may_poll = may_poll
         self.since = 0.0
         self.threads = 0
-        # The average gap from one message to the next one received.
         self._gap = 0.0
         self.crowded = False
 
@@ -416,13 +388,12 @@ class Pace:
         self._gap += ((gap if gap < _LONG else _LONG) - self._gap) * _WEIGHT
 
     def idle(self, now: float) -> Idle:
-        """The next action after a turn in which nothing came."""
         if not self.may_poll or self.threads or self._gap >= POLL or now - self.since >= POLL:
             return Idle.SLEEP
         return Idle.YIELD if self.crowded or now - self.since > ALONE else Idle.LOOK
 
     def yielded(self, seconds: float) -> None:
-        """Other processes could run for so long; one that ran may be about to answer."""
+        """Another process that ran may be about to answer."""
         self.crowded = seconds > SWITCH
         if seconds > SLICE:
             # Sleep at the next look, and let it count as a long gap.
@@ -446,13 +417,11 @@ class Step(Enum):
     DROP = "close the rings that were offered"
 
 
-# This process wants rings: no message.
 _WANT: Final = -1
 
 _MAKER: Final = {
     (Way.SOCKET, _WANT): (Step.OFFER, Way.OFFERED),
     (Way.SOCKET, RING_WANTED): (Step.OFFER, Way.OFFERED),
-    # The offer is on its way.
     (Way.OFFERED, RING_WANTED): (Step.NOTHING, Way.OFFERED),
     (Way.RINGS, RING_WANTED): (Step.NOTHING, Way.RINGS),
     (Way.OFFERED, RING_USED): (Step.USE, Way.RINGS),
@@ -483,16 +452,11 @@ class Upgrade:
         self.way = Way.SOCKET
 
     def want(self) -> Step:
-        """This process wants rings; nothing if they come already."""
+        """Nothing if the rings come already."""
         step, self.way = self._table.get((self.way, _WANT), (Step.NOTHING, self.way))
         return step
 
     def handle(self, stage: int) -> Step:
-        """RING came.
-
-        Raises:
-            RemoteProtocolError: The peer has no reason to send it.
-        """
         found = self._table.get((self.way, stage))
         if found is None or stage == _WANT:
             raise RemoteProtocolError("an unexpected RING message came")
@@ -500,5 +464,5 @@ class Upgrade:
         return step
 
     def failed(self) -> None:
-        """Without descriptors or memory, the connection keeps its socket."""
+        """The connection keeps its socket."""
         self.way = Way.SOCKET

@@ -10,11 +10,7 @@ __version__ = "0.1.0"
 
 
 class Software(NamedTuple):
-    """The software that a process runs.
-
-    Attributes:
-        python: The interpreter and its version, such as "cpython 3.12.1".
-    """
+    """`python`: the interpreter and its version, such as "cpython 3.12.1"."""
 
     release: str
     python: str

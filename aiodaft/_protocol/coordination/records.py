@@ -47,14 +47,12 @@ TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], LeaseState]] = {
 
 @dataclass(slots=True)
 class Lease:
-    """One lease; `deadline` is a time of the coordinator's clock."""
-
     state: LeaseState
     deadline: float
 
 
 class LeaseTable:
-    """UNSEEN leases become HELD when they are KEPT. A holder stops a while before its lease ends: see `LeaseHolder`."""
+    """UNSEEN leases become HELD when they are KEPT. A holder stops a while before the end: see `LeaseHolder`."""
 
     def __init__(self, ttl: float, now: float) -> None:
         self.ttl = ttl
@@ -65,11 +63,6 @@ class LeaseTable:
         self._leases[epoch] = Lease(LeaseState.HELD if seen else LeaseState.UNSEEN, now + self.ttl)
 
     def keep(self, epoch: int, now: float) -> None:
-        """Prolong a lease, because its holder is alive.
-
-        Raises:
-            LeaseLost: It is over.
-        """
         lease = self._leases.get(epoch)
         if lease is None:
             raise LeaseLost("the lease is over: the node has to join again, as a new incarnation")
@@ -99,23 +92,11 @@ class LeaseTable:
         return min([usual, *(lease.deadline for lease in self._leases.values())])
 
 
-# A lease, as the node that holds it sees it.
-#
-# The node says every so often that it is alive, and counts from the moment of sending: its lease ends sooner by its own
-# clock than by the coordinator's. It fences itself `skew` seconds before that. Until it is renewed, no name and no
+# A lease, as the node that holds it sees it. The node counts from the moment of sending: its lease ends sooner by its
+# own clock than by the coordinator's. It fences itself `skew` seconds before that. Until it is renewed, no name and no
 # epoch that hangs on the lease may be used, because the coordinator may give them to others. While the coordinator is
-# known not to run at all, no lease is ended, and the next one, which knows or is told what was granted, gives each node
-# the time of a lease to come back.
-#
-#                JOINED                SILENT
-#     OUTSIDE ------------> HOLDING ------------> FENCED
-#        ^                    ^                     |
-#        |                    +------- KEPT --------+
-#        +-- LOST, from HOLDING and FENCED
-#
-# LOST: the coordinator has ended the lease. The node joins again, with a new epoch and without its old names.
+# known not to run at all, no lease is ended, and the next one gives each node the time of a lease to come back.
 
-# Keepalives in the time of a lease.
 _PER_LEASE: Final = 4
 
 
@@ -150,7 +131,6 @@ class LeaseHolder:
     def __init__(self, skew: float) -> None:
         self._skew = skew
         self._state = HolderState.OUTSIDE
-        # The lease: the epoch of the node.
         self.epoch = 0
         # Until then it may act, unless the lease is LOST; and how much of that the coordinator has granted.
         self.fence_at = 0.0
@@ -159,7 +139,7 @@ class LeaseHolder:
         self._ttl = 0.0
 
     def joined(self, epoch: int, good_for: float, ttl: float, sent_at: float) -> None:
-        """The coordinator took the node in (or still knows it), for `good_for` seconds from the time of the request."""
+        """`good_for` counts from the time of the request."""
         self._ttl = ttl
         if self._state is HolderState.OUTSIDE or epoch != self.epoch:
             self._handle(HolderEvent.JOINED)
@@ -170,12 +150,12 @@ class LeaseHolder:
             self._renew(good_for, sent_at)
 
     def kept(self, epoch: int, good_for: float, sent_at: float) -> None:
-        """The coordinator prolonged a lease; late answers for an earlier one do not count."""
+        """Late answers for an earlier lease do not count."""
         if epoch == self.epoch and self._state is not HolderState.OUTSIDE:
             self._renew(good_for, sent_at)
 
     def unopposed(self, asked_at: float) -> None:
-        """At that time there was no coordinator. A holder that is fenced by then stays so: one may have been there."""
+        """There was no coordinator. A holder that is fenced by then stays so: one may have been there."""
         if self.state(asked_at) is HolderState.HOLDING:
             self.fence_at = max(self.fence_at, asked_at + self._ttl - self._skew)
 
@@ -198,7 +178,6 @@ class LeaseHolder:
         return min(self._send_at, self.fence_at) if self._state is HolderState.HOLDING else self._send_at
 
     def _renew(self, good_for: float, sent_at: float) -> None:
-        # An answer that took very long may be of no use any more; `state` tells.
         self._granted_until = max(self._granted_until, sent_at + good_for - self._skew)
         self.fence_at = max(self.fence_at, self._granted_until)
         self._handle(HolderEvent.KEPT)
@@ -214,11 +193,6 @@ _MAX_TERM: Final = 1 << 31
 
 
 def check_name(name: str) -> str:
-    """Return `name` if actors may have it.
-
-    Raises:
-        ValueError: It is empty, too long, or has characters that do not belong in a log line or a path.
-    """
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ValueError(
             f"{name!r:.80} cannot name an actor: use 1 to 255 of the characters A-Z a-z 0-9 _ . - and no leading dot"
@@ -227,33 +201,19 @@ def check_name(name: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return `prefix` if names may begin like this.
-
-    Raises:
-        ValueError: It is too long, or has other characters.
-    """
     if not isinstance(prefix, str) or (prefix and _NAME.fullmatch(prefix) is None):
         raise ValueError(f"no actor's name begins with {prefix!r:.80}")
     return prefix
 
 
 def check_node_name(name: str) -> str:
-    """Return `name` if nodes may have it.
-
-    Raises:
-        ValueError: It is empty, too long, or has other characters.
-    """
     if not isinstance(name, str) or _NODE_NAME.fullmatch(name) is None:
         raise ValueError(f"{name!r:.80} cannot name a node: use 1 to 63 of the characters A-Z a-z 0-9 _ . -")
     return name
 
 
 def first_revision(term: int, lot: int = 0) -> int:
-    """The revision at which a coordinator begins; its changes have greater ones.
-
-    Raises:
-        ValueError: The term is out of range.
-    """
+    """The revision at which a coordinator begins; its changes have greater ones."""
     if not 0 < term < _MAX_TERM:
         raise ValueError(f"a term lies between 1 and {_MAX_TERM - 1}; this is {term}")
     return (term << _TERM_SHIFT) + lot
@@ -315,11 +275,7 @@ Record: TypeAlias = NamedActor | Member
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One step of the tables.
-
-    Attributes:
-        record: The record as it is now; None if it is gone.
-    """
+    """One step of the tables; without a record, it is gone."""
 
     revision: int
     kind: Kind
@@ -335,11 +291,6 @@ _CLASSES: Final[Mapping[Kind, type[Record]]] = {Kind.NAME: NamedActor, Kind.MEMB
 
 
 def record_of(kind: Kind, plain: object) -> Record:
-    """The record that `plain_of` made this of.
-
-    Raises:
-        ValueError: It is no record.
-    """
     cls = _CLASSES[kind]
     types = {each.name: str(each.type) for each in fields(cls)}
     values = dict(cast("dict[str, Any]", plain)) if isinstance(plain, dict) else {}
@@ -355,7 +306,6 @@ def record_of(kind: Kind, plain: object) -> Record:
     return record
 
 
-# The types of fields after a way through JSON.
 _PLAIN: Final[Mapping[str, type]] = {
     "str": str,
     "int": int,
@@ -368,12 +318,9 @@ _PLAIN: Final[Mapping[str, type]] = {
 }
 
 
-# Watching a table: the changes after a revision, without gap or duplicate.
-#
-# The coordinator remembers the last changes. A watcher asks for those after the last revision it knows; where that is
-# too long ago, or was another coordinator's, it gets all records instead, and its `View` finds the differences.
+# Watching a table: the changes after a revision, without gap or duplicate. If that is too long ago, or was another
+# coordinator's, the watcher gets all records instead, and its `View` finds the differences.
 
-# Changes that are remembered.
 _REMEMBERED: Final = 4096
 
 
@@ -393,7 +340,6 @@ class Batch:
 
 class History:
     def __init__(self, revision: int, remembered: int = _REMEMBERED) -> None:
-        # Changes up to this one are forgotten.
         self._floor = revision
         self.revision = revision
         self._remembered = remembered

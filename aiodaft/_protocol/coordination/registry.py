@@ -33,17 +33,8 @@ from aiodaft._protocol.ids import ActorId, PeerId, is_attached, node_of
 from aiodaft._protocol.numbers import Latest, next_state
 from aiodaft.exceptions import CoordinatorUnavailable, LeaseLost, NameNotFound, NameTaken
 
-# The table of names.
-#
 # A name belongs to an incarnation of an actor; it is free again when that incarnation is gone. `get_or_create` reserves
 # the name before there is an actor, so that of many callers only one makes it.
-#
-#             RESERVE               REGISTER
-#     FREE ------------> RESERVED ------------> HELD
-#      |                                         ^
-#      +---------------- REGISTER ---------------+
-#
-# FREED leads from RESERVED and HELD to FREE.
 
 KeyT = TypeVar("KeyT")
 
@@ -82,17 +73,10 @@ class NameTable:
         self._of_process: dict[PeerId, dict[str, NamedActor]] = {}
         self._of_lease: dict[int, dict[str, NamedActor]] = {}
 
-    # Questions.
-
     def get(self, name: str) -> NamedActor | None:
         return self._names.get(name)
 
     def lookup(self, name: str) -> NamedActor:
-        """The actor with a name.
-
-        Raises:
-            NameNotFound: No actor has it.
-        """
         found = self._names.get(name)
         if found is not None and not found.reserved:
             return found
@@ -107,17 +91,15 @@ class NameTable:
         return self._names.values()
 
     def held_by(self, peer: PeerId, actor: ActorId | None = None) -> list[NamedActor]:
-        """The names that an actor, or every actor of a process, holds; for a process also its reserved ones."""
+        """For a process also its reserved names."""
         held = self._of_process.get(peer, {}).values()
         return [one for one in held if actor is None or (one.actor == actor and not one.reserved)]
 
     def under(self, lease: int) -> list[NamedActor]:
         return list(self._of_lease.get(lease, {}).values())
 
-    # Decisions.
-
     def grant(self, wanted: NamedActor) -> int:
-        """The epoch at which a request for a name is granted; 0: it needs a new one.
+        """The epoch of an earlier grant; 0: the request needs a new one.
 
         Raises:
             NameTaken: Another actor has it.
@@ -149,14 +131,7 @@ class NameTable:
         # The coordinator does not know the newer grant: its store had lost the end of its log.
         return recovering and held.epoch < claimed.epoch
 
-    # Changes.
-
     def put(self, name: str, record: NamedActor | None) -> None:
-        """Carry out a change.
-
-        Raises:
-            ValueError: It cannot happen.
-        """
         held = self._names.pop(name, None)
         state, event = _state_of(held), _event_of(record)
         assert next_state(TRANSITIONS, state, event) is _state_of(record)
@@ -187,8 +162,6 @@ def _event_of(record: NamedActor | None) -> NameEvent:
     return NameEvent.RESERVE if record.reserved else NameEvent.REGISTER
 
 
-# The table of members: the nodes of the cluster.
-#
 # A node's name belongs to one incarnation, until its lease is over: a node that cannot be reached may still be alive.
 
 
@@ -209,11 +182,7 @@ class MemberTable:
         return [self._members[name] for name in sorted(self._members)]
 
     def admit(self, wanted: Member) -> int:
-        """The epoch of a process that asks again, because it missed the answer; 0: it needs a new one.
-
-        Raises:
-            NameTaken: Another process has the name.
-        """
+        """The epoch of a process that missed the answer; 0: it needs a new one."""
         held = self._members.get(wanted.name)
         if held is None:
             return 0
@@ -253,7 +222,6 @@ class MemberTable:
         return before
 
 
-# Lost members that are remembered.
 _REMEMBERED: Final = 1024
 
 
@@ -264,7 +232,7 @@ class Stored:
     Attributes:
         term: Greater than that of each coordinator before it.
         forgot: Whether there may be names and members that were not stored.
-        lot: Tells it from other coordinators with this term: its first epoch is so much greater.
+        lot: Added to the first epoch, unlike that of other coordinators with this term.
     """
 
     term: int
@@ -296,13 +264,10 @@ class Registry:
     def recovering_for(self, now: float) -> float:
         return max(0.0, self._recovered_at - now)
 
-    # Names.
-
     def register(self, wanted: NamedActor, now: float) -> list[Change]:
         """Give a name to an actor, which may ask again, or which its name was reserved for (`wanted.epoch`).
 
         Raises:
-            ValueError: The name is not valid.
             NameTaken: Another actor has it.
             LeaseLost: The node of the actor is not a member, or the reservation is over.
             CoordinatorUnavailable: It is recovering.
@@ -313,7 +278,6 @@ class Registry:
         """Reserve a name for an actor that `wanted.peer` makes; nothing if an actor or a process has it.
 
         Raises:
-            ValueError: The name is not valid.
             LeaseLost: The node of the process is not a member.
             CoordinatorUnavailable: It is recovering.
         """
@@ -353,13 +317,10 @@ class Registry:
         ours = held is not None and held.reserved and (held.peer, held.actor) == (peer, actor)
         return self._changes(gone=[held]) if held is not None and ours else []
 
-    # Members.
-
     def join(self, member: Member, names: Sequence[NamedActor], now: float) -> list[Change]:
         """Take in a node: as a new incarnation, or with the epoch that it holds and the names of its actors.
 
         Raises:
-            ValueError: A name is not valid.
             NameTaken: Another process has the node's name.
             LeaseLost: The epoch is over.
         """
@@ -383,7 +344,7 @@ class Registry:
         return self._changes([member, *kept], [one for one in before if one.name not in names_kept])
 
     def keep(self, epoch: int, free: Mapping[str, float], now: float) -> list[Change]:
-        """Prolong a node's lease, and note its free resources: these are neither stored nor told to watchers.
+        """Free resources are neither stored nor told to watchers.
 
         Raises:
             LeaseLost: The lease is over.
@@ -447,8 +408,6 @@ class Registry:
             self.leases.end(before.epoch)
         if record is not None and (before is None or record.epoch != before.epoch):
             self.leases.begin(record.epoch, now, seen=seen)
-
-    # Watchers.
 
     def news(self, kind: Kind, prefix: str, since: int) -> Batch | None:
         """The news for a watcher that knows the revision `since`; None: there are none yet.

@@ -22,7 +22,6 @@ from aiodaft._protocol.calls.mailbox import FETCHING, WAITING, Stage
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, serial_of
 from aiodaft.exceptions import LocalProtocolError, WaitingCall
 
-# The usual cause are several callers.
 _WAY_OUT: Final = (
     "; calls of a group by several callers begin in different orders at its members: let one of them make all calls "
     "whose methods meet in collectives, or let these be `async def` without `concurrency`"
@@ -34,8 +33,8 @@ _MOST_CALLS: Final = 1_000
 class CallAt(NamedTuple):
     """A call: the process that runs it, the process that made it, and its number there.
 
-    With `member`, this actor's part of a call of its group, or of a run of a graph: its calls within that. With
-    `within` alone, a strand of a graph in a run.
+    With `member`, this actor's part of a call of its group, or of a run of a graph. With `within` alone, a strand of a
+    graph in a run.
     """
 
     host: PeerId
@@ -46,8 +45,6 @@ class CallAt(NamedTuple):
 
 
 class Reason(Enum):
-    """Why a call waits, as errors say it."""
-
     AWAITS = "awaits"
     NEEDS = "needs the result of"
     QUEUED = "is queued behind"
@@ -84,8 +81,6 @@ class Waiting:
     """A call that waits, as its process knows it.
 
     Attributes:
-        line: The line of the source at which it waits, if it has begun.
-        begun: Whether its first line has run.
         stamp: Changes whenever it wakes, also if it then waits for the same.
         on: The calls of which one has to move on before it can.
         own: Whether it is a call of the runtime itself, which no error names.
@@ -102,10 +97,10 @@ class Waiting:
 
 
 class Deadlock(NamedTuple):
-    """A cycle of waiting. Each call of it waits for the next, the last one for the first.
+    """A cycle of waiting: each call of it waits for the next, the last one for the first.
 
     The last one is the call to give up: the youngest of the user's calls that have not begun (giving them up is safe).
-    The calls' numbers decide which is younger, so that all processes that find the deadlock choose the same call.
+    Numbers decide which is younger, so that all processes that find the deadlock choose the same call.
     """
 
     calls: tuple[CallAt, ...]
@@ -146,14 +141,11 @@ class Phase(Enum):
 
 
 class Search:
-    """Looks for deadlocks among the calls that some calls wait for."""
-
     def __init__(self, roots: Iterable[CallAt]) -> None:
         self.phase = Phase.EXPLORING
         self.deadlocks: list[Deadlock] = []
         self._asked: set[CallAt] = set(roots)
         self._known: dict[CallAt, Waiting | None] = {}
-        # All calls that waited in the first round; those of them that wait unchanged in the second.
         self._stuck: dict[CallAt, Waiting] = {}
         self._still: dict[CallAt, Waiting] = {}
 
@@ -188,7 +180,6 @@ class Search:
 
 def reduced(waiting: dict[CallAt, Waiting]) -> dict[CallAt, Waiting]:
     stuck = {call: one for call, one in waiting.items() if one.on}
-    # The calls to look at again when a call turns out to be alive.
     behind: dict[CallAt, list[CallAt]] = {}
     for call, one in stuck.items():
         for other in one.on:

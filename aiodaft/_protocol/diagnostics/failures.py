@@ -11,14 +11,11 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 from aiodaft._protocol.numbers import Latest
 from aiodaft.causes import chain_of, message_of
 
-# Different failures that a process remembers, and characters of one message.
 _REMEMBERED: Final = 64
 _MAX_MESSAGE: Final = 1 << 10
-# Calls that an exception has passed.
 _MAX_PATH: Final = 16
-# Begins the note that each call adds to an error that its method raises.
 _RAISED_BY: Final = "raised by "
-# The folder of the runtime's own code: the user looks for no line of it.
+# The user looks for no line of the runtime's own code.
 _OWN_CODE: Final = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
 Kind: TypeAlias = Literal["call", "death", "start", "node", "limit"]
@@ -95,7 +92,6 @@ class FailureLog:
     """
 
     def __init__(self) -> None:
-        # Ordered by the time of the last failure.
         self.deaths: Counter[str] = Counter()
         self._kept = Latest[tuple[Subject, tuple[Cause, ...]], Failure](_REMEMBERED)
 
@@ -124,7 +120,6 @@ def causes_of(error: BaseException) -> tuple[Cause, ...]:
 
 
 def line_of(error: BaseException) -> str:
-    """The innermost line of the user's code in the root cause; "" if there is none."""
     line, frames = "", chain_of(error)[-1].__traceback__
     while frames is not None:
         code = frames.tb_frame.f_code
@@ -145,7 +140,6 @@ def by_cause(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     A failure led to another one if its exception is in the chain of that, after the same calls and before others. Of
     several such failures, the one whose exception has come furthest did.
     """
-    # Each comes behind all that may have led to it.
     alike: dict[tuple[str, str], list[Failure]] = {}
     for failure in sorted(failures, key=lambda failure: (_depth(failure), failure.first)):
         alike.setdefault((failure.causes[0].type, failure.causes[0].message), []).append(failure)
@@ -171,7 +165,6 @@ def _depth(failure: Failure) -> tuple[int, int]:
 
 
 def _led_to(first: Failure, second: Failure) -> bool:
-    """Whether the exception of a failure is in the chain of another one that has come further."""
     *earlier, last = first.causes
     same = second.causes[len(earlier)]
     return (
@@ -182,13 +175,11 @@ def _led_to(first: Failure, second: Failure) -> bool:
     )
 
 
-# Errors that are kept. Each takes some 10 kB, and a server meets any number of them.
+# Each error takes some 10 kB, and a server meets any number of them.
 LIMIT: Final = 100
 
 
 class Unhandled:
-    """The unhandled errors of one block: the first ones are kept, the others are counted."""
-
     def __init__(self) -> None:
         self._kept: list[BaseException] = []
         self._count = 0
@@ -206,7 +197,7 @@ class Unhandled:
         return True
 
     def group(self, body: BaseException | None) -> BaseExceptionGroup[BaseException] | None:
-        """The error of a block in place of its body's; None if it raises that error, or none at all."""
+        """None if the block raises its body's error, or none at all."""
         others = [error for error in self._kept if error is not body]
         if not others:
             return None

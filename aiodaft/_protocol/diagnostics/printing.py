@@ -10,9 +10,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from aiodaft._protocol.numbers import Latest
 
-# Seconds for which a bar keeps its place although others move.
 _TURN: Final = 1.0
-# A longer line is cut.
 MAX_LINE: Final = 4 << 10
 
 
@@ -72,7 +70,6 @@ class Screen:
     """
 
     def __init__(self) -> None:
-        # The writer of the incomplete line, its stream, how the line looks, whether it is a bar, and since when.
         self._writer: Hashable = None
         self._stream = 0
         self._shown = ""
@@ -119,20 +116,16 @@ class Screen:
 
 T = TypeVar("T")
 
-# Lines of one group that wait at most; then they are shown as they are.
 _MAX_WAITING: Final = 256
 _MEMBER: Final = re.compile(r"(?P<group>[^+]+)\[(?P<rank>\d+)\]")
 
 
 class Member(NamedTuple):
-    """A member of a group, by the names that actors have in errors."""
-
     group: str
     rank: int
 
 
 def member_of(name: str) -> Member | None:
-    """The member that has a name, such as "Trainer-1[3]"; None if the actor is in no group."""
     found = _MEMBER.fullmatch(name)
     return None if found is None else Member(found["group"], int(found["rank"]))
 
@@ -148,8 +141,6 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 class Merged(NamedTuple, Generic[T]):
-    """A line to be shown: that of the first rank that wrote it, with all ranks that did."""
-
     line: T
     group: str
     ranks: Sequence[int]
@@ -163,19 +154,12 @@ class _Waiting(NamedTuple, Generic[T]):
 
 
 class Merging(Generic[T]):
-    """The lines of groups that wait.
-
-    Args:
-        window: Seconds that a line waits for the other ranks.
-        show: Called with each line that is to be shown, in order.
-    """
+    """The lines of groups that wait, at most `window` seconds for the other ranks, to be shown by `show`."""
 
     def __init__(self, window: float, show: Callable[[Merged[T]], object]) -> None:
         self._window = window
         self._show = show
-        # The ranks of each group that can write.
         self._members: dict[str, set[int]] = {}
-        # The lines of each group and stream that wait, oldest first.
         self._waiting: dict[tuple[str, int], list[_Waiting[T]]] = {}
 
     def join(self, member: Member) -> None:
@@ -224,13 +208,12 @@ class Merging(Generic[T]):
                 self._show_first(lane, over)
 
 
-# Log records inside the standard error of a process, so that they stay in order with its other output. No I/O.
-#
-# A record is a JSON object in one or more frames, which are lines that begin with a control character:
+# Log records inside the standard error of a process, so that they stay in order with its other output. A record is a
+# JSON object in one or more frames, which are lines that begin with a control character:
 #
 #     \x1e PID NUMBER INDEX/COUNT PART \n
 #
-# Each frame is written at once. The kernel writes up to PIPE_BUF bytes in one piece or not at all, so frames of several
+# Each frame is written at once: the kernel writes up to PIPE_BUF bytes in one piece or not at all, so frames of several
 # threads and forked processes do not mix, and the output of a process that dies is whole. A frame may stand behind an
 # incomplete line, such as a progress bar, which goes on after it.
 
@@ -239,14 +222,12 @@ _MARK: Final = b"\x1e"
 _MAX_FRAME: Final = 4096
 _MAX_PART: Final = _MAX_FRAME - 64
 _FRAME: Final = re.compile(rb"\x1e(\d{1,10}) (\d{1,18}) (\d{1,4})/(\d{1,4}) ([^\x1e\n]*)\n")
-# The processes of which parts are kept at a time: an actor, and the children that it has forked.
 _MAX_WRITERS: Final = 64
 
 Record: TypeAlias = Mapping[str, Any]
 
 
 def frames_of(record: Record, pid: int, number: int) -> list[bytes]:
-    # JSON escapes control characters.
     data = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
     parts = [data[start : start + _MAX_PART] for start in range(0, len(data), _MAX_PART)]
     return [b"\x1e%d %d %d/%d %s\n" % (pid, number, index, len(parts), part) for index, part in enumerate(parts, 1)]
@@ -255,21 +236,17 @@ def frames_of(record: Record, pid: int, number: int) -> list[bytes]:
 class Sieve:
     def __init__(self) -> None:
         self._rest = b""
-        # Of each process: the number of the record that comes in parts, and these.
         self._parts = Latest[int, tuple[int, list[bytes]]](_MAX_WRITERS)
 
     def take(self, data: bytes) -> Iterator[bytes | Record]:
         stream, self._rest = self._rest + data, b""
-        # `printed` is where the text begins that is not yielded yet.
         printed = at = 0
         while (at := stream.find(_MARK, at)) >= 0:
             found = _FRAME.match(stream, at)
             if found is None:
                 if data and len(stream) - at < _MAX_FRAME and stream.find(b"\n", at) < 0:
-                    # The rest of the frame is still to come.
                     self._rest = stream[at:]
                     stream = stream[:at]
-                # Otherwise a program has printed the character.
                 at += 1
                 continue
             if at > printed:
@@ -282,10 +259,7 @@ class Sieve:
             yield stream[printed:]
 
     def _assemble(self, frame: re.Match[bytes]) -> Record | None:
-        """The record that a frame completes.
-
-        One with a missing frame is dropped; its process says so in its next record.
-        """
+        """A record with a missing frame is dropped; its process says so in its next record."""
         pid, number, index, count = (int(frame[group]) for group in (1, 2, 3, 4))
         known, parts = self._parts.pop(pid, (number, []))
         if known != number:

@@ -24,7 +24,6 @@ _TRACEPARENT: Final = re.compile(
     r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
 )
 _PRINTABLE: Final = re.compile(r"[\t\x20-\x7e]*")
-# The least and the greatest length that is passed on.
 _MAX_STATE: Final = 512
 _MAX_BAGGAGE: Final = 8192
 _SAMPLED: Final = 1
@@ -56,7 +55,7 @@ class TraceContext(NamedTuple):
         return bool(int(self.traceparent.split("-")[3], 16) & _SAMPLED)
 
     def headers(self) -> dict[str, str]:
-        """The headers for a request to a server that is to go on with the trace."""
+        """For a request to a server that is to go on with the trace."""
         return {name: value for name, value in self._asdict().items() if value}
 
 
@@ -88,17 +87,15 @@ RAN: Final = 1
 FAILED: Final = 2
 FETCHED: Final = 3
 
-# Outcomes of calls. "" is a result; any other one is the name of the error's class.
 CANCELLED: Final = "cancelled"
 UNFINISHED: Final = "unfinished"
 _CANCELLATIONS: Final = {"CancelledError", "CallCancelled", "GeneratorExit"}
 
-# Methods of the runtime's own actors that are the work of the program's collectives.
 _SHOWN: Final = {(COLLECTIVES, "step"), (COLLECTIVES, "take"), (KEYED, "outcome")}
 
 
 def is_shown(actor: ActorId, method: str) -> bool:
-    """Whether calls of a method are recorded: not those of the runtime's own actors, except for collectives."""
+    """Calls of the runtime's own actors are not recorded, except for collectives."""
     return actor >= FIRST_USER_ACTOR or actor == RESHARDING or (actor, method) in _SHOWN
 
 
@@ -148,11 +145,7 @@ def outcome_of(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class ProcessTrace:
-    """The record of one process.
-
-    Attributes:
-        dropped: The number of events for which there was no room.
-    """
+    """The record of one process; `dropped`: events for which there was no room."""
 
     id: PeerId
     pid: int
@@ -184,10 +177,8 @@ Json: TypeAlias = dict[str, Any]
 
 _PROGRAM: Final = "program"
 _TRANSFERS: Final = "transfers"
-# Of calls that outlive their actor, which was stopped before the trace.
 _GONE: Final = "stopped actors"
 _RETURNED: Final = "returned"
-# The length of the key of a run.
 _RUN: Final = 3
 
 
@@ -197,7 +188,7 @@ class Slice:
 
     Attributes:
         track: The actor, or another kind of work.
-        category: Its kind: "submit", "call", "step", "graph", "collective" or "transfer".
+        category: "submit", "call", "step", "graph", "collective" or "transfer".
     """
 
     process: int
@@ -213,8 +204,6 @@ class Slice:
 
 @dataclass
 class _Wait:
-    """The time that a call has waited: for its turn, or for its arguments."""
-
     name: str
     category: str
     process: int
@@ -224,25 +213,19 @@ class _Wait:
 
 
 class _Merge:
-    """Finds slices and waits in the events of all processes, on the clock of the trace."""
-
     def __init__(self, began: float, ended: float, titles: Mapping[PeerId, str]) -> None:
         self._began = began
         self._ended = ended
         self._titles = titles
-        # Of the process whose events are read.
         self._offset = 0.0
         self._number = 0
         self._actors: Mapping[int, str] = {}
         self._failures: Mapping[Key, str] = {}
         self.slices: list[Slice] = []
         self.waits: list[_Wait] = []
-        # A call that was made again has run more than once.
         self.runs: dict[Key, list[Slice]] = {}
         self.submissions: dict[Key, Slice] = {}
-        # The method of each call.
         self._calls: dict[Key, str] = {}
-        # The results that each run needed.
         self.needs: list[tuple[Key, Sequence[Key]]] = []
 
     def read(self, part: ProcessTrace, offset: float, number: int) -> None:
@@ -320,7 +303,7 @@ def trace_file(
     Args:
         parts: The record of each process, the program first, and the seconds by which its clock is ahead of the
             trace's.
-        began: The beginning of the trace. Earlier events are left out, and calls that were under way are cut.
+        began: Earlier events are left out, and calls that were under way are cut.
         left_out: Processes whose events are missing, and why.
     """
     numbers = {process: number for number, process in enumerate(dict.fromkeys(part.id for part, _ in parts), 1)}
@@ -366,11 +349,8 @@ def _category(actor: int, key: Key) -> str:
     return {_RUN - 1: "call", _RUN + 1: "step"}.get(len(key), "graph")
 
 
-# Tracks.
-
-
 def _lay_out(merged: _Merge) -> dict[tuple[int, int], str]:
-    """Give each slice a track on which it lies beside or inside of the others. Returns the names of the tracks."""
+    """Give each slice a track on which it lies beside or inside of the others."""
     names: dict[tuple[int, int], str] = {}
     tracks: dict[tuple[int, str], _Tracks] = {}
     counts: dict[int, int] = {}
@@ -390,12 +370,9 @@ def _lay_out(merged: _Merge) -> dict[tuple[int, int], str]:
 
 
 class _Tracks:
-    """The tracks of an actor: as many as it has calls at a time."""
-
     def __init__(self) -> None:
         self.tids: list[int] = []
         self._free: list[int] = []
-        # Until when others are taken.
         self._taken: list[tuple[float, int]] = []
 
     def take(self, began: float, ended: float) -> int:
@@ -407,15 +384,11 @@ class _Tracks:
 
 
 def _outer(merged: _Merge, one: Slice) -> Slice | None:
-    """The slice that another one lies inside of; it has its track already, because it began before."""
     outers = merged.runs.get(one.inside, ()) if one.inside is not None else ()
     for outer in outers:
         if outer.process == one.process and outer.tid and outer.began <= one.began and one.ended <= outer.ended:
             return outer
     return None
-
-
-# Events of the file.
 
 
 def _micros(time: float, began: float) -> float:
@@ -453,7 +426,7 @@ def _wait_events(waits: Iterable[_Wait], began: float) -> Iterator[Json]:
 
 
 def _flow_events(merged: _Merge, began: float) -> Iterator[Json]:
-    """Arrows: from each submission to its run, and from results to the calls and steps that needed them."""
+    """From each submission to its run, and from results to the calls and steps that needed them."""
     arrows: list[tuple[str, Slice, float, Slice]] = []
     for key, one in merged.submissions.items():
         arrows += [("call", one, one.began, run) for run in merged.runs.get(key, ())]
@@ -463,7 +436,6 @@ def _flow_events(merged: _Merge, began: float) -> Iterator[Json]:
             if made:
                 arrows.append(("value", made[-1], made[-1].ended, run))
             elif submitted is not None and len(needed) >= _RUN:
-                # An input of a graph.
                 arrows.append(("call", submitted, submitted.began, run))
     for number, (name, source, at, target) in enumerate(arrows, 1):
         same = {"name": name, "cat": name, "id": number}

@@ -35,8 +35,8 @@ class ValueNote:
 
     Attributes:
         kind: Its type, or dtype and shape, such as "float32[8, 64]".
-        size: The bytes of its encoding; None if it is not known.
-        seconds: The running time of the step that made it; None if that is not known, and for inputs.
+        size: The bytes of its encoding.
+        seconds: The running time of the step that made it.
     """
 
     kind: str = ""
@@ -45,7 +45,6 @@ class ValueNote:
 
 
 NO_NOTE: Final = ValueNote()
-# By the number of the value.
 Notes = Mapping[int, ValueNote]
 
 
@@ -55,7 +54,7 @@ class Box:
 
     Attributes:
         title: Such as "Model.execute", "input 0" or "output 1".
-        note: The known facts about the value; its seconds are those of all calls of the box.
+        note: Its seconds are those of all calls of the box.
         count: The number of calls; 0 for inputs and outputs.
     """
 
@@ -74,7 +73,6 @@ class Arrow:
 
     Attributes:
         travels: Whether it goes from one process to another.
-        size: Its bytes, if they are known.
     """
 
     source: Box | None
@@ -85,12 +83,6 @@ class Arrow:
 
 @dataclass(slots=True)
 class Lane:
-    """An actor, or the controller.
-
-    Attributes:
-        seconds: For how long they ran together; None if that is not known.
-    """
-
     name: str
     steps: int = 0
     seconds: float | None = None
@@ -102,7 +94,7 @@ class Layout:
 
     Attributes:
         travelled: The bytes that went from process to process, of all values whose size is known.
-        band: The row that stands for the rows that are left out; None if all are shown.
+        band: The row that stands for the rows that are left out.
         hidden: The number of calls that are left out.
     """
 
@@ -118,7 +110,6 @@ class Layout:
 
 def lay_out(flow: Dataflow[DataT], notes: Notes, *, owner: PeerId | None = None) -> Layout:
     layout = Layout([Lane("controller")], steps=len(flow.steps))
-    # The box that has a value.
     made: dict[int, Box] = {}
     for number in range(flow.inputs):
         made[number] = Box(f"input {number}", CONTROLLER, number, owner, notes.get(number, NO_NOTE))
@@ -148,7 +139,6 @@ def _place_steps(
     flow: Dataflow[DataT], notes: Notes, layout: Layout, made: dict[int, Box], needed: list[tuple[int, Box]]
 ) -> None:
     lanes: dict[tuple[PeerId, str], int] = {}
-    # The lowest box of each lane, with its value.
     lowest: dict[int, tuple[int, Box]] = {}
     inner = _values_of_one_use(flow)
     for value, step in enumerate(flow.steps, flow.inputs):
@@ -192,7 +182,6 @@ def _abbreviate(layout: Layout) -> None:
     hidden = {id(box) for box in layout.boxes if FIRST_ROWS <= box.row < cut}
     layout.boxes = [box for box in layout.boxes if id(box) not in hidden]
     arrows: list[Arrow] = []
-    # A box has one arrow to the band and one from it.
     seen: set[tuple[int, bool]] = set()
     for arrow in layout.arrows:
         starts, ends = id(arrow.source) not in hidden, id(arrow.target) not in hidden
@@ -247,10 +236,8 @@ def summary(steps: int, actors: int) -> str:
     return f"{count(steps, 'call')} to {count(actors, 'actor')}"
 
 
-# A layout of a dataflow as the text of an SVG file. Pure; needs no fonts and no other program.
-#
-# Rows and lanes are a grid. An arrow runs in the space between two rows, where there are no boxes; one that passes rows
-# goes down in the space between two lanes. So no arrow crosses a box.
+# A layout as the text of an SVG file; needs no fonts and no other program. Rows and lanes are a grid. An arrow runs in
+# the space between two rows; one that passes rows goes down in the space between two lanes. So no arrow crosses a box.
 
 # Pixels. A character is that wide in the font below.
 _CHARACTER: Final = 7.3
@@ -261,7 +248,6 @@ _HEAD: Final = 94
 _MARGIN: Final = 20
 _SHORTEST, _LONGEST = 16, 34
 _FONT: Final = 'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" font-size="12"'
-# Of the lanes, after that of the controller.
 _COLOURS: Final = ("#3b82f6", "#10b981", "#f59e0b", "#a855f7", "#ef4444", "#06b6d4", "#84cc16", "#ec4899")
 _GREY, _DARK, _LIGHT = "#64748b", "#0f172a", "#f1f5f9"
 
@@ -278,7 +264,6 @@ class _Drawing:
         self._characters = min(max(longest, _SHORTEST), _LONGEST)
         self._wide = round(self._characters * _CHARACTER) + 24
         self._slowest = max((box.note.seconds or 0 for box in layout.boxes), default=0)
-        # The arrows that come to a box, and how many are drawn.
         self._coming: dict[int, int] = {}
         for arrow in layout.arrows:
             if arrow.target is not None:
@@ -302,8 +287,6 @@ class _Drawing:
         ]
         return "\n".join(parts) + "\n"
 
-    # Places.
-
     def _left(self, lane: int) -> int:
         return _MARGIN + _GUTTER // 2 + lane * (self._wide + _GUTTER)
 
@@ -312,8 +295,6 @@ class _Drawing:
 
     def _top(self, row: int) -> int:
         return _HEAD + row * (_BOX + _GAP)
-
-    # Parts.
 
     def _headline(self) -> str:
         layout, facts = self._layout, list[str]()
@@ -347,7 +328,6 @@ class _Drawing:
             f'y="{y}" width="{self._wide}" height="{_BOX}" rx="{round_corners}" fill="#ffffff" stroke="{colour}"/>'
         )
         if box.note.seconds is not None and self._slowest:
-            # A bar along the bottom: the longer, the slower.
             wide = round((self._wide - 12) * box.note.seconds / self._slowest, 1)
             yield f'<rect class="time" x="{x + 6}" y="{y + _BOX - 7}" width="{wide}" height="3" fill="{colour}"/>'
         time, value = _time(box), value_text(box.note)

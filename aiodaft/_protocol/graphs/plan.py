@@ -27,18 +27,12 @@ ActorKey = tuple[PeerId, ActorId]
 DataT = TypeVar("DataT")
 KeyT = TypeVar("KeyT", bound=Hashable)
 
-# Steps of a cycle that its error spells out.
 _SHOWN: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[DataT]):
-    """One call of a dataflow.
-
-    Attributes:
-        label: The method, such as "Model.execute".
-        line: The user's line that makes the call.
-    """
+    """One call of a dataflow; `line`: the user's line that makes it."""
 
     actor: ActorKey
     name: str
@@ -56,11 +50,7 @@ class Step(Generic[DataT]):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Steps of one actor that run one after the other.
-
-    Attributes:
-        needs: The values that must be there before it starts, each once.
-    """
+    """Steps of one actor that run one after the other, when the values in `needs` are there."""
 
     steps: tuple[int, ...]
     needs: tuple[int, ...]
@@ -79,7 +69,7 @@ class Result:
     Attributes:
         used: Whether steps of this process use it.
         awaited: Whether segments of this process wait for it.
-        output: Its position among the outputs of this process, if the owner needs it.
+        output: Its position among the outputs of this process.
     """
 
     value: int
@@ -108,7 +98,7 @@ class SubPlan(Generic[DataT]):
     """The plan of one process.
 
     Attributes:
-        segments: Its steps as segments, in the order in which they start.
+        segments: Its steps, in the order in which they start.
         strands: Its segments as strands, each given by its segments' positions.
         inputs: Numbers of the graph's inputs that it needs.
         receives: Values that it needs from other processes, by process.
@@ -138,7 +128,6 @@ class Dataflow(Generic[DataT]):
     """A captured dataflow.
 
     Attributes:
-        steps: Its calls, in the order in which they were made.
         orders: Positions of an actor's steps in the order in which they start, for actors with an order of their own.
     """
 
@@ -261,7 +250,7 @@ def _segments(flow: Dataflow[DataT], mine: Sequence[int]) -> tuple[Segment, ...]
 def _continues(
     flow: Dataflow[DataT], mine: Sequence[int], segment: tuple[list[int], list[int]], step: Step[DataT]
 ) -> bool:
-    """Whether a step needs the last result of a segment of its actor, and no value that the segment does not have."""
+    """A step needs no value that the segment does not have."""
     steps, needs = segment
     before = flow.steps[mine[steps[-1]]].rules
     if step.rules.on_thread is not before.on_thread or not (_is_simple(step.rules) and _is_simple(before)):
@@ -283,7 +272,7 @@ def _behind(flow: Dataflow[DataT], sequence: Sequence[int]) -> dict[int, int]:
 def _strands(
     flow: Dataflow[DataT], mine: Sequence[int], segments: Sequence[Segment], behind: Mapping[int, int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Join the segments of one process that cannot overlap. One on an actor's thread does not wait there for others."""
+    """A segment on an actor's thread does not wait there for others."""
     strands: list[list[int]] = []
     last: dict[ActorKey, list[int]] = {}
     for position, segment in enumerate(segments):
@@ -331,7 +320,6 @@ def _sorted(flow: Dataflow[DataT], orders: Mapping[ActorKey, Sequence[int]]) -> 
                 ready.append(later)
     if len(done) < len(flow.steps):
         raise _cycle(flow, before, set(range(len(flow.steps))).difference(done))
-    # Program order is such an order, if no actor has its own.
     return done if flow.orders else sorted(done)
 
 

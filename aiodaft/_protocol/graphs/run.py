@@ -27,7 +27,7 @@ ValueT = TypeVar("ValueT")
 
 
 class GraphState(IntEnum):
-    """Whether the runs of a graph may begin. The members of these enums are integers: their hashes are fast."""
+    """The members of these enums are integers: their hashes are fast."""
 
     PREPARING = auto()
     READY = auto()
@@ -51,10 +51,8 @@ GRAPH: Final[Mapping[GraphState, Mapping[GraphEvent, GraphState]]] = {
     # Runs begin, at most `max_in_flight` at a time.
     GraphState.READY: {
         GraphEvent.MOVED: GraphState.PREPARING,
-        # The runtime is closed.
         GraphEvent.FAILED: GraphState.BROKEN,
     },
-    # Each run fails in its turn, with the error of the preparation.
     GraphState.BROKEN: {
         GraphEvent.MOVED: GraphState.PREPARING,
         GraphEvent.FAILED: GraphState.BROKEN,
@@ -83,14 +81,12 @@ class RunEvent(IntEnum):
 
 
 RUN: Final[Mapping[RunState, Mapping[RunEvent, RunState]]] = {
-    # The inputs are encoded. The run waits until the graph is ready, has room, and it is its turn.
     RunState.WAITING: {
         RunEvent.COPY: RunState.COPYING,
         RunEvent.SENT: RunState.UNDER_WAY,
         # Cancelled, or the graph is broken: no participant knows the run.
         RunEvent.ENDED: RunState.OVER,
     },
-    # A helper thread or an accelerator copies inputs. The run keeps its place among the submitted calls.
     RunState.COPYING: {
         RunEvent.COPIED: RunState.WAITING,
         # The inputs cannot be freed before the copy ends.
@@ -107,23 +103,20 @@ RUN: Final[Mapping[RunState, Mapping[RunEvent, RunState]]] = {
     RunState.OVER: {},
 }
 
-# The states after these events, on the path of each run.
 BEGUN: Final = {RunState.WAITING: RUN[RunState.WAITING][RunEvent.SENT]}
 _ENDED: Final = {state: RUN[state][RunEvent.ENDED] for state in (RunState.UNDER_WAY, RunState.CANCELLED)}
 
 # A helper thread or an accelerator reads the inputs.
 BEING_COPIED: Final = frozenset({RunState.COPYING, RunState.ABANDONED})
-# The participants do not know the run.
 UNSENT: Final = frozenset({RunState.COPYING, RunState.WAITING})
-# They know it, and the owner waits for their reports.
 _SENT: Final = frozenset({RunState.UNDER_WAY, RunState.CANCELLED})
 
 
 class OwnedRun:
-    """The state of a run at the owner of its graph, and the reports that are missing.
+    """The state of a run at the owner of its graph.
 
     Attributes:
-        deployment: Set when the run is sent: the processes that have it.
+        deployment: Set when the run is sent.
         missing: The values that are not reported yet, with the processes that report them.
     """
 
@@ -142,7 +135,7 @@ class OwnedRun:
         return self.state in _SENT and not self.missing
 
     def report(self, item: GraphItem) -> bool:
-        """Take a value of a REPORT; False if it was not missing. One with refs stays missing until it is settled."""
+        """False if the value was not missing. One with refs stays missing until it is settled."""
         if item[0] not in self.missing:
             return False
         if len(item) != ENCODED_VALUE or not item[3]:
@@ -163,10 +156,8 @@ class GraphRuns(Generic[RunT]):
     """A graph at its owner: its runs, and which may begin.
 
     Attributes:
-        state: Whether runs may begin.
         broken: The error of each run, if the graph is BROKEN.
-        closed: No more runs are made.
-        all: The runs that are not over, by number.
+        all: The runs that are not over.
         waiting: The runs that are not sent, in their order.
     """
 
@@ -196,7 +187,7 @@ class GraphRuns(Generic[RunT]):
         return self.state is not GraphState.PREPARING and under_way < self._max_in_flight
 
     def turn_came(self) -> BaseException | None:
-        """The first waiting run is to be sent; or it is over with the error that this returns."""
+        """The first waiting run is to be sent; or it is over with this error."""
         run = self.waiting.popleft()
         if self.broken is not None:
             run.on(RunEvent.ENDED)
@@ -236,25 +227,21 @@ SHARE: Final[Mapping[ShareState, Mapping[ShareEvent, ShareState]]] = {
     # Values of other participants may come before the owner's message does.
     ShareState.EXPECTED: {
         ShareEvent.RUN_CAME: ShareState.RUNNING,
-        # The graph is closed, or its owner is gone.
         ShareEvent.DROPPED: ShareState.OVER,
     },
-    # The strands are in the mailboxes of their actors.
     ShareState.RUNNING: {
         # All strands have ended, all results are told, all values have come, even if no step uses them now.
         ShareEvent.DONE: ShareState.OVER,
-        # The calls end by themselves.
         ShareEvent.DROPPED: ShareState.RUNNING,
     },
     ShareState.OVER: {},
 }
 
 
-# The states after these events, on the path of each run.
 _CAME: Final = {ShareState.EXPECTED: SHARE[ShareState.EXPECTED][ShareEvent.RUN_CAME]}
 _DONE: Final = {ShareState.RUNNING: SHARE[ShareState.RUNNING][ShareEvent.DONE]}
 
-# The deadlock search identifies a strand by a negative number made of the graph, the run and one of its values.
+# A strand has a negative number made of the graph, the run and one of its values.
 _VALUE_BITS: Final = 32
 _RUN_BITS: Final = 64
 
@@ -284,8 +271,6 @@ class Needs:
         self.missing_then = [len(set(segment.needs).difference(plan.inputs)) for segment in plan.segments]
         self.foreign = len(plan.inputs) + sum(map(len, plan.receives.values()))
 
-    # For the deadlock search.
-
     def maker_of(self, run: int, value: int) -> CallAt:
         plan = self.plan
         process = next((process for process, values in plan.receives.items() if value in values), plan.process)
@@ -293,10 +278,9 @@ class Needs:
         return CallAt(process, self._owner, CallId(number), within=(self._graph, run))
 
     def strand_with(self, number: CallId, run: int, outputs: Sequence[CallId]) -> int | None:
-        """The strand of this process that has a number in a run, or makes the output with this number."""
+        """The strand that has a number in a run, or makes the output with this number."""
         if number in outputs:
             return self._made_by[self.plan.outputs[outputs.index(number)]]
-        # The value is in the last bits.
         value = -1 - number & (1 << _VALUE_BITS) - 1
         return self._made_by.get(value) if self.maker_of(run, value).number == number else None
 
@@ -305,10 +289,10 @@ class Share(Generic[ValueT]):
     """The share of a participant in one run.
 
     Attributes:
-        values: The values that are here: inputs, and results of this and other processes.
+        values: Inputs, and results of this and other processes.
         missing: For each segment, the number of values that it still waits for.
         unfinished: Strands that have not ended, and results that are not told yet.
-        to_come: Values of other processes that have not come.
+        to_come: Values of other processes.
     """
 
     def __init__(self, needs: Needs) -> None:
@@ -327,7 +311,6 @@ class Share(Generic[ValueT]):
         """
         self.state = _CAME[self.state]
         if self.values:
-            # Some came from other participants; no value is counted twice.
             return items
         for item in items:
             if len(item) != PLAIN_VALUE:
@@ -358,7 +341,7 @@ class Share(Generic[ValueT]):
         return [value for value in self.needs.plan.receives.get(process, ()) if value not in self.values]
 
     def awaits(self, values: Sequence[int]) -> list[int]:
-        """The values among these that are to come from other steps; none if an input of the graph is missing."""
+        """None if an input of the graph is missing."""
         missing = [value for value in values if value not in self.values]
         return [] if set(missing).intersection(self.needs.plan.inputs) else missing
 

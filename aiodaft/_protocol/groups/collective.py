@@ -24,13 +24,10 @@ LARGE: Final = 1 << 28
 QUICK: Final = 4 << 20
 
 
-# The number of parts, of equal lengths; or their lengths.
 Parts: TypeAlias = int | tuple[int, ...]
 
 
 class Work(enum.IntEnum):
-    """The work of a step on its inputs."""
-
     TAKE = 0  # gives its only input
     REDUCE = 1  # combines them, from the left
     LIST = 2  # makes a list of them
@@ -40,8 +37,6 @@ class Work(enum.IntEnum):
 
 
 class Cut(enum.IntEnum):
-    """The part of each input that a step uses."""
-
     WHOLE = 0
     ELEMENTS = 1  # an equal part of the elements, in the order of rows
     ROWS = 2  # an equal part along the first dimension
@@ -50,8 +45,6 @@ class Cut(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step."""
-
     rank: int
     work: Work
     inputs: tuple[int, ...]
@@ -63,7 +56,6 @@ def runs_on_loop(work: Work, nbytes: int, *, by_function: bool) -> bool:
     """Whether a step is quick enough for the member's loop; a thread costs two wake-ups.
 
     Args:
-        work: The work of the step. To take a whole value is always quick enough.
         nbytes: The bytes of all inputs together.
         by_function: Whether code of the user reduces, which may take any time.
     """
@@ -71,37 +63,28 @@ def runs_on_loop(work: Work, nbytes: int, *, by_function: bool) -> bool:
         case Work.REDUCE | Work.TOTAL:
             return nbytes <= QUICK and not by_function
         case Work.LIST:
-            # Nothing is computed.
             return True
         case _:
             return nbytes <= SMALL
 
 
 def meets_with_values(operation: str, members: int, nbytes: int) -> bool:
-    """Whether the values of members that meet go to one of them, which reduces all: one round trip.
-
-    Args:
-        nbytes: The bytes of a value.
-    """
+    """The values of members that meet go to one of them, which reduces all: one round trip."""
     return operation in {"all_reduce", "reduce"} and members * nbytes <= QUICK
 
 
 class Plan:
     """The steps of a collective, in an order in which each comes after its inputs.
 
-    The values 0 to n - 1 are those of the first n members; each step makes the next value.
-
-    Args:
-        parts: The number of parts into which values are cut. Default: one for each of them.
+    The values 0 to n - 1 are those of the first n members; each step makes the next value. Values are cut into `parts`,
+    by default one for each member.
     """
 
     def __init__(self, members: int, parts: int | None = None) -> None:
         self.members = members
         self.parts = members if parts is None else parts
-        # Of parts that are not equal.
         self.lengths: tuple[int, ...] | None = None
         self.steps: list[Step] = []
-        # The values that the collective gives.
         self.results: list[int] = []
 
     @property
@@ -131,11 +114,8 @@ class Plan:
         return [number for number, step in made if step.rank == rank in step.inputs and number not in needed]
 
 
-# All-reduce. Every algorithm gives the same bits to all members, and the same bits each time.
-
-
 def exchange(members: int) -> Plan:
-    """Each member reads all values, and reduces them in the order of ranks. One step for each member."""
+    """One step for each member."""
     plan = Plan(members)
     plan.results = [plan.add(rank, Work.REDUCE, *plan.inputs) for rank in plan.inputs]
     return plan
@@ -161,7 +141,7 @@ def shared(members: int) -> Plan:
 
 
 def direct(members: int) -> Plan:
-    """As `shared`, but each member sends to each other one only the part that this one reduces."""
+    """Each member sends to each other one only the part that this one reduces."""
     plan = Plan(members)
     parts = [_reduce_cut(plan, Cut.ELEMENTS, rank) for rank in plan.inputs]
     plan.results = [plan.join(rank, parts) for rank in plan.inputs]
@@ -258,11 +238,8 @@ def choose(members: int, nbytes: int | None, *, one_memory: bool, elementwise: b
     return "star" if nbytes is not None and nbytes <= MEDIUM else "direct"
 
 
-# The others.
-
-
 def reduce(members: int, root: int, *, by_parts: bool) -> Plan:
-    """One member gets the reduced value: it reduces all values itself, or each member a part of them."""
+    """The root reduces all values itself, or each member a part of them."""
     plan = Plan(members)
     if by_parts:
         parts = [plan.add(rank, Work.REDUCE, *plan.inputs, cut=Cut.ELEMENTS, part=rank) for rank in plan.inputs]
@@ -321,13 +298,9 @@ def _cut(plan: Plan, rank: int, cut: Cut, part: int) -> int:
 
 
 def _reduce_cut(plan: Plan, cut: Cut, rank: int) -> int:
-    """Every other member cuts off the part that one of them reduces; this one reads its own value in place."""
+    """Every other member cuts off the part; this one reads its own value in place."""
     cuts = [source if source == rank else _cut(plan, source, cut, rank) for source in plan.inputs]
-    # To cut a part again changes nothing.
     return plan.add(rank, Work.REDUCE, *cuts, cut=cut, part=rank)
-
-
-# By name.
 
 
 def values_of(operation: str, members: int, root: int) -> tuple[int, ...]:
@@ -351,12 +324,10 @@ def plan_of(
     """The plan of a collective by its name.
 
     Args:
-        members: The number of members. Those of the plan of `broadcast` or `scatter` are the root, then all.
-        root: The rank that alone has a value or gets a result, if that is so.
-        nbytes: As for `choose`.
+        members: Those of the plan of `broadcast` or `scatter` are the root, then all.
+        root: The rank that alone has a value or gets a result.
+        nbytes, one_memory, elementwise: As for `choose`.
         lengths: Of `reduce_scatter`: the rows of each member. Default: equal parts.
-        one_memory: As for `choose`.
-        elementwise: As for `choose`.
     """
     match operation:
         case "all_reduce":

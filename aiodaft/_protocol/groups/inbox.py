@@ -28,12 +28,10 @@ from aiodaft.exceptions import LocalProtocolError
 
 Tag: TypeAlias = int | str
 
-# Bounds of an inbox, unless its member sets others.
 MESSAGES: Final = 1024
 BYTES: Final = 1 << 28
 _NUMBER: Final = attrgetter("number")
 
-# Messages of one sender within the same.
 _Line: TypeAlias = tuple[ActorId, Hashable]
 
 K = TypeVar("K")
@@ -50,7 +48,6 @@ class Message:
     __slots__ = ("nbytes", "number", "source", "stage", "tag", "value", "waiter", "within")
 
     def __init__(self, number: int, source: ActorId, tag: Tag, nbytes: int, within: Hashable) -> None:
-        # Grows in the order of announcement.
         self.number = number
         self.source = source
         self.tag = tag
@@ -58,12 +55,11 @@ class Message:
         self.within = within
         self.stage = Stage.ANNOUNCED
         self.value: Any = None
-        # The runtime's object that waits until the message is admitted.
         self.waiter: Any = None
 
 
 class Wish(NamedTuple):
-    """The messages that a receive wants; None for any sender, for any tag, and if it is within nothing."""
+    """None: for any sender, for any tag, within nothing."""
 
     source: ActorId | None
     tag: Tag | None
@@ -76,15 +72,11 @@ class Receive:
     def __init__(self, number: int, wish: Wish, senders: Iterable[ActorId]) -> None:
         self.number = number
         self.wish = wish
-        # The members that may still send such a message; it ends when the last of them is gone.
         self.senders = set(senders)
-        # The runtime's object that waits for the message.
         self.waiter: Any = None
 
 
 class Admit(NamedTuple):
-    """The value of a message may come."""
-
     message: Message
 
 
@@ -108,16 +100,13 @@ class Inbox:
     def __init__(self, messages: int = MESSAGES, nbytes: int = BYTES) -> None:
         self._most, self._most_bytes = messages, nbytes
         self._count = 0
-        # All messages by sender, and by sender and tag, in order; and those that wait for room, by line.
         self._sent: dict[ActorId, dict[int, Message]] = {}
         self._tagged: dict[tuple[ActorId, Tag], dict[int, Message]] = {}
         self._announced: dict[_Line, dict[int, Message]] = {}
-        # The admitted messages: how many of each line and of all, and their bytes.
         self._admitted: Counter[_Line] = Counter()
         self.admitted = 0
         self.nbytes = 0
         self._waiting: dict[Wish, dict[int, Receive]] = {}
-        # The number of receives that wait within each thing.
         self._withins: Counter[Hashable] = Counter()
 
     def __len__(self) -> int:
@@ -134,8 +123,6 @@ class Inbox:
     def limit(self, messages: int, nbytes: int) -> list[Command]:
         self._most, self._most_bytes = messages, nbytes
         return self._admit_more()
-
-    # Messages.
 
     def announce(
         self, source: ActorId, tag: Tag, nbytes: int, within: Hashable = None
@@ -158,8 +145,6 @@ class Inbox:
             return []
         return self._after_removal(message)
 
-    # Receives.
-
     def ask(self, wish: Wish, senders: Iterable[ActorId]) -> tuple[Receive, list[Command]]:
         receive = Receive(self._next(), wish, senders)
         here = [message for message in self._heads(wish) if message.stage is Stage.HERE]
@@ -180,7 +165,7 @@ class Inbox:
         return self._serve(message)
 
     def lose(self, source: ActorId) -> list[Receive]:
-        """A sender is gone. Returns the receives that wait for no other sender any more; they have ended.
+        """Returns the receives that wait for no other sender.
 
         Messages already received from it can still be read.
         """
@@ -193,15 +178,13 @@ class Inbox:
                     ended.append(receive)
         return ended
 
-    # Matching of messages and receives.
-
     def _heads(self, wish: Wish) -> list[Message]:
         sources = self._sent if wish.source is None else (wish.source,)
         lines = (self._sent.get(one) if wish.tag is None else self._tagged.get((one, wish.tag)) for one in sources)
         return [head for line in lines if (head := _first(line, wish.within)) is not None]
 
     def _receive_for(self, message: Message) -> Receive | None:
-        """The receive that gets a message: the first one that wants it before all others of its sender."""
+        """The first one that wants the message before all others of its sender."""
         source, tag = message.source, message.tag
         wishes: list[Wish] = []
         for within in self._withins if message.within is None else {message.within, None}:
@@ -213,7 +196,7 @@ class Inbox:
         return min(found, key=_NUMBER, default=None)
 
     def _let_one_come(self, wish: Wish) -> list[Command]:
-        """If receives wait for such a message, and none like it is on its way, admit one that was announced."""
+        """If receives wait for such a message, and none like it is on its way, admit one."""
         heads = self._heads(wish) if wish in self._waiting else []
         if not heads or any(message.stage is not Stage.ANNOUNCED for message in heads):
             return []
@@ -243,7 +226,6 @@ class Inbox:
             _discard(self._announced, own, message)
         commands: list[Command] = []
         for within in list(self._withins):
-            # Serving one removes it, and may remove more.
             for wish in (Wish(source, tag, within), Wish(source, None, within)):
                 for head in self._heads(wish):
                     commands += self._serve(head)
@@ -251,8 +233,6 @@ class Inbox:
             for wish in (Wish(None, tag, within), Wish(None, None, within)):
                 commands += self._let_one_come(wish)
         return commands + self._admit_more(own)
-
-    # Room.
 
     def _admit_more(self, freed: _Line | None = None) -> list[Command]:
         commands: list[Command] = []
@@ -262,7 +242,6 @@ class Inbox:
             if not self._fits(first):
                 break
             commands.append(self._admit(first))
-        # Behind that one: the first of each line that has none here.
         lines = self._announced if freed is None else self._announced.keys() & {freed}
         firsts = [next(iter(self._announced[line].values())) for line in lines if not self._admitted[line]]
         return [*commands, *map(self._admit, firsts)]
@@ -280,8 +259,6 @@ class Inbox:
         self.nbytes += message.nbytes
         self.admitted += 1
         self._admitted[message.source, message.within] += 1
-
-    # Keeping.
 
     def _next(self) -> int:
         self._count += 1

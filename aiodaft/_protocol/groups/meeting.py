@@ -23,7 +23,6 @@ from aiodaft.exceptions import ActorDied, DaftError
 
 T = TypeVar("T")
 
-# Meetings within something that have failed, and are kept for those that are late.
 KEPT: Final = 1000
 
 
@@ -52,7 +51,7 @@ class Outcome(Generic[T]):
     """A meeting that all have come to, or that has failed.
 
     Attributes:
-        tickets: The tickets of the members that wait for it, by rank. If it has not failed: all of them, in order.
+        tickets: Those of the members that wait for it; if it has not failed: all of them, in order.
     """
 
     tickets: Mapping[int, T]
@@ -62,7 +61,6 @@ class Outcome(Generic[T]):
 class _Waiting(NamedTuple, Generic[T]):
     coming: Coming
     ticket: T
-    # Counts those that have come.
     order: int
     # When it came.
     since: float
@@ -128,19 +126,14 @@ class _Meeting(Gathering, Generic[T]):
 
 
 class Meetings(Generic[T]):
-    """The meetings of a group at one epoch."""
-
     def __init__(self, size: int) -> None:
         self._size = size
         self._usual = Usual()
         # By name, the oldest first. None is complete.
         self._meetings: dict[Hashable, list[_Meeting[T]]] = {}
-        # Why ranks do not come any more.
         self._lost: dict[int, Exception] = {}
-        # Why there are no more meetings.
         self._closed: Exception | None = None
         self._orders = count()
-        # Those within something that have failed, with their names, the oldest first.
         self._failed: deque[tuple[Hashable, _Meeting[T]]] = deque()
 
     def __len__(self) -> int:
@@ -183,8 +176,8 @@ class Meetings(Generic[T]):
     def withdraw(self, name: Hashable, rank: int, ticket: T) -> list[Outcome[T]]:
         """A member that waits has not come; nothing if the meeting is over.
 
-        The others that wait by this name are as they would be without it: this member's later meetings count one
-        earlier. Returns the meetings that this decides.
+        The others that wait by this name are as they would be without the member: its later meetings count one earlier.
+        Returns the meetings that this decides.
         """
         meetings = [meeting for meeting in self._meetings.get(name, ()) if meeting.error is None]
         if not any(meeting.holds(rank, ticket) for meeting in meetings):
@@ -195,9 +188,9 @@ class Meetings(Generic[T]):
         return outcomes
 
     def leave(self, left: Coming, missed: int | None = None) -> list[Outcome[T]]:
-        """A member that has come waits no longer: the meeting fails with its fault. Nothing if the meeting is over.
+        """A member that has come waits no longer: the meeting fails with its fault, unless it is over.
 
-        Nor if it waits no longer because a rank does not come any more, which is `missed`, and that one has come.
+        Nor does it if the member waits no longer because `missed` does not come any more, and that one has come.
         """
         assert left.fault is not None
         for meeting in self._meetings.get(left.name, ()):
@@ -209,7 +202,7 @@ class Meetings(Generic[T]):
         return []
 
     def forget(self, left: Coming) -> None:
-        """A member that has made a meeting fail has not come at all: those that are late do not hear of it."""
+        """A member that has made a meeting fail has not come: those that are late do not hear of it."""
         by = left.rank, left.number
         self._meetings[left.name] = [one for one in self._meetings.get(left.name, ()) if one.failed_by != by]
         self._tidy(left.name)
@@ -226,7 +219,7 @@ class Meetings(Generic[T]):
         return [meeting for named in self._meetings.values() for meeting in named if meeting.error is None]
 
     def missing(self, name: Hashable, rank: int, ticket: T) -> tuple[Hashable, list[int]]:
-        """The thing that a waiting member has come within, and the ranks that have not come to the same meeting."""
+        """The thing that the member has come within, and the ranks that have not come."""
         for meeting in self._meetings.get(name, ()):
             if meeting.holds(rank, ticket):
                 return meeting.within, meeting.absent()
@@ -256,7 +249,6 @@ class Meetings(Generic[T]):
             self._failed.append((name, meeting))
             if len(self._failed) > KEPT:
                 oldest, old = self._failed.popleft()
-                # Forgotten as if all had come to it.
                 old.done.update(range(self._size))
                 self._tidy(oldest)
         return meeting.fail(error)
@@ -273,8 +265,8 @@ class Left(NamedTuple):
     """The way in which a member left a block.
 
     Attributes:
-        error: The error by which it left early; "" if it did not.
-        follows: Whether that error came of another member.
+        error: "" if it did not leave early.
+        follows: Whether the error came of another member.
     """
 
     error: str = ""
@@ -283,33 +275,24 @@ class Left(NamedTuple):
 
 
 class Others:
-    """A member's knowledge of the others in a block."""
-
     def __init__(self, group: str, labels: Sequence[str]) -> None:
         self._group = group
         self._labels = labels
-        # The error of the first member that is gone or has left by an error.
         self.lost: Exception | None = None
 
     def hear(self, rank: int, left: Left | DaftError) -> bool:
-        """Note a member's departure, or the reason why it is gone; returns whether others may wait for it in vain."""
+        """Returns whether others may wait for the member in vain."""
         if isinstance(left, Left):
             if not left.error and not left.gone:
                 return False
             if left.follows:
-                # The failure that led to it will be heard as well.
                 return True
         if self.lost is None:
             self.lost = self._name(rank, left)
         return True
 
     def leave(self, error: BaseException, *, inside: bool, broken: bool) -> Left:
-        """The departure of this member by an error.
-
-        Args:
-            inside: Whether the block had begun.
-            broken: Whether an operation of torch has failed.
-        """
+        """The departure of this member by an error; `broken`: an operation of torch has failed."""
         follows = self.lost is not None and (broken or not inside)
         return Left(f"{type(error).__name__}: {error}", follows)
 
@@ -322,11 +305,6 @@ class Others:
 
 
 def torchrun_variables(rank: int, processes: Sequence[PeerId]) -> dict[str, str]:
-    """The environment by which programs for torchrun know their place.
-
-    Args:
-        processes: Those of all members, by rank.
-    """
     beside = [other for other, process in enumerate(processes) if node_of(process) == node_of(processes[rank])]
     return {
         "RANK": str(rank),
@@ -337,7 +315,6 @@ def torchrun_variables(rank: int, processes: Sequence[PeerId]) -> dict[str, str]
 
 
 def address_variables(host: str, port: int, interface: str) -> dict[str, str]:
-    """The environment by which programs for torchrun find each other."""
     return {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),

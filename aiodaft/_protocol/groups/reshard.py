@@ -18,12 +18,9 @@ from typing import Final, NamedTuple, TypeAlias
 
 from aiodaft._protocol.groups.roster import Axes
 
-# Layouts: which part of a tensor each rank of a group has.
-#
-# A tensor is cut in each dimension, so that its parts form a grid; a rank has one cell of the grid, or nothing. Ranks
-# with the same cell are replicas.
+# Layouts. A tensor is cut in each dimension, so that its parts form a grid; a rank has one cell of the grid, or
+# nothing. Ranks with the same cell are replicas.
 
-# The first element and the end in each dimension.
 Box: TypeAlias = tuple[tuple[int, int], ...]
 
 
@@ -32,7 +29,7 @@ class Grid(NamedTuple):
 
     Attributes:
         cuts: For each dimension the bounds of its intervals: 0, ..., length.
-        cells: For each rank the numbers of its intervals; None if it has nothing.
+        cells: For each rank the numbers of its intervals.
     """
 
     dtype: str
@@ -64,7 +61,7 @@ class Grid(NamedTuple):
 
 
 def even_cuts(length: int, parts: int) -> tuple[int, ...]:
-    """The bounds of the parts of a dimension as `torch.chunk` and DTensor cut it, with empty parts at the end."""
+    """As `torch.chunk` and DTensor cut a dimension, with empty parts at the end."""
     step = -(-length // parts)
     return tuple(min(length, index * step) for index in range(parts + 1))
 
@@ -85,11 +82,6 @@ class Rule(NamedTuple):
 
 
 def lay_out(name: str, rule: Rule, dtype: str, itemsize: int, axes: Axes) -> Grid:
-    """Cut a tensor by a rule.
-
-    Raises:
-        ValueError: The rule does not fit the shape or the axes.
-    """
     sizes = axes.sizes
     _check_rule(name, rule, sizes)
     cuts: list[tuple[int, ...]] = []
@@ -150,11 +142,8 @@ _LEAST: Final = 256 << 10
 
 
 class Piece(NamedTuple):
-    """A part of a tensor that one rank of the source gives to one rank of the destination.
-
-    Attributes:
-        source_start: Its first element in the shard of that rank.
-        target_start: Its first element in the shard of the rank that gets it.
+    """A part of a tensor that one rank of the source gives to one rank of the destination; starts are first elements in
+    the shards of these ranks.
     """
 
     name: str
@@ -178,11 +167,7 @@ class Piece(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A part of one tensor that some ranks of the source have and some of the destination need.
-
-    Attributes:
-        source_start: As in `Piece`, as are the others.
-    """
+    """A part of a tensor that some ranks of the source have and some of the destination need; starts as in `Piece`."""
 
     cell: tuple[int, ...]
     box: Box
@@ -196,11 +181,11 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The pieces that go to each rank.
+    """The pieces that go to each rank of the destination.
 
     Attributes:
-        sent: For each rank of the destination the pieces that other processes send it, large tensors first.
-        kept: For each rank of the destination the pieces that its process has already.
+        sent: Those that other processes send it, large tensors first.
+        kept: Those that its process has already.
         least: Bytes that a message may have however small the tensors are.
     """
 
@@ -245,11 +230,9 @@ def plan(source: Mapping[str, Grid], target: Mapping[str, Grid], homes: Sequence
     """
     sent: list[list[Piece]] = [[] for _ in homes]
     kept: list[list[Piece]] = [[] for _ in homes]
-    # The bytes that each source sends so far.
     loads: Counter[int] = Counter()
     # Most tensors of a model are laid out like others.
     known: dict[tuple[Grid, Grid], list[Share]] = {}
-    # The sort is stable: tensors of one size keep their order.
     for name in sorted(target, key=lambda name: -target[name].nbytes):
         _check(name, source.get(name), target[name])
         key = source[name], target[name]

@@ -54,7 +54,7 @@ class Axes:
         return prod(size for _, size in self.pairs)
 
     def resized(self, count: int) -> Axes:
-        """The same axes for another number of members: the first one grows or shrinks, so that places stay.
+        """The first axis grows or shrinks, so that places stay.
 
         Raises:
             ValueError: The other axes do not divide the number.
@@ -74,7 +74,7 @@ class Axes:
         return MappingProxyType({name: found[name] for name, _ in self.pairs})
 
     def pick(self, names: Iterable[str]) -> Axes:
-        """Some of the axes, in the order of the grid.
+        """In the order of the grid.
 
         Raises:
             ValueError: There is no such axis, or no name.
@@ -96,7 +96,7 @@ class Axes:
         return Axes(tuple(pair for pair in self.pairs if pair[0] not in wanted))
 
     def blocks(self, names: Iterable[str]) -> list[tuple[int, ...]]:
-        """The ranks at each place on some of the axes: blocks in the order of the places, ranks in their order."""
+        """In the order of the places; ranks in their order."""
         picked = self.pick(names)
         blocks: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.count):
@@ -157,9 +157,9 @@ class Roster(Generic[T_co]):
     """The members of a group at one epoch.
 
     Attributes:
-        id: The name of the group, unique in its cluster: the owner's name for it, an @, and the owner.
-        epoch: Counts the changes and restarts of its members, from 1. No two rosters of a group have the same.
-        members: The members by rank; empty while they are being made.
+        id: Unique in its cluster: the owner's name for it, an @, and the owner.
+        epoch: Counts the changes and restarts of its members, from 1.
+        members: By rank; empty while they are being made.
         since: The epoch at which it got these members. Later epochs with the same `since` have the same members.
     """
 
@@ -179,12 +179,12 @@ class Roster(Generic[T_co]):
         return PeerId(self.id.partition("@")[2])
 
     def part(self, ranks: tuple[int, ...], name: str, axes: Axes) -> Roster[T_co]:
-        """Some of the members, in this order; `name` tells the part from the others of the group."""
+        """`name` tells the part from the others of the group."""
         members = tuple(self.members[rank] for rank in ranks) if self.members else ()
         return Roster(f"{self.id}/{name}", self.epoch, len(ranks), axes, members, self.since)
 
     def along(self, rank: int, names: tuple[str, ...]) -> tuple[Roster[T_co], int]:
-        """The members that differ from one only in some of the axes, and the rank of that one among them.
+        """The members that differ from one only in some of the axes, and its rank among them.
 
         Raises:
             ValueError: There is no such axis.
@@ -196,7 +196,7 @@ class Roster(Generic[T_co]):
         return self.part(ranks, f"{'+'.join(picked.sizes)}[{where}]", picked), ranks.index(rank)
 
     def some(self, rank: int, ranks: tuple[int, ...]) -> tuple[Roster[T_co], int]:
-        """The members with these ranks, and the rank of one of them among them. Their order counts.
+        """The members with these ranks, in this order, and the rank of one of them among them.
 
         Raises:
             ValueError: There is no such rank, one comes twice, or that of the member is none of them.
@@ -205,7 +205,6 @@ class Roster(Generic[T_co]):
             raise ValueError(f"{list(ranks)}: a part of {self.id} has different ranks from 0 to {self.size - 1}")
         if rank not in ranks:
             raise ValueError(f"{list(ranks)}: rank {rank} of {self.id} is none of them, and so not in this part")
-        # Many ranks have a short name, too, if they are a slice.
         first, last = ranks[0], ranks[-1]
         step = ranks[1] - first if len(ranks) > 1 else 1
         even = range(first, last + step, step)
@@ -213,7 +212,6 @@ class Roster(Generic[T_co]):
         return self.part(ranks, name, Axes()), ranks.index(rank)
 
     def narrowed(self, rank: int, steps: Steps) -> tuple[Roster[T_co], int]:
-        """The part of the group that several steps give, and the rank of a member in it."""
         roster = self
         for step in steps:
             names = [name for name in step if isinstance(name, str)]
@@ -228,9 +226,9 @@ def seats_after(size: int, staying: Sequence[int], n: int) -> tuple[int | None, 
     """The holders of the first ranks after a change: former ranks, None for a new member. All others are new.
 
     Args:
-        staying: The ranks of those that can stay, in order.
-        n: The number of members after it. If it is at least `size`, ranks are kept; else the ranks are closed, and the
-            last members leave if there are too many.
+        staying: The ranks of those that can stay.
+        n: The number of members after it. Unless it is below `size`, ranks are kept; else they are closed, and the last
+            members leave if there are too many.
     """
     if n < size:
         return tuple(staying[:n])

@@ -22,12 +22,9 @@ from typing import Final, NamedTuple, Protocol
 from aiodaft._protocol.calls.mailbox import Rules
 from aiodaft._protocol.ids import CallId, PeerId, group_call_of, roster_of
 
-# A call of a group: its caller, and its number there.
 Key = tuple[PeerId, int]
 
-# The calls that a member remembers one by one after they have begun.
 _REMEMBERED: Final = 256
-# So many calls of one caller, and none of another one: it is set free.
 STREAK: Final = 8
 
 
@@ -35,7 +32,6 @@ class Asked(NamedTuple):
     """A call that could begin at a member.
 
     Attributes:
-        key: The call.
         runs_on: The calls that run one at a time with this one have the same.
         roster: The members that were called; see `roster_of`.
     """
@@ -49,7 +45,7 @@ class Asked(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a member says when it is held.
+    """The state of a member that is held.
 
     Attributes:
         begun: The last calls that have begun, or are granted.
@@ -65,12 +61,9 @@ class Held(NamedTuple):
 
 
 class Entry(Protocol):
-    """The part of a call that decides about its turn."""
-
     caller: PeerId
     number: CallId
     rules: Rules
-    # The number of earlier attempts: others of its group may have begun.
     attempt: int
     # Why it takes part in nothing with other members any more.
     apart: Exception | None
@@ -84,32 +77,22 @@ def runs_in_turn(rules: Rules) -> bool:
 def asked_of(entry: Entry) -> Asked:
     key = group_call_of(entry.caller, entry.number)
     assert key is not None
-    # The thread of an actor runs one `def` method at a time.
     return Asked(key, "" if entry.rules.on_thread else entry.rules.name, roster_of(entry.number))
 
 
 class Line(Protocol):
-    """What a member says to its lead."""
-
     def ask(self, round_: Hashable, asked: Asked) -> object: ...
     def ended(self, key: Key) -> object: ...
     def gone(self, key: Key) -> object: ...
 
 
 class Turns:
-    """Says when the calls of a group begin at one member.
-
-    Args:
-        free: The caller whose calls begin as they come.
-        line: Leads to the lead.
-    """
+    """Says when the calls of a group begin at one member; those of the caller `free` begin as they come."""
 
     def __init__(self, free: PeerId, line: Line) -> None:
-        # None: nobody is free.
         self._free: PeerId | None = free
         self._is_open = False
         self._line = line
-        # Names the last time that the lead has held this member.
         self._round: Hashable = None
         self._waiting: dict[Key, Asked] = {}
         self._granted: dict[Key, Asked] = {}
@@ -117,7 +100,6 @@ class Turns:
         # The oldest first; and, for each caller, the highest number of those that are not remembered any more.
         self._begun: dict[Key, None] = {}
         self._floor: dict[PeerId, int] = {}
-        # The lead waits for the ends of these.
         self._watched: frozenset[Key] = frozenset()
 
     def admits(self, entry: Entry) -> bool:
@@ -156,8 +138,6 @@ class Turns:
         elif self._granted.pop(key, None) is None and self._waiting.pop(key, None) is not None:
             self._line.gone(key)
 
-    # What the lead says.
-
     def hold(self, round_: Hashable) -> Held:
         self._free, self._is_open, self._round = None, False, round_
         self._watched = frozenset(self._running)
@@ -178,10 +158,8 @@ class Turns:
     def forget(self, caller: PeerId) -> None:
         self._floor.pop(caller, None)
 
-    # What becomes of the lead.
-
     def open(self) -> None:
-        """The lead is lost, or gives up: calls begin as they come."""
+        """Calls begin as they come."""
         self._is_open = True
         self._waiting.clear()
         self._granted.clear()
@@ -194,8 +172,6 @@ class Turns:
 
 
 class Orders(Protocol):
-    """What a lead says to the members."""
-
     def hold(self, round_: int) -> object: ...
     def grant(self, key: Key) -> object: ...
     def grant_one(self, member: Hashable, key: Key) -> object: ...
@@ -206,29 +182,18 @@ class Orders(Protocol):
 @dataclass(slots=True)
 class _Pending:
     asked: Asked
-    # Those at which it could begin, or has begun.
     members: set[Hashable] = field(default_factory=set[Hashable])
 
 
 class Lead:
-    """Orders the calls of a group.
-
-    Args:
-        members: All members.
-        roster: See `roster_of`.
-        orders: Leads to the members.
-    """
-
     def __init__(self, members: Collection[Hashable], roster: int, orders: Orders) -> None:
         self._members = members
         self._roster = roster
         self._orders = orders
         self._round = 0
-        # The members that do not answer `hold` yet; None: no member is held.
         self._missing: set[Hashable] | None = None
         self._free: PeerId | None = None
         self._pending: dict[Key, _Pending] = {}
-        # What members have said when they were held.
         self._begun: dict[Hashable, tuple[frozenset[Key], Mapping[PeerId, int]]] = {}
         # What has begun at some members, where it runs, and not at others.
         self._partial: dict[Key, _Pending] = {}
@@ -271,7 +236,6 @@ class Lead:
             self._grant()
 
     def ended(self, member: Hashable, key: Key) -> None:
-        """A call that ran at a member when that was held has ended."""
         partial = self._partial.get(key)
         if partial is not None:
             partial.members.discard(member)
@@ -288,7 +252,6 @@ class Lead:
         return self._missing is not None and round_ == self._round
 
     def give_up(self) -> None:
-        """A member cannot be reached: all are open until the group changes."""
         if self._round:
             self._round += 1
             self._missing = self._free = None
@@ -303,7 +266,7 @@ class Lead:
         self._orders.hold(self._round)
 
     def _pass(self, member: Hashable, asked: Asked) -> bool:
-        """Let a call begin that was not made of these members: who asks for it is not known."""
+        """Let a call begin that was not made of these members: the members that ask for it are not known."""
         caller, serial = asked.key
         if asked.roster == self._roster and serial > self._passed.get(caller, 0):
             return False
@@ -323,14 +286,12 @@ class Lead:
         one.members.add(member)
 
     def _begun_at(self, key: Key) -> set[Hashable]:
-        """The members at which a call had begun when they were held."""
         caller, serial = key
         return {
             member for member, (begun, floor) in self._begun.items() if key in begun or serial <= floor.get(caller, 0)
         }
 
     def _grant(self) -> None:
-        """Grant what could begin at all members."""
         if self._missing is None or self._missing:
             return
         while (key := next(filter(self._may_begin, self._pending), None)) is not None:

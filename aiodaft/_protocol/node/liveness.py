@@ -16,17 +16,14 @@ from typing import Final, NamedTuple
 
 from aiodaft._protocol.numbers import is_number
 
-# Seconds between two questions, at most: they also keep the lag of the loop up to date.
+# Questions also keep the lag of the loop up to date.
 _LONGEST_PERIOD: Final = 1.0
-# Questions that fit into the shorter patience.
 _ASKED_WITHIN: Final = 5
 _SHORTEST: Final = 0.1
-# Seconds that a loop may be blocked before that is reported, and the first pause between two reports.
+# A loop that is blocked for so many seconds is reported, and again after pauses that double.
 _STALL: Final = 1.0
 _FIRST_PAUSE: Final = 5.0
-# The part of a period that counts as one.
 _AT_LEAST: Final = 0.9
-# Lag and age of an answer; its texts follow, separated by zero bytes.
 _NUMBERS: Final = struct.Struct("<dd")
 _MAX_NAME: Final = 200
 _MAX_LINE: Final = 500
@@ -66,15 +63,12 @@ class Patience:
 
     @property
     def period(self) -> float | None:
-        """Seconds between two questions; None without limits."""
         limits = (self.suspect_after, self.lost_after, self.give_up)
         shortest = min((after for after in limits if after is not None), default=None)
         return None if shortest is None else min(_LONGEST_PERIOD, shortest / _ASKED_WITHIN)
 
 
 class Health(enum.Enum):
-    """The runtime's belief about a process. The better for a call, the smaller the value."""
-
     ALIVE = enum.auto()
     # Its node is being drained.
     LEAVING = enum.auto()
@@ -83,8 +77,6 @@ class Health(enum.Enum):
 
 
 class Order(enum.Enum):
-    """The next action of the watcher."""
-
     ASK = enum.auto()
     SUSPECT = enum.auto()
     CLEAR = enum.auto()
@@ -92,13 +84,6 @@ class Order(enum.Enum):
 
 
 class Answer(NamedTuple):
-    """A heartbeat.
-
-    Attributes:
-        lag: Seconds for which the loop has been blocked.
-        age: Seconds for which the oldest call has run.
-    """
-
     lag: float = 0.0
     age: float = 0.0
     method: str = ""
@@ -119,12 +104,9 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LastHeartbeat:
-    """A worker when it last answered.
+    """A worker when it last answered; its loop had been blocked for `loop_lag` seconds then.
 
     Attributes:
-        suspect: Whether it has been silent for longer than it should be.
-        silent_for: Seconds since its last answer.
-        loop_lag: Seconds for which its loop had been blocked then.
         last_method: The longest running call then; "" if there was none.
         last_method_for: Seconds for which that call has been seen by now.
     """
@@ -137,16 +119,13 @@ class LastHeartbeat:
 
 
 class Liveness:
-    """The heartbeats of one process. LOST is final."""
-
     def __init__(self, patience: Patience, now: float) -> None:
         self.health = Health.ALIVE
         self.last_heard = now
-        # Once it is LOST: the part of its patience that is used up.
         self.limit = ""
         self.patience = patience
         self._due = now if patience.period is None else math.ceil(now / patience.period) * patience.period
-        # Periods since a question that is not answered yet; how many of them, up to now, found the process stopped.
+        # Unanswered periods; how many of them found the process stopped.
         self._missed: int | None = None
         self._stopped = 0
         self._warnings = 0
@@ -155,7 +134,7 @@ class Liveness:
 
     @property
     def is_silent(self) -> bool:
-        """Whether a question is unanswered, so that `handle_timer` needs to know whether the process is stopped."""
+        """A question is unanswered: `handle_timer` needs to know whether the process is stopped."""
         return self._missed is not None
 
     def relax(self, patience: Patience) -> None:
@@ -176,7 +155,7 @@ class Liveness:
         return Order.CLEAR if suspected else None
 
     def take(self, answer: Answer, now: float) -> bool:
-        """Note an answer; True if it is time to report the code that blocks the loop."""
+        """Returns True if it is time to report the code that blocks the loop."""
         self._answer = answer
         wanted = answer.line and self.patience.suspect_after is not None
         return bool(wanted) and self._stalls.is_due(answer.culprit, answer.lag, now)
@@ -187,7 +166,7 @@ class Liveness:
         return LastHeartbeat(self.health is not Health.ALIVE, silent_for, answer.lag, answer.method, running_for)
 
     def handle_timer(self, now: float, *, stopped: bool = False) -> Order | None:
-        """A period is over; `heard` has its answers. `stopped`: the process is stopped, of interest if it is silent."""
+        """A period is over; `stopped` is of interest if the process is silent."""
         period = self.patience.period
         if self.health is Health.LOST or period is None or now < self._due:
             return None
@@ -216,14 +195,13 @@ class Liveness:
 
 
 class Stalls:
-    """The times to report code that blocks the loop of a process: each culprit again after pauses that double."""
+    """Each culprit is reported again after pauses that double."""
 
     def __init__(self) -> None:
-        # When the next report of each culprit may come, and the pause after that.
         self._next: dict[str, tuple[float, float]] = {}
 
     def is_due(self, culprit: str, lag: float, now: float) -> bool:
-        """Whether to report a culprit now; `lag` is the seconds for which the loop has been blocked."""
+        """The loop has been blocked for `lag` seconds."""
         due, pause = self._next.get(culprit, (now, _FIRST_PAUSE))
         if lag < _STALL or now < due:
             return False
@@ -232,7 +210,7 @@ class Stalls:
 
 
 def _is_over(after: float | None, period: float, periods: int) -> bool:
-    # Rounded, because 5 times a fifth of a number may be less than the number.
+    # 5 times a fifth of a number may be less than the number.
     return after is not None and periods >= math.ceil(round(after / period, 6))
 
 
@@ -240,12 +218,9 @@ def _longer(first: float | None, second: float | None) -> float | None:
     return None if first is None or second is None else max(first, second)
 
 
-# Whether a process makes progress, judged by changes between looks at it. No clock, no I/O.
-#
-# A process that is stopped, or waits for ever, does not change; a slow process does.
-# Looks are counted, not seconds, so that a blocked watcher does not blame the process.
+# A process that is stopped, or waits for ever, does not change between looks at it; a slow process does. Looks are
+# counted, not seconds, so that a blocked watcher does not blame the process.
 
-# Looks in a row without a change.
 _SUSPECT: Final = 5
 _LOST: Final = 30
 # Looks in all, at a process that is busy and does not end.
@@ -266,7 +241,7 @@ class Standstill:
         self._last: object = None
 
     def look(self, signs: object) -> Verdict:
-        """Take the signs of life of the process, which are equal to the last ones if it has done nothing since."""
+        """Equal signs of life show that the process has done nothing since."""
         self.looks += 1
         self._unchanged = self._unchanged + 1 if signs == self._last else 0
         self._last = signs
@@ -289,14 +264,14 @@ class Standstill:
 #
 # A look that is late, because the watcher was stopped or blocked, counts as one.
 
-# Seconds between two looks: so long that the keepalives of a usual lease, which come more often, save the questions.
+# So long that the keepalives of a usual lease save the questions.
 PERIOD: Final = 3.0
-# Silent looks. A node is given up when it has been silent for 12 to 15 s.
+# So a node is given up when it has been silent for 12 to 15 s.
 GIVEN_UP_AFTER: Final = 4
 
 
 def period_of(lease: float) -> float:
-    """The period of a node: never so long that others lose patience with the coordinator sooner than it with them."""
+    """Others never lose patience with the coordinator sooner than the node with them."""
     return min(PERIOD, 0.3 * lease)
 
 
@@ -306,11 +281,7 @@ class Silence:
         self._silent_looks = 0
 
     def look(self, received: int, *, awaited: bool) -> Order | None:
-        """A period is over.
-
-        Args:
-            received: Bytes that have come since the beginning.
-        """
+        """A period is over; `received`: bytes that have come since the beginning."""
         if received != self._received or not awaited:
             self._received, self._silent_looks = received, 0
             return None

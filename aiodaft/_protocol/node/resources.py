@@ -27,10 +27,7 @@ class Gpu(NamedTuple):
 def gpu_names(machine: Sequence[Gpu], allowed: str | None, declared: object = None) -> list[str]:
     """The names that CUDA has for the GPUs of this process: numbers of the machine, or ids if it may use only some.
 
-    A GPU that is declared and not there has a number that no GPU has.
-
-    Args:
-        declared: Their number, if the user gives it.
+    A GPU that is `declared` and not there has a number that no GPU has.
     """
     visible = _visible(allowed or "", machine)
     if declared is None:
@@ -42,18 +39,17 @@ def gpu_names(machine: Sequence[Gpu], allowed: str | None, declared: object = No
 
 
 def device_named(name: str, machine: Sequence[Gpu]) -> str:
-    """The device for which a GPU with this name in CUDA is claimed; "" if the machine does not have it."""
+    """Empty if the machine does not have the GPU with this name in CUDA."""
     if name.isdecimal():
         return machine[int(name)].device if int(name) < len(machine) else ""
     # CUDA also takes the beginning of an id.
     found = next((gpu.device for gpu in machine if gpu.uuid.startswith(name)), "")
-    # A part of a GPU, or an id that is not known here, stands for itself.
     is_unknown = name.startswith("MIG-") or any(not gpu.uuid for gpu in machine)
     return found or (name if machine and is_unknown else "")
 
 
 def _visible(allowed: str, machine: Sequence[Gpu]) -> list[str]:
-    """The entries of CUDA_VISIBLE_DEVICES that count: those before the first one that names no GPU, as CUDA has it."""
+    """The entries that count: those before the first one that names no GPU, as CUDA has it."""
     entries = [entry.strip() for entry in allowed.split(",")]
     visible = list(itertools.takewhile(lambda entry: _names_gpu(entry, machine), entries))
     # With one entry twice, CUDA finds none.
@@ -76,7 +72,7 @@ _EPSILON = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The needs of an actor. Fractions below one share one GPU; whole GPUs are exclusive."""
+    """Fractions below one share one GPU; whole GPUs are exclusive."""
 
     cpus: float = 0.0
     gpus: float = 0.0
@@ -92,18 +88,14 @@ class Claims(Protocol):
     """Claims that keep several runtimes from using the same GPU of a machine."""
 
     def take(self, gpu: int) -> str | None:
-        """Claim a GPU by its number in the node; returns the holder if another runtime has it. Idempotent."""
+        """Returns the holder if another runtime has the GPU. Idempotent."""
         ...
 
     def give_back(self, gpu: int) -> None: ...
 
 
 class Stock(NamedTuple):
-    """The resources of a node or a slice, at one moment.
-
-    Attributes:
-        totals: The amount of each resource, also when it is in use; "cpus" and "gpus" among them.
-    """
+    """The resources of a node or a slice, at one moment; `totals` count those in use, too."""
 
     totals: Mapping[str, float]
     free: Mapping[str, float]
@@ -123,7 +115,7 @@ class Stock(NamedTuple):
         return sum(free > 1 - _EPSILON for free in self.gpus)
 
     def less(self, demand: Demand, count: int) -> Stock:
-        """The rest when actors with this demand have taken their shares, as the node assigns them."""
+        """Shares are taken as the node assigns them."""
         needs = {"cpus": demand.cpus, **demand.custom}
         free = {name: amount - count * needs.get(name, 0.0) for name, amount in self.free.items()}
         gpus = list(self.gpus)
@@ -143,26 +135,21 @@ class Stock(NamedTuple):
 
 
 class Wish(NamedTuple, Generic[HolderT]):
-    """The demand of one actor or slice; `label` is its name in errors."""
-
     holder: HolderT
     label: str
     demand: Demand
 
 
 class _Shortage(NamedTuple):
-    """The missing resource, and the GPUs that other runtimes have."""
-
     name: str
     amount: float
     others: tuple[str, ...] = ()
 
 
 class Resources(Generic[HolderT]):
-    """Resources of one node, or of one slice of it. A GPU is claimed while an actor has at least a part of it.
+    """Resources of one node, or of one slice of it. A GPU is claimed while an actor has a part of it.
 
-    A slice is a holder, such as an actor, from whose share other holders take. They take a resource that the slice
-    lacks from the node.
+    A slice is a holder from whose share other holders take. They take a resource that the slice lacks from the node.
     """
 
     def __init__(
@@ -174,17 +161,14 @@ class Resources(Generic[HolderT]):
         self.totals: dict[str, float] = {"cpus": float(cpus), **(custom or {})}
         self._what = "this node"
         self._used: dict[str, float] = dict.fromkeys(self.totals, 0.0)
-        # The share of each GPU that is in use, by its number in the node.
         self._gpus: dict[int, float] = dict.fromkeys(range(gpus), 0.0)
         self._claims = claims
         self._holders: dict[HolderT, tuple[str, Demand, tuple[int, ...]]] = {}
         self._slices: dict[HolderT, Resources[HolderT]] = {}
-        # The slice that a holder has its share of, and the slices that end with their last holder.
         self._inside: dict[HolderT, HolderT] = {}
         self._released: set[HolderT] = set()
         # Grows whenever something was given back.
         self.revision = 0
-        # Why nothing is given any more; empty: it is.
         self.refusal = ""
 
     @property
@@ -193,8 +177,6 @@ class Resources(Generic[HolderT]):
 
     def __len__(self) -> int:
         return len(self._holders)
-
-    # Taking.
 
     def take(self, holder: HolderT, label: str, demand: Demand, within: HolderT | None = None) -> tuple[int, ...]:
         """Reserve the resources of an actor, until `give_back`; returns the numbers of its GPUs.
@@ -209,7 +191,7 @@ class Resources(Generic[HolderT]):
             raise InsufficientResources(f"{label} cannot be placed: {self.refusal}")
 
     def take_all(self, wishes: Sequence[Wish[HolderT]], within: HolderT | None = None) -> list[tuple[int, ...]]:
-        """Reserve the resources of several actors, or none; returns the numbers of each one's GPUs. See `take`."""
+        """Reserve the resources of several actors, or none; see `take`."""
         for wish in wishes:
             self.check_open(wish.label)
         taken: list[tuple[int, ...]] = []
@@ -221,7 +203,6 @@ class Resources(Generic[HolderT]):
             if isinstance(found, _Shortage):
                 for wish in wishes[: len(taken)]:
                     self._return(wish.holder, keep_gpus=False)
-                # There is not more than before.
                 self.revision = revision
                 most = f"{len(taken)} of {len(wishes)} such actors fit: " if taken else ""
                 raise InsufficientResources(most + source._refusal(label, found))
@@ -231,7 +212,7 @@ class Resources(Generic[HolderT]):
     def _take_within(
         self, holder: HolderT, label: str, demand: Demand, within: HolderT | None
     ) -> tuple[Resources[HolderT], tuple[int, ...] | _Shortage]:
-        """Reserve the resources of one holder; returns also the node or slice in which they were found or missed."""
+        """Returns also the node or slice in which the resources were found or missed."""
         if within is None:
             return self, self._take(holder, label, demand)
         part = self._slice(within, label)
@@ -277,10 +258,8 @@ class Resources(Generic[HolderT]):
             return _Shortage("gpus", amount, tuple(others))
         return tuple(chosen)
 
-    # Slices.
-
     def carve(self, holder: HolderT, label: str, demand: Demand) -> tuple[int, ...]:
-        """Reserve a slice, of whole GPUs, from which actors take; `give_back` releases it. See `take`."""
+        """Reserve a slice, of whole GPUs; `give_back` releases it. See `take`."""
         if demand.gpus != int(demand.gpus):
             raise ValueError(f"gpus={demand.gpus}: a slice has whole GPUs")
         gpus = self.take(holder, label, demand)
@@ -302,8 +281,6 @@ class Resources(Generic[HolderT]):
         outer = {name: amount for name, amount in demand.custom.items() if name not in has}
         cpus, gpus = demand.cpus if "cpus" in has else 0.0, demand.gpus if self._gpus else 0.0
         return Demand(cpus, gpus, inner), Demand(demand.cpus - cpus, demand.gpus - gpus, outer)
-
-    # Giving back.
 
     def give_back(self, holder: HolderT, *, keep_gpus: bool = False) -> None:
         """Return the resources of a holder, or all but its GPUs; nothing if it had none.
@@ -340,8 +317,6 @@ class Resources(Generic[HolderT]):
             self._released.remove(within)
             self.give_back(within)
 
-    # Looking.
-
     def share_of(self, holder: HolderT) -> tuple[float, tuple[int, ...]]:
         _, demand, chosen = self._holders.get(holder, ("", Demand(), ()))
         within = self._inside.get(holder)
@@ -366,7 +341,7 @@ class Resources(Generic[HolderT]):
         )
 
     def _claim(self, gpus: list[int], count: int) -> tuple[list[int], list[str]]:
-        """The first `count` GPUs that can be claimed, and an explanation for each GPU that another runtime has."""
+        """The first `count` that can be claimed, and an explanation for each GPU that another runtime has."""
         chosen: list[int] = []
         others: list[str] = []
         for gpu in gpus:

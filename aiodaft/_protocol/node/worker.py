@@ -49,7 +49,6 @@ TRANSITIONS: Final[dict[tuple[WorkerState, WorkerEvent], WorkerState]] = {
     (_S.STARTING, _E.STARTED): _S.UP,
     (_S.STARTING, _E.ENDED): _S.DIED,
     (_S.UP, _E.ENDED): _S.DIED,
-    # The callers have the error.
     (_S.BLAMED, _E.ENDED): _S.OVER,
     (_S.STARTING, _E.CALLS_LOST): _S.BLAMED,
     (_S.UP, _E.CALLS_LOST): _S.BLAMED,
@@ -65,7 +64,6 @@ TRANSITIONS: Final[dict[tuple[WorkerState, WorkerEvent], WorkerState]] = {
     **{(_S.STOPPING, event): _S.STOPPING for event in (_E.STARTED, _E.CALLS_LOST, _E.ALIVE)},
     (_S.STOPPING, _E.ENDED): _S.OVER,
     (_S.DIED, _E.CALLS_LOST): _S.OVER,
-    # Its spawn fails with the error.
     (_S.DIED, _E.STOP): _S.OVER,
     (_S.DIED, _E.BLAME_OVER): _S.UNHANDLED,
     (_S.OVER, _E.BLAME_OVER): _S.OVER,
@@ -76,7 +74,7 @@ TRANSITIONS: Final[dict[tuple[WorkerState, WorkerEvent], WorkerState]] = {
 
 
 def how_it_ended(exit_code: int | None, signal: str | None, *, oom: bool) -> str:
-    """The end of a worker that was not told to end, for errors; None: not known."""
+    """None: the end is not known."""
     if oom:
         return "was killed by the kernel (SIGKILL): out of memory"
     if signal is not None:
@@ -108,7 +106,7 @@ class Drain:
         return self.state is not DrainState.SERVING
 
     def begin(self, grace: float, now: float) -> None:
-        """Begin. A later order counts only if it leaves less time."""
+        """A later order counts only if it leaves less time."""
         deadline = now + grace
         if self.state is DrainState.SERVING:
             self.state, self._deadline = DrainState.DRAINING, deadline
@@ -127,12 +125,11 @@ class Drain:
 
 
 def describe(actors: Sequence[str], placed: str, pid: int, owner: str) -> str:
-    """The rest of a drain in one process: its actors, or, when these have gone, the process that may store values."""
     return f"{', '.join(actors) or f'the process of {placed}'} (pid {pid}, of {owner})"
 
 
 _CGROUPS: Final = "/sys/fs/cgroup"
-# The meaning of a thread's state in /proc, for a process that does not answer; the most telling state first.
+# The most telling state first.
 _STATES: Final = {
     "T": "it is stopped (SIGSTOP)",
     "t": "a debugger holds it",
@@ -143,19 +140,12 @@ _STATES: Final = {
 
 
 class Ending(NamedTuple):
-    """The end of a process; both are None if that is unknown."""
-
     exit_code: int | None
     signal: str | None
 
 
 class Activity(NamedTuple):
-    """The oldest call that a worker was running, as far as this process knows.
-
-    Attributes:
-        method: The call; "" if there is none.
-        seconds: For how long the call has been seen; None if it was not seen before.
-    """
+    """The oldest call that a worker was running, as far as this process knows; `seconds`: for how long it was seen."""
 
     method: str
     seconds: float | None
@@ -171,11 +161,7 @@ def condition(states: Collection[str]) -> str:
 
 
 class OomKills:
-    """Tells which killed workers the kernel killed for want of memory.
-
-    The kernel only counts such kills per control group. So each increase of a group's count explains one death by
-    SIGKILL in that group.
-    """
+    """The kernel only counts such kills per control group: each increase explains one death by SIGKILL in the group."""
 
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
@@ -191,10 +177,7 @@ class OomKills:
 
 
 def oom_counters(groups: str) -> list[str]:
-    """The files that may count the kills in the control group of a process, from the content of /proc/PID/cgroup.
-
-    Version 2 or 1 of control groups, inside a container or not.
-    """
+    """From the content of /proc/PID/cgroup: version 2 or 1 of control groups, inside a container or not."""
     found: list[str] = []
     for controllers, group in re.findall(r"^\d+:(.*?):/(.*)$", groups, re.MULTILINE):
         if "memory" in controllers.split(","):
@@ -212,32 +195,23 @@ def oom_kills(content: str) -> int:
     return int(found[1]) if found else 0
 
 
-# The limits of one archive.
 MAX_FILES: Final = 10_000
 MAX_BYTES: Final = 64 << 20
 
 
 class Code(NamedTuple):
-    """The code that the workers of an actor import before anything else.
-
-    Attributes:
-        digests: Their digests, first those that are searched first.
-    """
-
     source: PeerId
     digests: tuple[str, ...] = ()
 
 
 class File(NamedTuple):
-    """A file of an archive; its path is relative, with `/` between its parts."""
-
     path: str
     executable: bool
     content: bytes
 
 
 def check_files(files: Sequence[File]) -> None:
-    """Raise ValueError if files exceed a limit, or a path leads out of the folder that they are unpacked to."""
+    """Raises ValueError: files exceed a limit, or a path leads out of the folder that they are unpacked to."""
     if len(files) > MAX_FILES or sum(len(file.content) for file in files) > MAX_BYTES:
         raise ValueError(f"an archive of code has at most {MAX_FILES:,} files and {MAX_BYTES:,} bytes")
     for path, _, _ in files:

@@ -33,28 +33,18 @@ WaiterT = TypeVar("WaiterT")
 
 # The number of times that the root sends a value, and that each member does if they ask at the same time.
 SENDS: Final = 2
-# After so many failed relays, the root itself sends to a process.
 PATIENCE: Final = 2
-
-
-# The root.
 
 
 @dataclass(slots=True)
 class _Member:
-    # The relay that it gets the value from; None for the root.
     source: PeerId | None = None
-    # The time at which it has the value, in units of one transfer, and the number of members that it sends to.
     ready: int = 0
     given: int = 0
-    # The root names it to no more members; earlier ones may still wait for it.
     failing: bool = False
-    # Its relay failed.
     let_down: bool = False
     disappointments: int = 0
-    # It reads the block of another process of its machine, and has none for others.
     is_reader: bool = False
-    # It keeps a copy although no process waits for it.
     keeps: bool = False
 
 
@@ -62,13 +52,12 @@ class Fanout:
     """The root's table of members that get one value or pass it on.
 
     Args:
-        shared: Whether the processes of a machine read one block. Those of the root's own machine do not join then.
+        shared: The processes of a machine read one block; those of the root's own machine do not join then.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
         self._shared = shared
         self._members: dict[PeerId, _Member] = {}
-        # The number of times that the root itself has sent the value.
         self.sent = 0
 
     @property
@@ -76,11 +65,7 @@ class Fanout:
         return list(self._members)
 
     def join(self, peer: PeerId) -> PeerId | None:
-        """Choose the process that gives the value to `peer`.
-
-        Returns:
-            A relay; None for the root; `peer` itself if it is getting the value already.
-        """
+        """The relay that gives the value to `peer`; None for the root; `peer` itself if it is getting it already."""
         member = self._members.get(peer)
         if member is None:
             member = _Member()
@@ -109,11 +94,10 @@ class Fanout:
         return member.source
 
     def keeps(self, peer: PeerId) -> bool:
-        """Whether a process that just joined is to keep a copy although no process waits for it."""
         return self._members[peer].keeps
 
     def leave(self, peer: PeerId) -> None:
-        """Remove a process that has no copy for others, and that no process waits for."""
+        """The process has no copy for others, and no process waits for it."""
         self._members.pop(peer, None)
 
     def fail(self, peer: PeerId, relay: PeerId) -> None:
@@ -150,14 +134,11 @@ class Fanout:
         ]
 
     def _waits_for(self, name: PeerId | None, peer: PeerId) -> bool:
-        """Whether a process waits for `peer`, directly or not: it cannot be the relay of `peer`."""
+        """Directly or not: such a process cannot be the relay of `peer`."""
         while name is not None and name != peer:
             member = self._members.get(name)
             name = None if member is None else member.source
         return name == peer
-
-
-# A consumer.
 
 
 class Part(Enum):
@@ -186,12 +167,7 @@ _PARTS: Final = {
 
 
 class Fetching(Generic[WaiterT]):
-    """One value that this process fetches, for one or several pulls.
-
-    Attributes:
-        root: The root of the broadcast, if this process takes part in one.
-        waiting: The processes that were sent here.
-    """
+    """One value that this process fetches, for one or several pulls; `waiting`: processes that were sent here."""
 
     def __init__(self) -> None:
         self.root: PeerId | None = None
@@ -200,7 +176,6 @@ class Fetching(Generic[WaiterT]):
         self.waiting: list[WaiterT] = []
 
     def joined(self, root: PeerId, *, keep: bool) -> None:
-        """Join: the root counts this process as a member."""
         self.root = root
         self._part = _PARTS[self._part, Event.JOIN_TO_KEEP if keep else Event.JOIN]
 
@@ -215,25 +190,15 @@ class Fetching(Generic[WaiterT]):
 
     @property
     def is_alone(self) -> bool:
-        """Whether processes that wait here will get no copy."""
         return self._part is Part.ALONE
 
     @property
     def wants_copy(self) -> bool:
-        """Whether to make a copy for others, now that the value is here."""
         return self._part is Part.KEEPER or (self._part is Part.MEMBER and bool(self.waiting))
 
 
-# One process.
-
-
 class Broadcasts(Generic[WaiterT]):
-    """The broadcasts that one process takes part in.
-
-    Attributes:
-        fanouts: By value: the broadcasts of which this process is the root.
-        fetching: By value: the fetches of this process; with each, the processes that were sent here.
-    """
+    """The broadcasts that one process takes part in, as the root or as a consumer."""
 
     def __init__(self) -> None:
         self.fanouts: dict[Key, Fanout] = {}
@@ -253,7 +218,7 @@ class Broadcasts(Generic[WaiterT]):
         return True
 
     def wait(self, key: Key, waiter: WaiterT) -> bool:
-        """A process was sent here; False if the value is not on its way."""
+        """False if the value is not on its way."""
         fetching = self.fetching.get(key)
         if fetching is None:
             return False
@@ -261,7 +226,7 @@ class Broadcasts(Generic[WaiterT]):
         return True
 
     def joined(self, key: Key, root: PeerId, *, keep: bool) -> bool:
-        """The root counts this process as a member; False if the value is not wanted here any more."""
+        """False if the value is not wanted here any more."""
         fetching = self.fetching.get(key)
         if fetching is None:
             return False
@@ -269,7 +234,7 @@ class Broadcasts(Generic[WaiterT]):
         return True
 
     def left(self, key: Key, remote: PeerId, member: PeerId) -> bool:
-        """LEAVE came from a process. Returns whether from the root, which has freed the value: a copy is to go."""
+        """LEAVE came. Returns whether from the root, which has freed the value: a copy is to go."""
         fanout, fetching = self.fanouts.get(key), self.fetching.get(key)
         if fanout is not None and member == remote:
             fanout.leave(member)
@@ -288,13 +253,11 @@ class Broadcasts(Generic[WaiterT]):
 
 KeyT = TypeVar("KeyT")
 
-# Longer routes are circles. The longest: owner, producer, and two relays, each with the root asked again.
+# Longer routes are circles: owner, producer, and two relays, each with the root asked again.
 MAX_HOPS: Final = 16
 
 
 class Asked(Enum):
-    """The kind of the asked process."""
-
     HERE = "the process that pulls"
     REMOTE = "another process"
     RELAY = "a consumer that the root of a broadcast named"
@@ -349,10 +312,8 @@ class Pull:
         self._local = local
         self._owner, self._number = key
         self.asked = first
-        # The process that named the asked one.
         self._named_by: PeerId | None = None
         self._hops = 0
-        # Why a process that was asked gave nothing: its connection breaks again and again, if the route is a circle.
         self._problem: BaseException | None = None
 
     def handle(self, answer: PeerId | BaseException, root: PeerId | None, *, lost: bool = False) -> PeerId | None:
@@ -363,7 +324,7 @@ class Pull:
             root: The root of the broadcast that this process takes part in for the value.
 
         Returns:
-            The relay that gave nothing, to be reported to the root, which is asked next; None for other steps.
+            The relay that gave nothing, to be reported to the root, which is asked next.
 
         Raises:
             RemoteProtocolError: The route is a circle.
@@ -400,15 +361,13 @@ class Pull:
             return Answer.MOVED
         if lost and self.asked == self._owner:
             return Answer.OWNER_LOST
-        # If this process owns the ref, no other process knows more.
         return Answer.LOST if lost and self._owner != self._local else Answer.BROKEN
 
 
 class Questions(Generic[WaiterT]):
-    """The pulls of one process that wait for an answer. A process answers the pulls of one value in their order."""
+    """A process answers the pulls of one value in their order."""
 
     def __init__(self) -> None:
-        # By asked process and value.
         self.open: dict[tuple[PeerId, Key], deque[WaiterT]] = {}
 
     def ask(self, remote: PeerId, key: Key, waiter: WaiterT) -> None:
@@ -418,11 +377,6 @@ class Questions(Generic[WaiterT]):
         return (remote, key) in self.open
 
     def answered(self, remote: PeerId, key: Key) -> WaiterT:
-        """An answer came. Returns the waiter for it.
-
-        Raises:
-            RemoteProtocolError: The process was not asked.
-        """
         if not self.asked(remote, key):
             raise RemoteProtocolError(f"{remote} answers a pull that was not made")
         return take_first(self.open, (remote, key))
@@ -433,7 +387,6 @@ class Questions(Generic[WaiterT]):
 
 
 def take_first(table: dict[KeyT, deque[WaiterT]], key: KeyT) -> WaiterT:
-    """Take the first that waits under a key; with the last one, the key goes."""
     waiting = table[key]
     first = waiting.popleft()
     if not waiting:

@@ -15,7 +15,7 @@ from typing import Final, Generic, TypeVar
 
 ItemT = TypeVar("ItemT")
 
-# The number of items that the producer may be ahead of the consumer.
+# Items that the producer may be ahead of the consumer.
 CREDIT_WINDOW: Final = 16
 
 
@@ -33,11 +33,9 @@ class Event(Enum):
     END = "the producer ended"
     LEAVE = "the consumer left"
 
-    # In C, unlike that of Enum: it is looked up for each value.
     __hash__ = object.__hash__
 
 
-# A second END or LEAVE changes nothing.
 _NEXT: Final = {
     (Phase.OPEN, Event.END): Phase.ENDED,
     (Phase.OPEN, Event.LEAVE): Phase.CLOSING,
@@ -45,9 +43,7 @@ _NEXT: Final = {
     (Phase.CLOSING, Event.END): Phase.CLOSED,
 }
 
-# The producer ended.
 OVER: Final = (Phase.ENDED, Phase.CLOSED)
-# The consumer left.
 LEFT: Final = (Phase.CLOSING, Phase.CLOSED)
 
 
@@ -55,7 +51,7 @@ class Consumption(Generic[ItemT]):
     """One stream, as its consumer sees it.
 
     Attributes:
-        taking: The number of tasks that wait for an item or open one.
+        taking: Tasks that wait for an item or open one.
         opening: A task opens the first item. It stays the first until then: a cancelled consumer leaves it to the next
             one, in its place.
         left: Why the last loop was over before the producer was.
@@ -68,9 +64,7 @@ class Consumption(Generic[ItemT]):
         self.left: str | None = None
         self._items: deque[ItemT] = deque()
         self._error: BaseException | None = None
-        # The `async for` over the stream.
         self._loops: set[object] = set()
-        # Items taken and not credited yet.
         self._taken = 0
 
     @property
@@ -81,10 +75,8 @@ class Consumption(Generic[ItemT]):
     def is_over(self) -> bool:
         return self.phase in OVER
 
-    # The producer.
-
     def add(self, item: ItemT) -> bool:
-        """An item came. Returns whether code can take it."""
+        """Returns whether code can take the item."""
         if self.phase in LEFT:
             return False
         self._items.append(item)
@@ -96,10 +88,8 @@ class Consumption(Generic[ItemT]):
         self._error = error
         return True
 
-    # The consumer.
-
     def first(self) -> ItemT | None:
-        """The item to open; None if there is none, or another task opens it. The caller then sets `opening`."""
+        """None if there is no item, or another task opens it. The caller then sets `opening`."""
         return self._items[0] if self._items and not self.opening else None
 
     @property
@@ -112,9 +102,8 @@ class Consumption(Generic[ItemT]):
         return StopAsyncIteration() if error is None or self.phase in LEFT else error
 
     def take(self, item: ItemT) -> int:
-        """An item was opened. Returns the credit to give: half a window at a time, so in few messages."""
+        """Returns the credit to give: half a window at a time, so in few messages."""
         if self._items and self._items[0] is item:
-            # Otherwise the consumer left meanwhile.
             self._items.popleft()
         self._taken += 1
         if self._taken < CREDIT_WINDOW // 2 or self.phase in OVER:
@@ -123,7 +112,7 @@ class Consumption(Generic[ItemT]):
         return credit
 
     def leave(self) -> bool:
-        """The consumer takes no more items. Returns whether a producer runs that is to be told."""
+        """Returns whether a producer runs that is to be told."""
         if not self._handle(Event.LEAVE):
             return False
         self._items.clear()

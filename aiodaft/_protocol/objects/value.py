@@ -14,7 +14,6 @@ from weakref import WeakValueDictionary
 
 from aiodaft._protocol.ids import CallId, PeerId
 
-# The owner of a value, and its number there.
 Key: TypeAlias = tuple[PeerId, CallId]
 
 
@@ -48,8 +47,6 @@ class Verdict(Enum):
 
 
 class Where(Enum):
-    """The owner's answer about a settled value to a process that asks for it."""
-
     NOWHERE = "it was freed: the process that asks dropped it too, and a copy stored now would never be freed"
     LOST = "its producer ended before the value was pulled"
     FAILED = "there is an error instead"
@@ -58,23 +55,17 @@ class Where(Enum):
 
 
 class Value:
-    # Defaults live in the class: most refs never change them.
     status = PENDING
     handles = 0
     uses = 0
     borrowers: dict[PeerId, int] | None = None
     error: BaseException | None = None
-    # Callbacks that count as awaiters.
     interested = 0
-    # Code was told of the error.
     seen = False
-    # The kind and text of each error that a call with this value had before the value itself failed.
+    # The kind and text of errors that calls with this value had before it failed itself.
     foretold: tuple[tuple[str, str], ...] = ()
-    # This process made the call, and so owns the ref.
     own = True
-    # Other processes may ask the owner for it.
     shared = False
-    # The owner counts, or is about to count, this process among the borrowers.
     registered = False
 
     @property
@@ -94,7 +85,7 @@ class Value:
         return bool(self.uses or self.borrowers)
 
     def goes_on(self, *, waiters: bool) -> bool:
-        """Whether the call goes on when a task stops waiting for it. `waiters`: other tasks wait."""
+        """A task stops waiting for the call; `waiters`: others wait."""
         return waiters or self.in_use or bool(self.interested) or not self.own
 
     def where(self, *, producer_lost: bool) -> Where:
@@ -150,7 +141,7 @@ def _described(error: BaseException) -> tuple[str, str]:
 
 
 def first_error(values: Sequence[Value]) -> tuple[BaseException | None, bool]:
-    """The error of a list of settled values, and whether code was told of it: such an error is not reported again."""
+    """An error of which code was told is not reported again."""
     for value in values:
         if value.error is not None:
             return value.error, value.seen
@@ -168,16 +159,12 @@ ValueT = TypeVar("ValueT", bound=Value)
 
 
 class Borrowing(Generic[ValueT]):
-    """The refs of one process that others may ask for, and those of others that it borrows."""
-
     def __init__(self, local: PeerId) -> None:
         self._local = local
         # Weak: an error refers to frames, these to refs, and refs that nothing else holds must go.
         self.shared: WeakValueDictionary[CallId, ValueT] = WeakValueDictionary()
         self.borrowed: WeakValueDictionary[Key, ValueT] = WeakValueDictionary()
-        # Those of this process that calls under way have as arguments.
         self.used: dict[CallId, ValueT] = {}
-        # Those of this process that others hold.
         self._lent: dict[CallId, ValueT] = {}
 
     def find(self, owner: PeerId, number: CallId) -> ValueT | None:
@@ -186,21 +173,19 @@ class Borrowing(Generic[ValueT]):
             return self.shared.get(number) or self.used.get(number)
         return self.borrowed.get((owner, number))
 
-    # Refs of this process.
-
     def share(self, number: CallId, value: ValueT) -> None:
-        """A ref goes to another process, which may ask for it from now on; nothing if it is borrowed. Idempotent."""
+        """From now on another process may ask for the ref; nothing if it is borrowed. Idempotent."""
         if value.own and not value.shared:
             value.shared = True
             self.shared[number] = value
 
     def use(self, number: CallId, value: ValueT) -> None:
-        """A call to another process has a ref as an argument: that process may ask for it until the call ends."""
+        """The callee may ask for the ref until the call ends."""
         value.uses += 1
         self.used[number] = value
 
     def unused(self, number: CallId, value: ValueT) -> None:
-        """No call under way has a ref as an argument; it may be another process's."""
+        """No call under way has the ref, which may be another process's, as an argument."""
         if self.used.get(number) is value:
             del self.used[number]
 
@@ -219,7 +204,7 @@ class Borrowing(Generic[ValueT]):
         return bool(self._lent)
 
     def take_back(self, number: CallId, peer: PeerId) -> list[ValueT]:
-        """Another process dropped a ref. Returns the values that no process borrows any more."""
+        """Returns the values that no process borrows any more."""
         value = self._lent.get(number)
         if value is None:
             return []
@@ -227,10 +212,7 @@ class Borrowing(Generic[ValueT]):
         return self._returned({number: value})
 
     def peer_lost(self, peer: PeerId) -> list[ValueT]:
-        """A process is gone, and with it the refs that it borrowed.
-
-        Returns the values that no process borrows any more.
-        """
+        """Returns the values that no process borrows any more."""
         # One end may lead to another end: the table can change meanwhile.
         for value in list(self._lent.values()):
             value.forget(peer)
@@ -240,15 +222,12 @@ class Borrowing(Generic[ValueT]):
         numbers = [number for number, value in lent.items() if not value.borrowers]
         return [self._lent.pop(number) for number in numbers]
 
-    # Refs of other processes.
-
     def borrow(self, owner: PeerId, number: CallId, value: ValueT) -> None:
-        """This process holds a ref, and registers with the owner."""
         self.borrowed[owner, number] = value
         value.registered = True
 
     def give_back(self, owner: PeerId, number: CallId, value: ValueT) -> bool:
-        """A borrowed ref has no holders here any more. Returns whether its owner is to be told."""
+        """The last holder here is gone. Returns whether the owner is to be told."""
         # A value that the garbage collector found is not in the table any more, and perhaps another one is.
         if self.borrowed.get((owner, number)) is value:
             del self.borrowed[owner, number]

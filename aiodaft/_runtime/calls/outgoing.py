@@ -264,7 +264,7 @@ class Outgoing:
         return True
 
     def submit_later(self, request: Request) -> None:
-        """Under the terms that it had."""
+        """Send a call that had to wait under the terms that it had."""
         request.had_turn = True
         try:
             with under(request.terms):

@@ -29,26 +29,26 @@ from aiodaft.methods import method
 
 
 class StoreFailed(Exception):
-    """The store cannot be reached or written. It is not known whether the last changes are stored."""
+    """It is not known whether the last changes are stored."""
 
 
 class NotStored(StoreFailed):
-    """Nothing was stored, and this coordinator still is in charge: the disk is full, or there is no thread."""
+    """This coordinator still is in charge: the disk is full, or there is no thread."""
 
 
 class Deposed(Exception):
-    """Another coordinator has opened the store since, and is in charge: nothing was stored."""
+    """Another coordinator has opened the store since: nothing was stored."""
 
 
 class Store(Protocol):
     """Keeps the records of a coordinator. One coordinator at a time is in charge of it: the last that opened it."""
 
     async def open(self) -> Stored:
-        """Take charge, with a new term, and return the records. After `StoreFailed`: read them again.
+        """Take charge, with a new term. After `StoreFailed`: read the records again.
 
         Raises:
             StoreFailed: It cannot be reached.
-            Deposed: It was opened by this object before, and by another one since; or it can have one user only.
+            Deposed: Another coordinator has opened it since; or it can have one user only.
             CorruptState: It is no store of a coordinator, or is damaged.
         """
         ...
@@ -57,9 +57,8 @@ class Store(Protocol):
         """Store changes, all or none. Without changes: find out whether this coordinator is in charge.
 
         Raises:
-            StoreFailed: It is not known which of them are stored; if not all, then the first ones.
-            NotStored: None of them is, and it can be tried again.
-            Deposed: None of them is.
+            StoreFailed: If not all are stored, then the first ones.
+            NotStored: It can be tried again.
         """
         ...
 
@@ -70,15 +69,11 @@ class Store(Protocol):
 
 T = TypeVar("T")
 
-# Seconds of a lease.
 LEASE: Final = 10.0
-# The part of a lease for which a coordinator believes that it is in charge of its store.
+# For this part of a lease, a coordinator believes that it is in charge of its store.
 _CONFIRMED: Final = 0.125
-# Workers that ended and are remembered.
 _REMEMBERED: Final = 1024
-# Seconds that the store gets to finish when this is closed.
 _LAST_GRACE: Final = 1.0
-# Seconds by which a timer may be early.
 _RESOLUTION: Final = 1e-3
 
 
@@ -88,10 +83,9 @@ class Membership:
 
     Attributes:
         epoch: Its incarnation, and its lease.
-        good_for: Seconds from its request on for which it has the lease.
-        ttl: Seconds of a whole lease.
-        names: The names that its actors have: those that it named, without those that went to others, and those that
-            it has not heard of, which it releases unless it waits for the answer to a registration.
+        good_for: Seconds of the lease from its request on.
+        names: The names that its actors have: those that it named, without those that went to others, and those that it
+            has not heard of, which it releases unless it waits for the answer to a registration.
     """
 
     epoch: int
@@ -104,10 +98,9 @@ class Coordinator(Actor):
     """Names and members.
 
     Args:
-        store: The store that keeps them; None: they end with this object. With a store, `open` it before anything else.
+        store: With one, `open` this before anything else.
         stored: The records to begin with, without a store. `forgot=True` where a coordinator without a store was
             before.
-        lease: Seconds of a lease.
         clock: Seconds of a clock that never jumps.
     """
 
@@ -122,15 +115,12 @@ class Coordinator(Actor):
         self._store = store
         self._lease = lease
         self._clock = clock
-        # None while the stored records are not known.
         self._registry = Registry(stored, lease, clock()) if store is None else None
         self._why_unknown = "it has not opened its store yet"
-        # The number of failures of the store.
         self._failures = 0
         self._deposed = False
-        # When it last began to ask whether it is in charge, and was.
         self._confirmed_at = clock()
-        # The workers that ended last: a late request for one of their actors would hold a name for ever.
+        # A late request for one of their actors would hold a name for ever.
         self._ended = Latest[str, None](_REMEMBERED)
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -160,7 +150,6 @@ class Coordinator(Actor):
                 await asyncio.sleep(self._lease / 4)
 
     async def aclose(self) -> None:
-        # Requests that wait for the store fail now.
         self._deposed = True
         self._forget("it is closed")
         with suppress(TimeoutError):
@@ -170,11 +159,9 @@ class Coordinator(Actor):
         if self._store is not None:
             await self._store.aclose()
 
-    # Names.
-
     @method
     async def register(self, wanted: NamedActor) -> NamedActor:
-        """Give a name to an actor; `wanted.epoch`: that of its reservation, if it has one."""
+        """`wanted.epoch`: that of its reservation, if it has one."""
         self._check(wanted)
         await self._recovered(wanted.name)
         return await self._change(
@@ -183,7 +170,7 @@ class Coordinator(Actor):
 
     @method
     async def get_or_reserve(self, wanted: NamedActor) -> NamedActor:
-        """The actor with a name; or a reservation, if there is none, so that the caller makes it and registers it.
+        """The actor with a name; or a reservation, so that the caller makes it and registers it.
 
         `wanted.actor` is any number that the process uses once. While another one has the reservation, this waits.
         """
@@ -244,8 +231,6 @@ class Coordinator(Actor):
         """Wait for changes of names after a revision; see `View`. 0: begin with the names that there are."""
         return await self._news(Kind.NAME, check_prefix(prefix), since)
 
-    # Members.
-
     @method
     async def join(self, member: Member, names: tuple[NamedActor, ...]) -> Membership:
         """Take in a node: as a new incarnation (epoch 0), or with the epoch and the names that it holds."""
@@ -261,7 +246,7 @@ class Coordinator(Actor):
 
     @method
     async def keepalive(self, epoch: int, free: Mapping[str, float]) -> float:
-        """Prolong a node's lease. Returns the seconds from the request on for which the node has it."""
+        """Returns the seconds of the lease from the request on."""
         came_at = self._clock()
         return await self._change(
             lambda registry, now: registry.keep(epoch, free, now), lambda registry: self._good_for(came_at)
@@ -277,15 +262,13 @@ class Coordinator(Actor):
 
     @method
     async def lost_members(self) -> tuple[Member, ...]:
-        """The nodes whose leases are over because they were not heard, and that have not come back."""
+        """The nodes whose leases are over, and that have not come back."""
         return tuple(self._here().lost.values())
 
     @method
     async def watch_members(self, since: int) -> Batch:
         """Wait for changes of members after a revision; see `View`. 0: begin with the members that there are."""
         return await self._news(Kind.MEMBER, "", since)
-
-    # Reading.
 
     def _here(self) -> Registry:
         if self._registry is None:
@@ -313,8 +296,6 @@ class Coordinator(Actor):
     def _good_for(self, came_at: float) -> float:
         # Another coordinator that takes over after this one was confirmed expires nothing for the time of a lease.
         return self._lease if self._store is None else self._lease - max(0.0, came_at - self._confirmed_at)
-
-    # Changing.
 
     async def _change(self, decide: Callable[[Registry, float], list[Change]], answer: Callable[[Registry], T]) -> T:
         if self._store is not None:
@@ -356,7 +337,6 @@ class Coordinator(Actor):
         except NotStored as error:
             raise CoordinatorUnavailable(f"the coordinator cannot store this: {error}") from error
         except StoreFailed as error:
-            # The records are read again before the next decision.
             self._forget(f"its store has failed: {error}")
             failed = CoordinatorUnavailable(f"the coordinator cannot store this: {error}")
             raise failed.with_executed(None if changes else False) from error

@@ -22,12 +22,9 @@ from aiodaft._runtime.coordination.coordinator import Deposed, StoreFailed
 from aiodaft.exceptions import CorruptState
 
 # A connection to an etcd cluster: to one member after the other, until one answers; and watches that outlive it.
-#
-# Needs aetcd: `pip install ".[etcd]"`.
 
 T = TypeVar("T")
 
-# Seconds that a member gets for an answer, that all get together, and between two attempts.
 _ATTEMPT: Final = 2
 _PATIENCE: Final = 6.0
 _PAUSE: Final = 0.1
@@ -44,8 +41,6 @@ class Address(NamedTuple):
 
 
 class EtcdEvent(NamedTuple):
-    """A change of a key; `value` is None if it was deleted."""
-
     revision: int
     key: bytes
     value: bytes | None
@@ -130,7 +125,7 @@ _FOLDERS: Final = {Kind.NAME: "names/", Kind.MEMBER: "nodes/"}
 
 
 class EtcdStore:
-    """The store of a coordinator in etcd; `prefix` begins its keys. Two clusters need two prefixes."""
+    """`prefix` begins the keys: two clusters need two prefixes."""
 
     def __init__(
         self, members: Sequence[Address], prefix: str = "aiodaft/", wall_clock: Callable[[], float] = time.time
@@ -141,7 +136,6 @@ class EtcdStore:
         self._wall_clock = wall_clock
         self._id = secrets.token_hex(8)
         self._owner_key = f"{prefix}coordinator".encode()
-        # The value of that key while this coordinator is in charge.
         self._mine = b""
         self._has_opened = asyncio.Event()
 
@@ -196,7 +190,6 @@ class EtcdStore:
         return CorruptState(f"{key!r} in etcd at {self._link} is no part of the state of a cluster: {why}")
 
     async def commit(self, changes: Sequence[Change]) -> None:
-        # A transaction may have a key once.
         last = {self._key_of(change): change for change in changes}
         keys = list(last)
         for start in range(0, max(1, len(keys)), _AT_ONCE):

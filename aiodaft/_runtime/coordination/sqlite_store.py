@@ -26,7 +26,6 @@ from aiodaft.exceptions import CorruptState, ResourceExhausted
 
 T = TypeVar("T")
 
-# Marks the file as ours ("adft"), and the version of its content.
 _APPLICATION: Final = 0x61646674
 _VERSION: Final = 1
 _SCHEMA: Final = """
@@ -34,7 +33,7 @@ _SCHEMA: Final = """
     CREATE TABLE records (kind INTEGER, key TEXT, record TEXT NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID;
     INSERT INTO coordinator VALUES (0);
 """
-# Pages of the log before they go into the file: a step of some milliseconds, as long as the disk takes to have them.
+# Pages of the log before they go into the file: a step of some milliseconds.
 _CHECKPOINT: Final = 200
 # As bytes: damaged text would be an error of another kind.
 _EVERYTHING: Final = "SELECT kind, CAST(key AS BLOB), CAST(record AS BLOB) FROM records"
@@ -50,7 +49,7 @@ class RegistryFile:
         self._database: sqlite3.Connection | None = None
 
     def open(self) -> Stored:
-        """Open the file, which no other process has open then; make it if it does not exist.
+        """Open the file, or make it.
 
         Raises:
             StoreFailed: It cannot be opened or written, or another process has it open.
@@ -166,7 +165,7 @@ def _ask(database: sqlite3.Connection, question: str) -> Any:
 
 
 class SqliteStore:
-    """The store of a coordinator in a file. A thread does the work: a checkpoint takes milliseconds."""
+    """A thread does the work: a checkpoint takes milliseconds."""
 
     def __init__(self, path: Path) -> None:
         self._file = RegistryFile(path)

@@ -13,13 +13,10 @@ from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.diagnostics.attach import Line
 from aiodaft._runtime.diagnostics.await_chains import is_ours
 
-# Modules in which no step ends: those that call methods, and those that run while one waits.
 _SKIPPED: Final = ("aiodaft", "aiodaft.*", "aiodaft_transport.*", "asyncio.*", "uvloop", "uvloop.*")
 
 
 class ActorPdb(pdb.Pdb):
-    """pdb, at a line; leaving it lets the call go on."""
-
     terminal: ClassVar = ""
     # Python 3.14 keeps one here for the next breakpoint, to which another thread may come meanwhile.
     _last_pdb_instance: ClassVar[Any] = None
@@ -30,7 +27,7 @@ class ActorPdb(pdb.Pdb):
         # Another debugger, such as one that is reached by a port, has its own.
         self._line = Line(self.terminal) if stdin is None and stdout is None else None
         if self._line is not None:
-            # Signals are for the controller; and events of sys.monitoring are for all threads.
+            # Signals are for the controller; events of sys.monitoring are for all threads.
             options |= {"nosigint": True, "skip": _SKIPPED}
             if "backend" in options:
                 options["backend"] = "settrace"
@@ -48,13 +45,11 @@ class ActorPdb(pdb.Pdb):
         if self._line is None or self._line.open(_where("debugger", code, line)):
             super().interaction(frame, traceback, *args)
         if frame is None:
-            # After an error there is nothing to go on with.
             self._leave()
 
     def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
         tracing = super().dispatch_return(frame, arg)
         if not (is_ours(frame) or _yields(frame)) and (frame.f_back is None or is_ours(frame.f_back)):
-            # The method has ended.
             self._leave()
             self.set_continue()
         return tracing
@@ -76,7 +71,6 @@ class ActorPdb(pdb.Pdb):
 
 
 def _yields(frame: FrameType) -> bool:
-    """Whether a frame that returns to its caller will go on, because it waits or has given an item."""
     code, at = frame.f_code.co_code, frame.f_lasti
     if at > 0 and dis.opname[code[at]] == "RESUME":
         # Python 3.13 says where it will go on, which is the instruction behind.

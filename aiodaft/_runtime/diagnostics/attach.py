@@ -3,7 +3,7 @@
 A command listens on an abstract socket, writes its address where only the user of a fork server and root can, and sends
 the fork server a signal. The fork server tells its node, and that the programs that are attached to it. Each of them
 connects to the command, sends a greeting, and answers questions until the command ends. Both ends check the other's
-user (SO_PEERCRED). There is no file with a name in a folder, so none is left if a process is killed.
+user (SO_PEERCRED). No file with a name in a folder can be left behind.
 
 Messages are lines of JSON: a `Greeting`; then, for each question `[name, arguments]`, any number of `["item", value]`,
 and `["end", null]` or `["failed", "why"]`.
@@ -32,7 +32,6 @@ FAILED: Final = "failed"
 _ROOT: Final = 0
 _READ_SIZE: Final = 64 << 10
 
-# By the names of the questions; the values that they yield are JSON.
 Answers: TypeAlias = Mapping[str, Callable[..., AsyncGenerator[Any, None]]]
 
 
@@ -40,8 +39,7 @@ class Greeting(NamedTuple):
     """The first message of a process to a command.
 
     Attributes:
-        node: The process that the fork server has told; another one if this is a program that is attached to it.
-        listens: The address where it listens, if it is a node of a cluster; "" for a program.
+        listens: The address where a node of a cluster listens; "" for a program.
         attached: The number of programs that a node has told to greet the command, too.
     """
 
@@ -85,7 +83,6 @@ class Visits:
         self._answers = answers
 
     def begin(self, fork_server: int, greeting: Greeting | None = None) -> None:
-        """Connect to the command that has sent a fork server the signal, and answer it until it ends."""
         if self._process.closed is None:
             visiting = self._visit(fork_server, greeting or Greeting(self._process.id, self._process.options.agent))
             self._process.create_task(visiting, name="answer a command")
@@ -102,16 +99,14 @@ class Visits:
             await loop.sock_sendall(connection, encoded(greeting._asdict()))
             messages, answering = Messages(connection), None
             async with asyncio.TaskGroup() as group:
-                # A command asks the next question when it has the answer to the last one.
+                # A command asks one question at a time.
                 while (question := await messages.receive()) is not None:
                     answering = group.create_task(self._answer(connection, *question), name="answer a question")
                 if answering is not None:
-                    # The command is gone.
                     answering.cancel()
 
     async def _answer(self, connection: socket.socket, name: str, arguments: Mapping[str, Any]) -> None:
         async def send(kind: str, value: object) -> None:
-            # If the command is gone, the end of its questions tells.
             with suppress(ConnectionError):
                 await self._process.loop.sock_sendall(connection, encoded((kind, value)))
 
@@ -134,7 +129,6 @@ _ADVICE: Final = (
     "and the debugger opens there. PYTHONBREAKPOINT=0 turns breakpoints off"
 )
 
-# The lines that a debugger has open.
 _open: set[Line] = set()
 
 
@@ -143,10 +137,8 @@ def is_debugged() -> bool:
 
 
 # An actor has no terminal of its own. At a breakpoint it connects to an `aiodaft debug` that waits for one, else it
-# opens the terminal of the program, and locks it, so that others at breakpoints wait. Without either, the call goes on.
+# locks the terminal of the program, so that others at breakpoints wait. Without either, the call goes on.
 class Line:
-    """The input and output of a debugger, once it is open."""
-
     def __init__(self, terminal: str) -> None:
         self._terminal = terminal
         self._reading: TextIO | None = None
@@ -192,7 +184,6 @@ class Line:
 
 
 def _to_debug_command(where: str) -> int | None:
-    """The descriptor of a connection to an `aiodaft debug` that is there for this process."""
     for place in debug_addresses():
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             # A stranger that listens there, and accepts nothing, is not waited for.
@@ -206,7 +197,6 @@ def _to_debug_command(where: str) -> int | None:
 
 
 def _to_terminal(path: str, where: str) -> int | None:
-    """The descriptor of a terminal, which nothing else debugs at."""
     if not path:
         return None
     try:

@@ -31,12 +31,10 @@ from aiodaft._runtime.process import Process
 from aiodaft.ref import Awaiting, Ref
 from aiodaft_transport.system import start_thread
 
-# For each type of awaitable, the attributes with its frame and with the object that it awaits.
 _INSIDE: Final[dict[type, tuple[str, str]]] = {
     types.CoroutineType: ("cr_frame", "cr_await"),
     types.GeneratorType: ("gi_frame", "gi_yieldfrom"),
     types.AsyncGeneratorType: ("ag_frame", "ag_await"),
-    # These have no frame of their own.
     Deferred: ("", "coro"),
     Awaiting: ("", "coro"),
 }
@@ -144,7 +142,7 @@ Behind: TypeAlias = Sequence[object]
 
 
 def _look_behind(one: Any) -> tuple[asyncio.Future[Any] | None, Behind]:
-    """The calls that end before a task, future or ref does, and the future that then wakes the task."""
+    """Two answers: the calls that end before a task, future or ref does, and the future that then wakes the task."""
     if isinstance(one, Ref):
         return None, _calls_behind(one._state)
     if isinstance(one, asyncio.Task):
@@ -199,7 +197,6 @@ def _at_wait(frames: Frames) -> Behind:
 
 
 def _at_queue(frames: Frames) -> Behind:
-    """The tasks that `as_completed` waits for; the producers of any other queue are unknown."""
     inside = frames[-2].f_locals
     if _name(frames[-2]) == "asyncio.tasks._AsCompletedIterator._wait_for_one":
         return _untimed(inside["self"]._timeout_handle, inside["self"]._todo)
@@ -246,43 +243,33 @@ def check_untimed(timeout: float | None) -> None:
     _untimed(timeout, ())
 
 
-# By the name of the innermost frame of a task: the calls that the task waits for. A name that a version of Python
-# does not have does no harm.
+# By the name of the innermost frame of a task: the calls that the task waits for.
 _RULES: Final[dict[str, Callable[[Frames], Behind]]] = {
     _name_of(RefState.wait): lambda frames: _calls_behind(frames[-1].f_locals["self"]),
     _name_of(RefState.wait_settled): lambda frames: _calls_behind(frames[-1].f_locals["self"]),
     _name_of(Transfer._question): _at_question,
     _name_of(Transfer._locate_here): _at_question,
     _name_of(StreamState._wait_change): _at_stream,
-    # Every version.
     "asyncio.queues.Queue.get": _at_queue,
     "asyncio.tasks._wait": _at_wait,
-    # 3.11. Later ones wait as any coroutine does.
     "asyncio.tasks.wait_for": lambda frames: [frames[-1].f_locals["fut"]],
-    # 3.11 and 3.12.
     "asyncio.taskgroups.TaskGroup.__aexit__": lambda frames: _undone(frames[-1].f_locals["self"]._tasks),
-    # From 3.13 on.
     "asyncio.taskgroups.TaskGroup._aexit": lambda frames: _undone(frames[-1].f_locals["self"]._tasks),
 }
 
 
-# The stacks of a process with a blocked loop, or with C code that holds the GIL: by a signal.
-#
-# `faulthandler` writes them in the signal's handler, without the interpreter, into a memory file that the process made
-# at its start; the node, or a command of the same user, reads the file through /proc.
+# The stacks of a process with a blocked loop, or with C code that holds the GIL: on a signal, `faulthandler` writes
+# them, without the interpreter, into a memory file that the node, or a command of the same user, reads through /proc.
 
 # A signal that programs do not use, unlike SIGUSR1 and SIGUSR2.
 DUMP: Final = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 _NAME: Final = "aiodaft stacks"
 _STDERR: Final = 2
-# The number of looks whether the dump is complete, and the seconds between two.
 _LOOKS: Final = 50
 _INTERVAL: Final = 0.02
 
 
 class _Offers:
-    """The file for the stacks of this process, kept while a part of it needs one."""
-
     def __init__(self) -> None:
         self._count = 0
         self._fd = -1
@@ -315,7 +302,6 @@ def offer_dump() -> None:
 
 
 def withdraw_dump() -> None:
-    """Undo `offer_dump`; the process stays prepared as long as others in it need it."""
     _offers.remove()
 
 
@@ -331,14 +317,12 @@ async def take_dump(pid: int, send: Callable[[int], object]) -> str:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        # It has ended meanwhile.
         return ""
     try:
         os.ftruncate(fd, 0)
         send(DUMP)
         size = 0
         for _ in range(_LOOKS):
-            # It is complete when its size does not change.
             await asyncio.sleep(_INTERVAL)
             before, size = size, os.fstat(fd).st_size
             if size and size == before:
@@ -364,11 +348,8 @@ class LoopWatch:
     """Watches the loop of a process from a thread of its own; actors are watched by their nodes.
 
     Args:
-        is_awaited: Whether calls of this process are under way, so that a blocked loop delays something. Any thread.
+        is_awaited: Whether a blocked loop delays calls of this process. Any thread.
         on_turn: Called once a second, on the loop.
-
-    Raises:
-        ResourceExhausted: The system refuses the thread.
     """
 
     def __init__(self, process: Process, is_awaited: Callable[[], bool], on_turn: Callable[[], object]) -> None:
@@ -376,7 +357,6 @@ class LoopWatch:
         self._is_awaited = is_awaited
         self._on_turn = on_turn
         self._loop_thread = threading.get_ident()
-        # When a callback was scheduled on the loop; None once it has run.
         self._asked: float | None = None
         self._stalls = Stalls()
         self._over = threading.Event()
@@ -407,7 +387,6 @@ class LoopWatch:
         frames = thread_stack(self._loop_thread)
         if _is_kernel() or any(frame.f_globals.get("__name__") == "bdb" for frame in frames):
             return
-        # Raised if the loop changes its calls at this moment, and so is not blocked.
         with suppress(RuntimeError):
             line = users_line(frames)
             if line and self._is_awaited() and self._stalls.is_due("", lag, now):
@@ -420,6 +399,5 @@ class LoopWatch:
 
 
 def _is_kernel() -> bool:
-    """Whether this process is the kernel of a notebook, and has not only imported it."""
     kernel = sys.modules.get("ipykernel.kernelapp")
     return kernel is not None and bool(kernel.IPKernelApp.initialized())

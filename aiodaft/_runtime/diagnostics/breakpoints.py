@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 
 def debug_at(terminal: str) -> None:
-    """Have `breakpoint()`, and other functions of pdb, use the terminal with this path, or that of `aiodaft debug`."""
     loaded = sys.modules.get("pdb")
     if loaded is None:
         # It takes 10 ms to load, and few programs need it.
@@ -23,8 +22,6 @@ def debug_at(terminal: str) -> None:
 
 
 class _PdbFinder:
-    """Finds pdb, once, and has it changed when it is loaded."""
-
     def __init__(self, terminal: str) -> None:
         self._terminal = terminal
 

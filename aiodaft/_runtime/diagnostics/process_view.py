@@ -30,15 +30,12 @@ from aiodaft._runtime.platform.linux import resident_bytes
 from aiodaft.ref import Ref
 from aiodaft.stack import CallStack, Frame, ProcessStack, TaskStack, ThreadStack
 
-# Running calls of an actor, and stored values of a process, that are named.
 _MAX_RUNNING: Final = 100
 _MAX_STORED: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
 class ActorView:
-    """An actor, as its process sees it; see `ActorInfo`."""
-
     name: str
     class_name: str
     running: tuple[str, ...]
@@ -69,11 +66,7 @@ class StoredInfo:
 
     Attributes:
         label: The call that made it, such as "Model.execute"; "put"; "" for a copy that is passed on to others.
-        process: The process that stores it.
         owner: The process that has its ref.
-        nbytes: Its size.
-        on_device: Whether part of it is in memory of an accelerator.
-        readers: The number of readers now.
     """
 
     label: str
@@ -95,8 +88,6 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class ProcessView:
-    """One process. `clock` is its time, on the clock of the failures."""
-
     id: PeerId
     pid: int
     owner: PeerId
@@ -123,7 +114,6 @@ class Viewer:
         self._host = host
         self._connections = connections
         self._objects = objects
-        # The actors that this process owns and restarts, or that are dead.
         self.supervised: Callable[[], Sequence[ChildView]] = lambda: ()
 
     def look(self) -> ProcessView:
@@ -233,7 +223,6 @@ def _task(waits: WaitGraph, task: asyncio.Task[object]) -> TaskStack:
 
 def _threads() -> list[ThreadStack]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    # This thread makes the list; its tasks are listed by themselves.
     own = threading.get_ident()
     stacks = {ident: stack_of(frame) for ident, frame in sys._current_frames().items() if ident != own}
     return [
@@ -264,7 +253,6 @@ async def answer_to(question: Awaitable[T], patience: float) -> T:
     """
     if not await is_answered(cast("Ref[T]", question), patience):
         raise TimeoutError
-    # A large answer is fetched now.
     async with asyncio.timeout(patience):
         return await question
 

@@ -48,7 +48,6 @@ def has_provider() -> bool:
 
 def shut_down() -> None:
     with suppress(AttributeError):
-        # Only that of the SDK can be ended.
         otel.get_tracer_provider().shutdown()  # type: ignore[attr-defined]  # as above
 
 
@@ -68,8 +67,6 @@ class Spans:
         _shadow(self._inbound.arguments, "fetch", self._fetch)
         _shadow(self._graphs, "open", self._open)
         self._process.recorder = _TransferSpans(self._process.env.monotonic, self._transferred)
-
-    # Calls that are made.
 
     def submit(self, inner: CallSink, request: Request) -> None:
         tells, target = request.mode == WANT_NOTHING, request.target
@@ -100,8 +97,6 @@ class Spans:
         except BaseException as error:
             _end(span, error)
             raise
-
-    # Calls that are served, and steps of graphs.
 
     def _add(self, add: Callable[[HostedActor], None], hosted: HostedActor) -> None:
         if hosted.id >= FIRST_USER_ACTOR:
@@ -163,8 +158,6 @@ class Spans:
         finally:
             otel_context.detach(attached)
 
-    # Runs of graphs.
-
     def _open(self, open_graph: Callable[..., GraphOwner], *args: Any) -> GraphOwner:
         owner = open_graph(*args)
         _shadow(owner, "start", self._start)
@@ -178,15 +171,12 @@ class Spans:
         def over(state: RefState) -> None:
             nonlocal left
             left -= 1
-            # Several results fail with one step.
             if span.is_recording() and (state.error is not None or not left):
                 _end(span, state.error)
 
         for ref in refs.values():
             state_of(ref).watch(over)
         return refs
-
-    # Large values.
 
     def _fetch(self, fetch: Callable[..., None], call: InboundCall, *what: Any) -> None:
         attached = otel_context.attach(_context_of(trace_of(call.terms)))
@@ -219,8 +209,6 @@ class _CallSpans(CallSink):
 
 
 class _TransferSpans(Recorder):
-    """Makes spans of the records of transfers."""
-
     def __init__(self, now: Callable[[], float], transferred: Callable[[Event], object]) -> None:
         super().__init__(now, 0)
         self._transferred = transferred
@@ -231,8 +219,6 @@ class _TransferSpans(Recorder):
 
 
 def _shadow(thing: Any, name: str, around: Callable[..., Any]) -> None:
-    """Have one object call `around`, with its method and the arguments, in place of a method."""
-
     def shadow(*args: Any) -> Any:
         # A trace may have changed its class meanwhile.
         return around(functools.partial(getattr(type(thing), name), thing), *args)

@@ -35,7 +35,6 @@ from aiodaft._runtime.platform.context import Recorder
 from aiodaft._runtime.process import MSGPACK
 from aiodaft.ref import Ref
 
-# Tells a process to record: for which process, the number of the trace there, and the limit of events.
 Tell = Callable[[PeerId, PeerId, int, int], object]
 
 
@@ -50,13 +49,9 @@ class Tracing:
         self._names: dict[int, str] = {}
         self._strands: WeakKeyDictionary[BoundStrand, BoundStrand] = WeakKeyDictionary()
         self.now = host.process.env.monotonic
-        # While a trace is recorded.
         self._recorder: Recorder | None = None
-        # The process that collects the trace, and the number of the trace there.
         self.session: tuple[PeerId, int] | None = None
-        # The processes that this one has told to record, and their first actors.
         self.told: dict[PeerId, str] = {}
-        # The traces of processes that have ended in order.
         self.handed_over: list[ProcessTrace] = []
 
     def begin(self, collector: PeerId, number: int, limit: int) -> bool:
@@ -64,7 +59,7 @@ class Tracing:
             return True
         if self.session is not None and self.session[0] != collector:
             return False
-        # One of the same collector that was not ended: this process did not answer in time.
+        # The last trace of the same collector was not ended: this process did not answer in time.
         self.end()
         self.session, self._limit = (collector, number), limit
         self.told, self.handed_over = {}, []
@@ -273,10 +268,8 @@ def watch(part: Any) -> None:
     part.__class__ = _TRACED.get(type(part), type(part))
 
 
-# Sets up a tracer provider in a process: a function, or where it is, such as "package.module:function".
 Setup = Callable[[], object] | str
 
-# In front of a name; a pickle begins otherwise.
 _NAMED: Final = b":"
 
 
@@ -338,6 +331,5 @@ def end_telemetry() -> None:
     try:
         from aiodaft._runtime.diagnostics.spans import shut_down  # noqa: PLC0415 - optional
     except ImportError:
-        # Without OpenTelemetry there are none.
         return
     shut_down()

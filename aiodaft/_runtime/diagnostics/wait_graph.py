@@ -31,7 +31,6 @@ from aiodaft.exceptions import DaftError, DeadlockDetected, WaitingCall
 
 _RUNNER: Final = asyncio.Runner.run.__code__
 _RUN: Final = HostedActor.run.__code__
-# The code objects that run the code of a call on its actor's thread.
 _ON_THREAD: Final = frozenset({_RUN, take_step.__code__})
 _NOT_KNOWN: Final = Wait(known=False)
 
@@ -59,7 +58,6 @@ def on_loop(ident: int) -> tuple[InboundCall | None, str]:
 
 
 def frames_on_thread(call: InboundCall) -> Frames:
-    """The frames of the actor's thread in a call; none if it is not busy with this one."""
     busy_with, frames = on_thread(call.hosted)
     return frames if busy_with is call else []
 
@@ -114,7 +112,6 @@ class WaitGraph:
         return Waiting(call.hosted.name, call.label, line, call.begun, reason, tuple(stamp), on, own)
 
     def _look_at_member(self, at: CallAt) -> Waiting | None:
-        """The calls by which a member takes part in a call of its group; None if there is none now."""
         hosted = next((one for one in self.host.actors.values() if number_of(one.id) == at.member), None)
         if hosted is None:
             return None
@@ -130,7 +127,6 @@ class WaitGraph:
     def name_of(self, at: CallAt) -> str:
         running = self.find(at) if at.host == self.process.id else None
         if running is not None:
-            # The labels of the runtime's own calls that a user sees say all.
             own = running.hosted.id < FIRST_USER_ACTOR
             return running.label if own else f"{running.label} of {running.hosted.name}"
         connection = self._connections.get(at.host)
@@ -178,12 +174,10 @@ def _wait_for_inputs(call: InboundCall) -> Wait:
 
 
 # Finds deadlocks, and ends each with an error in one of its calls.
-#
-# Nothing is looked at while calls go on. A call that has to wait makes its process look at the actor some time later. A
-# call that is in the way at two looks is the root of a search. A search that leads to other processes is made by the
-# home process, which has connections to all of them: so each deadlock is searched once, and needs no new connection.
+# Nothing is looked at while calls go on. A call that is in the way at two looks, some time apart, is the root of a
+# search. One that leads to other processes is made by the home process, which has connections to all of them: each
+# deadlock is searched once.
 
-# Seconds between two looks at actors with waiting calls.
 _PATIENCE: Final = 0.25
 
 
@@ -208,10 +202,8 @@ class Deadlocks:
         self._process = waits.process
         self._agent_of = agent_of
         self._actors: set[HostedActor] = set()
-        # The calls that were in the way at the last look.
         self._seen: set[InboundCall] = set()
         self._looking = False
-        # In the owner: the roots of the next search.
         self._roots: set[CallAt] = set()
         self._searching = False
 
@@ -251,8 +243,6 @@ class Deadlocks:
         while here := search.questions.get(self._process.id):
             search.handle_answers({call: self.waits.look(call) for call in here})
 
-    # In the owner.
-
     def investigate(self, roots: Iterable[CallAt]) -> None:
         self._roots.update(roots)
         if not self._searching:
@@ -269,7 +259,6 @@ class Deadlocks:
                 for one in search.deadlocks:
                     await self._agent_of(one.victim.host).give_up(one.victim, one.waiting[-1], str(one), one.cycle)
         except DaftError as error:
-            # A process is gone; calls that still wait will be looked at again.
             logger.debug("a search for deadlocks ended: %s", error)
         finally:
             self._searching = False
@@ -279,8 +268,6 @@ class Deadlocks:
         asked = [self._agent_of(host).waits_of(calls) for host, calls in questions.items()]
         for calls, answers in zip(questions.values(), await asyncio.gather(*asked), strict=True):
             search.handle_answers(dict(zip(calls, answers, strict=True)))
-
-    # In the process of the call to give up.
 
     def give_up(self, at: CallAt, waiting: Waiting, story: str, cycle: tuple[WaitingCall, ...]) -> None:
         call = self.waits.find(at)

@@ -201,7 +201,7 @@ Flowing: TypeAlias = GraphValue | Plain
 
 
 def item_of(value: Flowing, index: int, refs: RefTable, route: Route, *, executed: bool) -> GraphItem:
-    """As a message over `route` carries it; a failure with this `executed` if it cannot be sent."""
+    """A value as a message over `route` carries it; a failure with this `executed` if it cannot be sent."""
     if type(value) is not GraphValue:
         return (index, value)
     stored = value.stored
@@ -244,7 +244,7 @@ async def fetch(objects: Objects, route: Route, item: GraphItem) -> GraphValue:
 
 
 def _objects(stored: StoredValue) -> ReceivedValue | None:
-    """Without its shared memory: the value is small, or its objects are still unchanged."""
+    """A value without its shared memory: it is small, or its objects are still unchanged."""
     blobs = stored.blobs()
     if not blobs:
         return ReceivedValue(stored.payload, stored.inline, [], stored.refs)

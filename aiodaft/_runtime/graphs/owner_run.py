@@ -238,7 +238,7 @@ class OwnerRun(OwnedRun):
             state.on_result(ReceivedValue(item[1], item[2], [], refs))
 
     def _unheld(self, index: int) -> ResultState:
-        """Its error is reported as that of any dropped ref."""
+        """The state of a step without a ref: its error is reported as that of any dropped ref."""
         target, spec = self._graph.specs[index - self._graph.inputs]
         state = ResultState(target, spec, target.caller.next_number())
         state.run = self

@@ -135,7 +135,7 @@ class Graphs:
         return next(filter(None, (participant.find(at.number) for participant in mine)), None)
 
     def in_flight(self, connection: Connection) -> int:
-        """Their errors tell of the end of a process."""
+        """The number of calls and runs whose errors would tell of the end of a process."""
         remote, session = connection.remote, connection.session
         calls = len(session.calls) - session.waiting
         own = sum(graph.in_flight_with(remote) for graph in self.own.values())

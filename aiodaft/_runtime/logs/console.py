@@ -37,10 +37,7 @@ def aside_from_bars(target: TextIO) -> AbstractContextManager[object]:
 
 
 def _bars() -> Any:
-    """The class that knows them; None if there are none.
-
-    The first bar makes the lock of all. From Python 3.14 on that lock starts a process.
-    """
+    """None: there are no bars. The first bar makes the lock of all, which starts a process from Python 3.14 on."""
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
     return bars if bars is not None and bars._instances else None
 
@@ -55,21 +52,15 @@ class Console:
     """The sink of the output and the records of actors. Safe in any thread; blocks while the terminal does.
 
     Lines of members of groups may have to wait for those of others: call `handle_timer` when `get_timer` says so.
-
-    Raises:
-        OSError: The folder for files cannot be made.
     """
 
     def __init__(self, options: Logs) -> None:
-        # Seconds that a line may wait for others.
         self.window = options.merge
         self.recent = Recent()
         self._json = options.json
         self._files = None if options.folder is None else LogFiles(options.folder, json=options.json)
         self._merging = Merging(options.merge, self._show_merged)
-        # One for both streams, which usually are one terminal.
         self._screen = Screen()
-        # The streams with an incomplete line that is shown.
         self._partial: set[tuple[PeerId, int]] = set()
         self._texts: list[tuple[int, str]] = []
         self._lock = threading.Lock()
@@ -81,7 +72,6 @@ class Console:
             self._print()
 
     def get_timer(self) -> float | None:
-        """When `handle_timer` has to be called, on `time.monotonic`; None for not at all."""
         return self._merging.get_timer()
 
     def handle_timer(self) -> None:
@@ -125,7 +115,6 @@ class Console:
             return
         (self._partial.discard if line.complete else self._partial.add)(where)
         if member is not None:
-            # Its earlier lines come first.
             self._merging.flush(member.group)
         self._show(source, line, source.title)
 
@@ -190,18 +179,12 @@ class Console:
                     target.flush()
 
 
-# Entries that wait for the program at most, and that are sent in one message.
 _MAX_WAITING: Final = 20_000
 _BATCH: Final = 1_000
 
 
 class Relay:
-    """Sends entries to a program, one batch at a time: entries that it cannot take in time are counted and left out.
-
-    Args:
-        send: Sends a batch; done when the program has shown it.
-        instead: Shows entries that cannot be sent, because the program is gone.
-    """
+    """Sends entries to a program, one batch at a time; those that it cannot take in time are counted and left out."""
 
     def __init__(self, process: Process, send: Callable[[list[Written]], Awaitable[object]], instead: Display) -> None:
         self._process = process
@@ -211,7 +194,6 @@ class Relay:
         self._waiting: deque[tuple[Source, Entry]] = deque()
         self._dropped = 0
         self._sending = False
-        # Set while nothing waits.
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -258,8 +240,6 @@ class Relay:
 
 
 class ConsoleThread:
-    """Runs a console in a thread of its own, for a program that reads no output of actors itself."""
-
     def __init__(self, process: Process, console: Console) -> None:
         self._process = process
         self._console = console

@@ -22,7 +22,6 @@ from aiodaft._runtime.platform.tasks import log_error, private
 
 logger = logging.getLogger("aiodaft")
 
-# Files that are kept open. Others are opened for a line.
 _MAX_OPEN: Final = 64
 _STREAMS: Final = {1: "stdout", 2: "stderr"}
 _json: Final = JsonFormatter()
@@ -30,7 +29,7 @@ _text: Final = logging.Formatter("%(asctime)s pid=%(process)d %(levelname)s %(na
 
 
 def json_of(source: Source, entry: Line | Mapping[str, Any], ranks: Sequence[int] = ()) -> str:
-    """A line or a record as a JSON object; `ranks`: all that have written the line, if there are several."""
+    """A line or a record as a JSON object; `ranks`: all that have written the line."""
     if not isinstance(entry, Line):
         return _json.format(log_record(entry, source))
     member = source.member
@@ -42,19 +41,11 @@ def json_of(source: Source, entry: Line | Mapping[str, Any], ranks: Sequence[int
 
 
 class LogFiles:
-    """The files of the actors in a folder.
-
-    Raises:
-        OSError: The folder cannot be made.
-    """
-
     def __init__(self, folder: str | os.PathLike[str], *, json: bool) -> None:
         self._folder = os.fspath(folder)
         os.makedirs(self._folder, 0o700, exist_ok=True)
         self._json = json
-        # Those that were written to last, at the end.
         self._open: dict[str, FileIO] = {}
-        # Files of which the last line could not be written, or only in part; and how many lines are missing.
         self._failing: set[str] = set()
         self._torn: set[str] = set()
         self._missing = 0
@@ -124,7 +115,6 @@ def file_name(actor: str) -> str:
     return re.sub(r"[^\w.@+-]", "_", plain) + ".log"
 
 
-# Entries that are kept of a process, and of all; and those that wait for a follower.
 _MAX_OF_PROCESS: Final = 100
 _MAX_KEPT: Final = 20_000
 _MAX_WAITING: Final = 10_000
@@ -133,13 +123,10 @@ Shown: TypeAlias = Line | Mapping[str, Any]
 
 
 class Said(NamedTuple):
-    """A complete line or a record, and the process that it is from."""
-
     source: Source
     entry: Shown
 
     def is_of(self, name: str) -> bool:
-        """Whether it is of the actor, or of a member of the group, with this name in errors."""
         source, entry = self
         actor = None if isinstance(entry, Line) else entry.get("actor")
         names = [str(actor)] if actor else [source.label, *source.names.split("+")]
@@ -151,7 +138,7 @@ class Said(NamedTuple):
 
 
 class Follower:
-    """Gets the entries of actors, from some moment on. Safe in any thread."""
+    """Gets later entries of actors. Safe in any thread."""
 
     def __init__(self, on_news: Callable[[], object]) -> None:
         self._on_news = on_news
@@ -169,7 +156,6 @@ class Follower:
                 self._on_news()
 
     def take(self) -> tuple[list[Said], int]:
-        """The entries that have come since the last time, and the number of entries for which there was no room."""
         with self._lock:
             taken, self._waiting = self._waiting, []
             dropped, self._dropped = self._dropped, 0
@@ -201,22 +187,17 @@ class Recent:
                 follower.add(said)
 
     def after(self, number: int, most: int) -> list[tuple[int, Said]]:
-        """The last entries that came after the one with a number, with their numbers; -1 is before all."""
+        """-1 is before all."""
         found: list[tuple[int, Said]] = []
         with self._lock:
             for kept in reversed(self._kept.values()):
                 if kept[-1][0] <= number:
-                    # Neither have the others written since.
                     break
                 found += [entry for entry in kept if entry[0] > number]
         return sorted(found, key=itemgetter(0))[-most:]
 
     def follow(self, on_news: Callable[[], object]) -> tuple[list[Said], Follower]:
-        """The entries that are kept, in order, and a follower, which gets all later ones until `leave`.
-
-        Args:
-            on_news: Called in any thread when there is something to take again.
-        """
+        """The entries that are kept, in order, and a follower of all later ones; `on_news`: called in any thread."""
         follower = Follower(on_news)
         with self._lock:
             self._followers.append(follower)

@@ -17,11 +17,7 @@ from aiodaft._runtime.platform.context import current_terms, trace_of
 
 
 class Source(NamedTuple):
-    """A process that writes.
-
-    Attributes:
-        owner: The process of the actor that owns its actors; "" if the program does.
-    """
+    """A process that writes; `owner`: the process of the actor that owns its actors."""
 
     process: PeerId
     label: str
@@ -32,7 +28,6 @@ class Source(NamedTuple):
 
     @property
     def shown_name(self) -> str:
-        """The names of its actors; before it has any, the actor that it was started for."""
         return self.names or self.label
 
     @property
@@ -41,16 +36,11 @@ class Source(NamedTuple):
 
     @property
     def member(self) -> Member | None:
-        """The place of its only actor in a group; None if that is in none, or there are several actors."""
         return member_of(self.shown_name)
 
 
 class Line(NamedTuple):
-    """A line of standard output (1) or standard error (2), as it looks now.
-
-    Attributes:
-        at: When it was read, in seconds since the epoch.
-    """
+    """A line of standard output (1) or standard error (2), as it looks now; `at`: seconds since the epoch."""
 
     stream: int
     text: str
@@ -60,19 +50,14 @@ class Line(NamedTuple):
 
 
 class Life(NamedTuple):
-    """The process has begun (True) or ended (False) to write."""
-
     begins: bool
 
 
-# A record is one that `RecordSender` has sent.
 Entry: TypeAlias = Line | Life | Mapping[str, Any]
 Written: TypeAlias = tuple[Source, Sequence[Entry]]
 
 
 class Display(Protocol):
-    """Shows the entries of a process, or sends them to the process that does. Safe in any thread."""
-
     def write(self, source: Source, entries: Sequence[Entry]) -> None: ...
 
 
@@ -117,7 +102,6 @@ class Logs:
             raise ValueError(f"merge={self.merge!r}: seconds are needed, or 0 to show each line at once")
 
 
-# By the names of the loggers; "" is the root logger.
 Levels: TypeAlias = Mapping[str, int]
 
 
@@ -129,7 +113,6 @@ def levels_here() -> dict[str, int]:
 
 
 def changes(before: Levels, now: Levels) -> dict[str, int]:
-    """The changed levels; NOTSET for a logger that has no level of its own any more."""
     removed = dict.fromkeys(before.keys() - now.keys(), logging.NOTSET)
     return {**removed, **{name: level for name, level in now.items() if before.get(name) != level}}
 
@@ -153,7 +136,6 @@ class LevelWatch:
             self._on_change(changed)
 
 
-# The attributes of every record.
 STANDARD: Final = {*logging.makeLogRecord({}).__dict__, "message", "asctime", "taskName"}
 
 
@@ -168,7 +150,6 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         given = {name: value for name, value in record.__dict__.items() if name not in STANDARD and value is not None}
-        # That of an actor, without the actor's name in front of it.
         text = given.pop("text", None) if "actor" in given else None
         found = {
             "time": json_time(record.created),
@@ -182,7 +163,6 @@ class JsonFormatter(logging.Formatter):
             "function": record.funcName,
         }
         if text is None:
-            # It was logged in this process, here and now.
             found.update(trace_ids())
         error = record.exc_text or (self.formatException(record.exc_info) if record.exc_info else None)
         found.update({"error": error} if error else {})

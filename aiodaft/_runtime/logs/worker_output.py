@@ -31,11 +31,9 @@ _KEPT_LINES: Final = 20
 
 
 class WorkerOutput:
-    """Standard output and error of one worker."""
-
     def __init__(self, reading: dict[int, int], source: Source, display: Display) -> None:
         self._source = source
-        # The descriptor of each stream until the worker closes it; reading needs the lock.
+        # The descriptor of each stream until the worker closes it.
         self._reading = reading
         self._lock = threading.Lock()
         self._last: deque[str] = deque(maxlen=_KEPT_LINES)
@@ -43,7 +41,6 @@ class WorkerOutput:
         self._sieve = Sieve()
         self._display = display
         self._unwritten: deque[Entry] = deque([Life(begins=True)])
-        # Keeps the order of lines that several threads pass on.
         self._passing = threading.Lock()
 
     def rename(self, names: str, pid: int) -> None:
@@ -55,7 +52,6 @@ class WorkerOutput:
         return tuple(self._last)
 
     def catch_up(self) -> None:
-        """Read the available output: the thread may be behind, by at most the size of the pipe."""
         for stream in (1, 2):
             for _ in range(_PIPE_SIZE // _READ_SIZE):
                 if not self.read(stream):
@@ -128,9 +124,6 @@ class OutputReader:
     def open(self, source: Source, display: Display | None = None) -> tuple[WorkerOutput, int, int]:
         """Pipes for a new worker: its output, and the two ends to write to, which the caller closes.
 
-        Args:
-            display: Shows its output. Default: the console.
-
         Raises:
             OSError: There are no descriptors left, or there is no thread to read them.
         """
@@ -144,7 +137,6 @@ class OutputReader:
             except OSError:
                 Sockets().close_all([*reading.values(), *ends])
                 raise
-            # Pipes that cannot have this size keep their own.
             with suppress(OSError, AttributeError):
                 fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
             os.set_blocking(reading[stream], False)
@@ -208,7 +200,6 @@ class OutputReader:
 
 logger = logging.getLogger("aiodaft")
 
-# The parts of a record that the program gets, besides its text and its `extra`.
 _SENT: Final = (
     "name", "levelno", "levelname", "pathname", "filename", "module", "lineno", "funcName", "created", "msecs",
     "thread", "threadName", "process", "stack_info",
@@ -217,17 +208,15 @@ _MAX_TEXT: Final = 16 << 10
 _MAX_EXTRAS: Final = 32
 _formatter: Final = logging.Formatter()
 
-# Says whose records these are: the actor that the running code belongs to, and so on.
 Who = Callable[[], Mapping[str, Any]]
 
 
 # A record is written at once, so a process that is killed loses none. It is never waited for: if the program reads too
 # slowly, records are counted and left out.
 class RecordSender(logging.Handler):
-    """Writes records as frames into the standard error of this process, and never waits.
+    """Writes records as frames into the standard error of this process, through a descriptor that does not block.
 
     Args:
-        fd: A descriptor of standard error that does not block.
         who: Called for each record; gives further attributes.
     """
 
@@ -236,7 +225,6 @@ class RecordSender(logging.Handler):
         self._fd = fd
         self._who = who
         self._number = 0
-        # Records for which there was no room since the last one that was sent.
         self._dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -258,7 +246,6 @@ class RecordSender(logging.Handler):
         except BlockingIOError:
             self._dropped += 1
         except OSError:
-            # The program is gone, and so is this process soon.
             pass
         else:
             self._dropped = 0
@@ -295,7 +282,6 @@ def send_records(levels: Levels, who: Who) -> None:
     an actor as in any program.
     """
     root = logging.root
-    # Those of modules that the fork server has loaded: they are at the root of the program, too.
     root.handlers.clear()
     program = logging.Logger("the program of this actor")
     program.addHandler(RecordSender(_open_stderr(), who))
@@ -310,7 +296,7 @@ def send_records(levels: Levels, who: Who) -> None:
 def _configure_at_wish_only() -> None:
     """Have `logging.info` and the like not configure the root logger, as they do where it has no handler.
 
-    They and users call the same function of the module `logging`: they alone from within it.
+    Users call the same function: those call it from within the module `logging`.
     """
     configure = logging.basicConfig
 

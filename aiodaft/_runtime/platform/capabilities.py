@@ -19,7 +19,6 @@ from aiodaft_transport.system import shares_memory
 
 @cache
 def keeps_messages_apart() -> bool:
-    # Some systems know the name and refuse the socket.
     try:
         for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET):
             end.close()
@@ -30,12 +29,10 @@ def keeps_messages_apart() -> bool:
 
 @cache
 def has_fork_server() -> bool:
-    """Whether workers can be forked from a process that ends with this one, and that gets their orphans."""
     return HAS_PRCTL and keeps_messages_apart()
 
 
 def can_be_asked() -> bool:
-    """Whether commands in other terminals can find programs of this machine, and ask them."""
     return SEES_PROCESSES and hasattr(socket, "SO_PEERCRED") and has_fork_server()
 
 
@@ -73,7 +70,7 @@ _LONGEST: Final = 8192
 def message_pair() -> tuple[socket.socket, socket.socket]:
     """Connected sockets within this machine that keep messages apart.
 
-    Datagrams, where there is nothing better: then neither end notices that the other one is closed.
+    Where they are datagrams, neither end notices that the other one is closed.
     """
     if keeps_messages_apart():
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -97,14 +94,9 @@ class Sockets:
         os.close(fd)
 
     def dup_all(self, fds: Iterable[int]) -> list[int]:
-        """Duplicates of descriptors.
-
-        Raises:
-            OSError: There is no room for all of them. None are left open.
-        """
+        """Raises OSError: there is no room for all of them; none are left open."""
         copies: list[int] = []
         try:
-            # Copies made before one fails stay in the list.
             copies.extend(map(self.dup, fds))
         except OSError:
             self.close_all(copies)

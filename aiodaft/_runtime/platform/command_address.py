@@ -24,20 +24,17 @@ _LONGEST: Final = 100
 
 
 class OtherEnd(NamedTuple):
-    """The process at the other end of a connection, as the kernel knows it."""
-
     pid: int
     uid: int
 
 
 def open_board() -> int:
-    """A descriptor that a fork server keeps open, for commands that ask for its address."""
     return os.memfd_create(_BOARD, os.MFD_CLOEXEC)
 
 
 @contextmanager
 def asking(fork_server: int, address: str) -> Generator[None]:
-    """Say where a command listens for the processes that a fork server leads to; one at a time.
+    """Say where a command listens for the processes that a fork server leads to.
 
     Raises:
         BlockingIOError: Another command asks these.
@@ -65,12 +62,11 @@ def _open_board(fork_server: int, flags: int) -> int:
 
 
 def debug_address(pid: int | None) -> str:
-    """The address on which `aiodaft debug` listens for a process; None: for all of this user."""
+    """None: for all processes of this user."""
     return f"\0aiodaft-debug-user-{os.getuid()}" if pid is None else f"\0aiodaft-debug-{pid}"
 
 
 def debug_addresses() -> list[str]:
-    """Those for this worker: its own, that of its fork server, of the starter of that, and of the user."""
     server = os.getppid()
     return [debug_address(pid) for pid in (os.getpid(), server, parent_of(server), None) if pid != 0]
 
@@ -82,5 +78,4 @@ def other_end(connection: socket.socket) -> OtherEnd:
 
 
 def may_debug(connection: socket.socket) -> bool:
-    """Whether an actor at a breakpoint may take orders from the other end: it belongs to this user, or to root."""
     return other_end(connection).uid in {os.geteuid(), _ROOT}

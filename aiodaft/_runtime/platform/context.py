@@ -16,7 +16,7 @@ class Recorder:
     """The first events of a process, as many as there is room for. Safe in any thread.
 
     Args:
-        limit: The number of events that are kept; later ones are only counted.
+        limit: Later events are only counted.
         before: Another recorder, which goes on meanwhile.
     """
 
@@ -36,24 +36,19 @@ class Recorder:
             self.dropped += 1
 
 
-# Per second.
 _MICROSECONDS: Final = 1e6
 
 
 class Terms(NamedTuple):
-    """The terms that calls take along."""
-
     deadline: float | None = None
     trace: TraceContext | None = None
 
 
-# Those of the surrounding call, or block. None, if there are none, costs a call nothing.
+# Without terms (None) a call pays nothing.
 current_terms: ContextVar[Terms | None] = ContextVar("aiodaft_current_terms", default=None)
 
 
 class under:  # noqa: N801 - reads as a word of the language: `with under(terms)`
-    """A block in which calls are made under these terms."""
-
     __slots__ = ("_terms", "_token")
 
     def __init__(self, terms: Terms | None) -> None:
@@ -79,7 +74,6 @@ def trace_of(terms: Terms | None) -> TraceContext | None:
 
 
 def exceeded(late: str, error: TimeoutError) -> DeadlineExceeded:
-    """The error of a block whose time is over. The cancellation of an awaited call says how the call ended."""
     call = None if error.__context__ is None else error.__context__.__cause__
     if isinstance(call, DaftError):
         return DeadlineExceeded(f"{late}: {call}", executed=call.executed)
@@ -94,11 +88,6 @@ def sent_terms(terms: Terms, clock: Callable[[], float]) -> SentTerms:
 
 
 def received_terms(sent: int | tuple[Any, ...], clock: Callable[[], float]) -> Terms:
-    """The terms that a message carried, on this clock.
-
-    Raises:
-        RemoteProtocolError: They are none.
-    """
     if not isinstance(sent, tuple):
         return Terms(clock() + sent / _MICROSECONDS)
     match sent:

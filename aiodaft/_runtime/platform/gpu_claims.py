@@ -1,9 +1,8 @@
 """Claims on GPUs, so that two runtimes of a machine do not give the same GPU to their actors.
 
 A claim is a listening unix socket, named after the GPU in the abstract namespace. The kernel gives a name to one socket
-at a time, frees it when the process ends, and tells which process listens. There is no file: none is left behind, and
-users need no rights for each other's claims. Processes in different network namespaces, such as containers with a
-network of their own, do not see each other's claims.
+at a time, frees it when the process ends, and tells which process listens: no file is left behind, and users need no
+rights for each other's claims. Processes in different network namespaces do not see each other's claims.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ def machine_gpus(driver: str = _DRIVER, devices: str = _DEVICES) -> list[Gpu]:
 
 
 def has_initialized_cuda() -> bool:
-    """Whether this process has initialised CUDA, which its forked children cannot use then."""
     try:
-        # Only if it is loaded.
         library = ctypes.CDLL(_LIBRARY, os.RTLD_LAZY | os.RTLD_NOLOAD)
     except (AttributeError, OSError):
         return False
@@ -60,7 +57,6 @@ def _listed(folder: str) -> list[str]:
 
 
 def _gpu_at(driver: str, place: str) -> Gpu:
-    """The GPU at a place on the bus; named by the place if the driver says no more."""
     told: dict[str, str] = {}
     with suppress(OSError), open(f"{driver}/{place}/information", encoding="utf-8", errors="replace") as file:
         told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in file)}
@@ -80,7 +76,6 @@ class GpuClaims:
     def __init__(self, ids: Sequence[str]) -> None:
         self._ids = ids
         self._held: dict[int, socket.socket] = {}
-        # GPUs that another runtime had when they were last asked for.
         self._refused: set[int] = set()
 
     def take(self, gpu: int) -> str | None:
@@ -132,7 +127,6 @@ class GpuClaims:
                     self._refused.discard(gpu)
                     return
                 except OSError:
-                    # The queue of connections is full, or there are no descriptors.
                     continue
                 loop.add_reader(questions[-1], _settle, over)
             await over
@@ -145,7 +139,7 @@ class GpuClaims:
         return f"\0aiodaft-gpu-{self._ids[gpu]}"
 
     def close(self) -> None:
-        """End all claims; in a forked child, which has copies of the sockets, they stay the parent's."""
+        """In a forked child, the copies of the sockets stay the parent's claims."""
         for gpu in list(self._held):
             self.give_back(gpu)
 
@@ -162,13 +156,11 @@ def _holder(name: str) -> str:
             question.connect(name)
             found = question.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         except OSError:
-            # It has just ended, or its queue of connections is full.
             return "another process"
     pid, _, _ = _CREDENTIALS.unpack(found)
     try:
         with open(f"/proc/{pid}/cmdline", errors="replace", encoding="utf-8") as file:
             command = file.read().replace("\0", " ").strip()
     except OSError:
-        # It is in another container, for example.
         return f"pid {pid}" if pid else "a process of another container"
     return f"pid {pid} ({command[:_LONGEST_COMMAND]})"

@@ -38,13 +38,10 @@ _STANDARD_ERROR: Final = 2
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
-# Batch systems send them to all processes of a job, for the program.
 FOR_PROGRAM: Final = (signal.SIGUSR1, signal.SIGUSR2)
-# Neither an exit code nor a signal.
 UNKNOWN: Final = (None, None)
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
-# Actions of the kernel at the end of a process, and its view of processes; other systems have neither.
 HAS_PRCTL: Final = hasattr(_libc, "prctl")
 SEES_PROCESSES: Final = os.path.exists("/proc/self/stat")
 
@@ -52,7 +49,7 @@ SEES_PROCESSES: Final = os.path.exists("/proc/self/stat")
 def fill_standard_streams() -> None:
     """Open those of standard input, output and error that this process was started without (`>&-`).
 
-    Otherwise sockets would take their numbers: uvloop aborts a process that closes one, and children print into them.
+    Otherwise sockets would take their numbers: uvloop aborts a process that closes one.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
         os.set_inheritable(fd, True)
@@ -68,7 +65,6 @@ def fresh_python(module: str, *numbers: int, front: Sequence[str] = (), path: Se
     """The command of a new interpreter that calls `main(*numbers)` of a module.
 
     Args:
-        numbers: The arguments of its `main`.
         front: Put before `path` when the module is loaded.
         path: Its `sys.path`. Default: that of this process.
     """
@@ -86,10 +82,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when the thread of the parent ends that started it."""
+    """The kernel sends this process a signal when the thread that started it ends."""
     _prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
-        # It ended before the request.
         os._exit(1)
 
 
@@ -102,9 +97,8 @@ def adopt_orphans() -> None:
 
 
 def children() -> list[int]:
-    """The children of this single-threaded process."""
     try:
-        # As bytes: decoding may import a codec, which a signal handler that calls this must not interrupt.
+        # As bytes: decoding may import a codec, which this must not interrupt in a signal handler.
         with open("/proc/thread-self/children", "rb") as file:
             return [int(pid) for pid in file.read().split()]
     except OSError:
@@ -112,37 +106,30 @@ def children() -> list[int]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM; 0 where the kernel does not say."""
     with suppress(OSError), open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
     return 0
 
 
 def sleeping_threads() -> dict[int, list[bytes] | None]:
-    """The threads of this process, by the kernel's number: a value that changes when one runs; None of one that runs.
-
-    Empty where the kernel does not say.
-    """
+    """By the kernel's number of a thread: a value that changes when it runs; None while it runs."""
     found: dict[int, list[bytes] | None] = {}
     for path in glob.glob("/proc/self/task/*/status"):
-        # A thread may have ended.
         with suppress(OSError), open(path, "rb") as file:
             lines = file.read().splitlines()
             sleeps = any(line.startswith(b"State:\tS") for line in lines)
-            # The last two count its context switches.
             found[int(path.split("/")[4])] = lines[-2:] if sleeps else None
     return found
 
 
 def clock_id() -> str:
-    """Names the clock of `time.monotonic`: processes that give the same name have the same clock."""
+    """Processes that give the same name have the same clock of `time.monotonic`."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/time')}"
     return os.uname().nodename
 
 
 def session_of(pid: int) -> int:
-    """The session of a process; 0 if it has ended."""
     try:
         return os.getsid(pid)
     except ProcessLookupError:
@@ -150,20 +137,18 @@ def session_of(pid: int) -> int:
 
 
 def parent_of(pid: int) -> int:
-    """The parent of a process; 0 if it has ended, or cannot be seen."""
     fields = _stat_of(pid)
     return int(fields[1]) if fields else 0
 
 
 def kill(pid: int, number: int) -> None:
-    """Send a signal to a child; nothing if it has ended."""
     if pid:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def kill_group(leader: int) -> None:
-    """Kill the process group of a process that leads one; nothing if none of it is left."""
+    """Does nothing if no process of it is left."""
     # Some systems refuse it if only the remains of processes are left.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
@@ -181,10 +166,7 @@ def reap() -> list[tuple[int, int]]:
 
 
 def status_of(pid: int) -> tuple[int | None, str | None] | None:
-    """Like `describe_status`, for a process with another parent.
-
-    None until the process ends, UNKNOWN once its parent has reaped it.
-    """
+    """Exit code and signal, for a process with another parent: None until it ends, UNKNOWN once it was reaped."""
     fields = _stat_of(pid)
     if not fields:
         return UNKNOWN if fields is not None and SEES_PROCESSES else None
@@ -192,17 +174,14 @@ def status_of(pid: int) -> tuple[int | None, str | None] | None:
 
 
 def signs_of_life(pid: int, others: Collection[int]) -> object:
-    """A value that changes while a process or its descendants use CPU or memory; None while the process is stopped.
+    """A value that changes while a process or its descendants, `others` left out, use CPU or memory; None while the
+    process is stopped.
 
     Different each time if this process has no descriptor left to read it with.
-
-    Args:
-        others: Children to leave out, with their descendants.
     """
     if is_stopped(pid):
         return None
     stats = {process: _stat_of(process) for process in process_tree(pid, others)}
-    # Page faults and CPU time.
     return [
         (process, object() if stat is None else [stat[field : field + 1] for field in (7, 9, 11, 12)])
         for process, stat in stats.items()
@@ -210,7 +189,7 @@ def signs_of_life(pid: int, others: Collection[int]) -> object:
 
 
 def process_tree(pid: int, others: Collection[int] = ()) -> list[int]:
-    """A process and its descendants, zombies included, without some children and their descendants."""
+    """Zombies included; `others` and their descendants left out."""
     found = [pid]
     for path in glob.glob(f"/proc/{pid}/task/*/children"):
         with suppress(OSError), open(path, "rb") as file:
@@ -220,7 +199,7 @@ def process_tree(pid: int, others: Collection[int] = ()) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a stopped or stuck process that adopts orphans, after all its descendants."""
+    """Its descendants first, because it may adopt orphans."""
     killed = {pid}
     while new := set(process_tree(pid)) - killed:
         for process in new:
@@ -230,12 +209,12 @@ def kill_tree(pid: int) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP); a process that a debugger holds is not."""
+    """A process that a debugger holds is not stopped."""
     return (_stat_of(pid) or [])[:1] == [b"T"]
 
 
 def _stat_of(pid: int) -> list[bytes] | None:
-    """The fields of proc_pid_stat(5) from the third, the state, to the last, the status; none if it has ended.
+    """The fields of proc_pid_stat(5) from the third, the state, on; none if it has ended.
 
     None if this process has no descriptor left.
     """
@@ -261,7 +240,6 @@ _LARGEST: Final = {resource.RLIM_INFINITY: "unlimited"}
 
 
 def exhausted(error: OSError, what: str) -> ResourceExhausted:
-    """The error for a value that this process has no descriptor, memory or thread for."""
     return ResourceExhausted(refusal(error, what))
 
 
@@ -293,7 +271,6 @@ def refusal(error: OSError, what: str) -> str:
     return f"{what}: {reason}"
 
 
-# The request for the IPv4 address of an interface, see netdevice(7), and where its answer has it.
 _SIOCGIFADDR: Final = 0x8915
 _REQUEST: Final = struct.Struct("16s20x4x")
 _ADDRESS: Final = slice(20, 24)
@@ -301,17 +278,14 @@ _INET6: Final = "/proc/net/if_inet6"
 
 
 def interface_to(address: str) -> str:
-    """The IP address of this machine that another one sees. Raises OSError if nothing leads there."""
     host, port = parse_address(address)
     family, kind, _, _, at = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        # Sends nothing.
         probe.connect(at)
         return str(probe.getsockname()[0])
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The IP addresses of each interface that has some, apart from those of one link."""
     found: dict[str, list[str]] = {}
     for name, ip in (*_addresses4(), *_addresses6()):
         found.setdefault(name, []).append(ip)
@@ -339,8 +313,6 @@ _callbacks: Final[dict[Callable[[], object], None]] = {}
 
 
 class _Masks(threading.local):
-    """The signals that the current thread blocked before each fork under way."""
-
     def __init__(self) -> None:
         self.before: list[set[int]] = []
 
@@ -358,8 +330,6 @@ def no_more(callback: Callable[[], object]) -> None:
 
 
 def leave_signals() -> None:
-    """In a child: leave the signal handling of the parent's loop, and let SIGTERM end this process."""
-    # Parent and child share the socket.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -378,7 +348,6 @@ def _block_signals() -> None:
 
 
 def _unblock_signals() -> None:
-    # Empty if a handler raised before anything was blocked.
     if _masks.before:
         signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before.pop())
 
@@ -393,14 +362,14 @@ def _tell() -> None:
         _unblock_signals()
 
 
-# The class of all files. `io.IOBase` is an abstract class, which those in C are registered with.
+# `io.IOBase` is an abstract class, which those in C are registered with.
 _FILE: Final = io.IOBase.__mro__[1]
 
 
 def finish() -> None:
     with suppress(BaseException):
         _keep_operators()
-        atexit._run_exitfuncs()  # as multiprocessing does
+        atexit._run_exitfuncs()
     files: list[Any] = [found for found in gc.get_objects() if issubclass(type(found), _FILE)]
     _flush(files)
     # Those in Python, such as of gzip, write an end to the file below them.
@@ -412,7 +381,7 @@ def finish() -> None:
 
 
 def _keep_operators() -> None:
-    """Have torch not withdraw its operators from itself: they end with the process, and that takes it 30 ms."""
+    """torch would withdraw its operators from itself, which takes 30 ms."""
     finalizers: dict[weakref.finalize[..., Any], Any] = weakref.finalize._registry  # type: ignore[attr-defined]  # private
     for finalizer, info in list(finalizers.items()):
         if getattr(info.func, "__module__", None) == "torch.library":

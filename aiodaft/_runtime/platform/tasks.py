@@ -35,20 +35,18 @@ def may_step(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 class TaskOwner:
-    """Background tasks of one object: they end with it, and their errors are reported, not lost."""
-
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def create_task(self, coro: Coroutine[Any, Any, T], /, *, name: str) -> asyncio.Task[T]:
-        """Start a task that is not awaited; it ends at the latest with its owner, and its error is logged."""
+        """Start a task that ends at the latest with its owner; its error is logged."""
         task = self.start(coro, name=name)
         task.add_done_callback(self._report)
         return task
 
     def start(self, coro: Coroutine[Any, Any, T], /, *, name: str) -> asyncio.Task[T]:
-        """Start a task for a caller that takes its result or error; it ends at the latest with its owner.
+        """Start a task for a caller that takes its result or error.
 
         The caller's deadline and trace are not those of the task, which also works for others, or cleans up.
         """
@@ -60,7 +58,7 @@ class TaskOwner:
         return task
 
     def start_ahead(self, coro: Coroutine[Any, Any, T], /, *, name: str) -> asyncio.Task[T]:
-        """The same for a result that may never be taken; its error is then dropped."""
+        """The result may never be taken; its error is then dropped."""
         task = self.start(coro, name=name)
         task.add_done_callback(_look_at_error)
         return task
@@ -70,7 +68,7 @@ class TaskOwner:
             log_error(f"{task.get_name()} failed", error)
 
     async def aclose(self) -> None:
-        """Cancel the tasks that still run and wait for their end. May block while a task cleans up."""
+        """May block while a task cleans up."""
         current = asyncio.current_task()
         while tasks := [task for task in self._tasks if task is not current]:
             try:
@@ -83,7 +81,6 @@ class TaskOwner:
 
 
 def _look_at_error(task: asyncio.Task[Any]) -> None:
-    # asyncio logs errors that no code has retrieved.
     if not task.cancelled():
         task.exception()
 
@@ -101,7 +98,7 @@ def shield_from_anyio() -> AbstractContextManager[object]:
 async def wait_through(
     future: asyncio.Future[Any], hasten: Callable[[], object] = lambda: None
 ) -> asyncio.CancelledError | None:
-    """Wait for a future that must not be cancelled; returns the last cancellation that came meanwhile."""
+    """Wait for a future that must not be cancelled; returns the last cancellation."""
     cancelled: asyncio.CancelledError | None = None
     with shield_from_anyio():
         while not future.done():
@@ -115,18 +112,15 @@ async def wait_through(
 
 
 async def see_through(future: asyncio.Future[T], hasten: Callable[[], object] = lambda: None) -> T:
-    """The result of a future that must not be cancelled; a cancellation is raised when the future is done."""
     cancelled = await wait_through(future, hasten)
     if cancelled is not None:
         if not future.cancelled():
-            # Its error is not said to be unseen: its waiter was told to stop waiting.
             future.exception()
         raise cancelled
     return future.result()
 
 
 def run_through(coro: Coroutine[Any, Any, T] | Generator[Any, Any, T]) -> T:
-    """Run a coroutine that never waits. Returns its result."""
     try:
         coro.send(None)
     except StopIteration as end:
@@ -141,9 +135,8 @@ def wait_shielded(future: asyncio.Future[Any]) -> Generator[Any, None, None]:
         yield from future.__await__()
 
 
-# Characters of one text, before some of them are escaped.
 _MAX_TEXT: Final = 4 << 10
-# Begins every line of a text but the first one, so that none of them looks like a line of the log.
+# Begins each line of a text but the first, so that none of them looks like a line of the log.
 _MARGIN: Final = "  | "
 
 
@@ -153,7 +146,7 @@ def log_error(what: str, error: BaseException, level: int = logging.ERROR) -> No
     file, line, function, _ = logger.findCaller(stacklevel=2)
     info = (type(error), error, error.__traceback__)
     record = logger.makeRecord(logger.name, level, file, line, "%s", (what,), info, function)
-    # Formatters use this text instead of their own; the error itself is in the record, too.
+    # Formatters use this text instead of their own.
     record.exc_text = _MARGIN + printable(text_of(error))
     logger.handle(record)
 
@@ -177,7 +170,7 @@ def _escape(line: str) -> str:
 
 
 def private(path: str, flags: int) -> int:
-    """The `opener` of a file that only this user can read, if it is made; one that is there keeps its mode."""
+    """The `opener` of a file that only this user can read, if it makes it."""
     return os.open(path, flags, 0o600)
 
 
@@ -185,8 +178,7 @@ def private(path: str, flags: int) -> int:
 def private_file(name: str, content: bytes) -> Generator[str]:
     """The path of a file that only this user can read, for as long as the block lasts.
 
-    It lies in memory, without a name in any folder, and ends with this process, if the system has such files. Else it
-    is a temporary file.
+    It lies in memory, without a name in any folder, if the system has such files; else it is a temporary file.
     """
     if hasattr(os, "memfd_create"):
         fd, path = os.memfd_create(name, os.MFD_CLOEXEC), ""

@@ -26,7 +26,7 @@ SYNC_COPY: Final = 1 << 20
 
 
 class HelperThread:
-    """Runs jobs one after another in a thread, which the first job starts."""
+    """The first job starts the thread."""
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
         self._name = name
@@ -43,11 +43,7 @@ class HelperThread:
         return self._jobs.qsize()
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Run a job after the earlier ones; it must not raise.
-
-        Raises:
-            ResourceExhausted: The system refuses the thread. The next job tries again.
-        """
+        """Raises ResourceExhausted: the system refuses the thread; the next job tries again."""
         if self._thread is None:
             try:
                 self._thread = start_thread(self._work, name=self._name)
@@ -63,7 +59,6 @@ class HelperThread:
             try:
                 settle: Callable[[], object] = partial(done.set_result, function())
             except StopIteration as stop:
-                # A future refuses it.
                 error = RuntimeError("the function raised StopIteration")
                 error.__cause__ = stop
                 settle = partial(done.set_exception, error)
@@ -75,32 +70,24 @@ class HelperThread:
         return done
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Run a function in the thread.
-
-        Cancellation: the function runs to its end, and its result is dropped.
-        """
+        """Cancellation: the function runs to its end, and its result is dropped."""
         return await self.begin(function)
 
     async def run_to_end(self, function: Callable[[], T]) -> T:
-        """Run a function that writes to memory of the caller.
-
-        Cancellation: raised when the function has ended.
-        """
+        """Cancellation: raised when the function has ended."""
         return await see_through(self.begin(function))
 
     def to_loop(self, callback: Callable[[], object]) -> None:
-        """Run a callback on the loop; from the thread."""
-        # A closed loop has no waiting tasks.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback)
 
     def close(self) -> None:
-        """End the thread after its last job, without waiting: a method cannot be interrupted."""
+        """A method cannot be interrupted: ends the thread after its last job, without waiting."""
         if self._thread is not None:
             self._jobs.put(None)
 
     def abandon(self) -> None:
-        """End the thread and block until its last job is done, without the loop. Idempotent."""
+        """Block until the last job is done, without the loop. Idempotent."""
         self.close()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -123,14 +110,12 @@ class HelperThread:
             del job
 
 
-# The code that a thread is in while it has no job.
 IDLE: Final = HelperThread._work.__code__
 
 
-# A frame, and the instruction that it is at.
 _Place: TypeAlias = tuple[FrameType, int]
 
-# The instructions before which threads take turns, besides calls.
+# The instructions, besides calls, before which threads take turns.
 _GIVES_WAY: Final = {code for name, code in opmap.items() if "JUMP_BACKWARD" in name or name == "RESUME"}
 
 # Seconds: between two looks, first and at most; and until a thread that is where it was is taken for stuck there.
@@ -168,7 +153,6 @@ async def wait_passed() -> None:
 
 
 def _places() -> dict[int, _Place]:
-    """The places of the other threads of the program, by ident; without those that wait for a job."""
     left_out = {thread.ident for thread in threading.enumerate() if thread.name.startswith("aiodaft ")}
     left_out.add(threading.get_ident())
     frames = sys._current_frames()
@@ -183,7 +167,6 @@ def _places() -> dict[int, _Place]:
 
 
 def _outside(top: FrameType) -> _Place:
-    """The place from which torch was called, or else the innermost one."""
     place, caller = top, top.f_back
     frame = top
     while caller is not None:
@@ -203,17 +186,14 @@ def _still(places: dict[int, _Place]) -> dict[int, _Place]:
 
 
 class _Sleepers:
-    """Tells threads that wait in an operation from those that compute in it, by several looks."""
-
     def __init__(self) -> None:
-        # The last state of a sleeping thread by the kernel, and the time since which it is the same.
         self._seen: dict[int | None, tuple[object, float]] = {}
 
     def have(self, idents: Collection[int], now: float) -> bool:
         """Whether all of these threads sleep, and have not run for longer than one that waits for the GIL sleeps."""
         kernel = sleeping_threads()
         known = {thread.native_id: thread.ident for thread in threading.enumerate()}
-        # In a fork, Python may know the first thread by its number before.
+        # In a fork, Python may know the first thread by its earlier number.
         known[threading.get_native_id()] = threading.get_ident()
         if any(runs is None for number, runs in kernel.items() if number not in known):
             # A thread that Python does not know may do the work of one that waits for it.

@@ -21,7 +21,6 @@ from aiodaft._runtime.platform.tasks import current_task, may_step
 class Wakeup(asyncio.Future[None]):
     """The future of one `await` of a ref. It has one waiting task, which `Wakeups` continues."""
 
-    # The task's wakeup, removed when it is called, because the task refers to this future.
     _callback: Callable[[Any], object] | None = None
     _context: Context | None = None
 
@@ -35,7 +34,6 @@ class Wakeup(asyncio.Future[None]):
             self._wakeups.add(self)
 
     def go_on(self) -> None:
-        """Have the task take its next step now; called outside of tasks."""
         callback, context = self._callback, self._context
         if callback is not None and context is not None:
             self._callback = None
@@ -45,8 +43,6 @@ class Wakeup(asyncio.Future[None]):
         callback, self._callback = self._callback, None
         if callback is not None:
             self._wakeups.loop.call_soon(callback, self, context=self._context)
-
-    # As in `asyncio.Future`.
 
     def set_exception(self, error: type | BaseException, /) -> None:
         super().set_exception(error)
@@ -76,7 +72,7 @@ class Wakeups:
     """The tasks of one process that are to be woken.
 
     Attributes:
-        collecting: Set by a callback of the loop while it handles messages; it calls `run` right after that.
+        collecting: Set by a callback of the loop that calls `run` after it has handled messages.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -85,7 +81,6 @@ class Wakeups:
         self.due: deque[Wakeup] = deque()
 
     def add(self, wakeup: Wakeup) -> None:
-        """Wake a task: in `run` while collecting, else in the next turn."""
         if self.collecting and may_step(self.loop):
             self.due.append(wakeup)
         else:
@@ -98,19 +93,17 @@ class Wakeups:
                 due.popleft().go_on()
         finally:
             if due:
-                # SystemExit or KeyboardInterrupt passes, and may be caught outside.
                 self.loop.call_soon(self.run)
 
 
 # Starts calls at once: a coroutine that never waits ends without a task of its own, which would often cost more.
-#
 # A parked task is kept ready. It is the current task while a coroutine takes its first step. If the coroutine waits,
-# the task goes on with it. (Eager tasks of Python 3.12 also start at once, but each coroutine costs a task.)
+# the task goes on with it. (With eager tasks of Python 3.12, each coroutine costs a task.)
 
 
 class Started(Protocol):
     task: asyncio.Task[None] | None
-    # The context in which it starts. Default: a copy of the starter's context.
+    # Default: a copy of the starter's context.
     context: Context | None
 
 
@@ -151,7 +144,7 @@ class Starter:
 
 
 class Spare:
-    """A parked task and its coroutine, which does not refer to the task: a cycle would need the garbage collector."""
+    """A parked task and its coroutine, without a cycle."""
 
     __slots__ = ("runs", "task")
 
@@ -161,7 +154,7 @@ class Spare:
 
     @property
     def is_spoilt(self) -> bool:
-        """Whether it was cancelled: with all tasks of the loop, or by an earlier call that had it."""
+        """Cancelled with all tasks of the loop, or by an earlier call that had it."""
         # No public method says that a task will be cancelled before its first step.
         task: Any = self.task
         return bool(task._must_cancel) or self.runs.parked.done()
@@ -175,19 +168,17 @@ class Deferred(Coroutine[Any, Any, None]):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.coro: Coroutine[Any, Any, None] | None = None
         self._context: Context
-        # The first future that the coroutine waits for; the task does not have it yet.
+        # The first future that the coroutine waits for.
         self._awaited: asyncio.Future[Any] | None = None
         self._fresh = False
         self.parked: asyncio.Future[None] = loop.create_future()
 
     def __getattr__(self, name: str) -> Any:
-        # For `Task.get_stack`, `repr` and debuggers.
         return getattr(self.coro, name)
 
     def go_on(self, coro: Coroutine[Any, Any, None], context: Context, awaited: asyncio.Future[Any] | None) -> None:
-        """Have the task continue a coroutine, which waits for a future, or for the next turn of the loop (None)."""
+        """None: it waits for the next turn of the loop."""
         if asyncio.isfuture(awaited):
-            # As tasks do, because other tasks may wait for it before this one gets it.
             awaited._asyncio_future_blocking = False
         self.coro, self._context, self._awaited, self._fresh = coro, context, awaited, True
         if not self.parked.done():
@@ -209,13 +200,12 @@ class Deferred(Coroutine[Any, Any, None]):
             self.parked.cancel()
             raise thrown
         awaited = self._take_awaited()
-        # As tasks do: cancel the future, which then raises the same message here.
         if asyncio.isfuture(awaited) and isinstance(thrown, asyncio.CancelledError) and awaited.cancel(*thrown.args):
             return awaited
         try:
             return self._context.run(self.coro.throw, thrown)
         finally:
-            # The error's frames lead here: they must not lead back to the error.
+            # Breaks a cycle: the error's frames lead here.
             del kind, error, thrown
 
     def _take_awaited(self) -> Any:

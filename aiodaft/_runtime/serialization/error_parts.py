@@ -50,7 +50,7 @@ class _Layout(NamedTuple):
     Attributes:
         maker: The class whose C code makes its instances.
         parameters: The fields that are given to the maker's constructor.
-        fields: All fields; whether they are None unless set.
+        fields: All fields by name; whether they are None unless set.
     """
 
     maker: type[BaseException]

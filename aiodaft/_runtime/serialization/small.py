@@ -111,7 +111,7 @@ class SmallEncoder:
         return True
 
     def _take(self, key: int, nbytes: int) -> None:
-        """May be there once."""
+        """Account for a part that may be there once."""
         self._room -= nbytes
         seen = self._seen = self._seen or set()
         if self._room < 0 or key in seen or len(seen) == _MOST:

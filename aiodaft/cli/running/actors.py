@@ -188,7 +188,6 @@ async def _record(path: str, length: float, limit: int, pid: str | None, output:
 
 
 _READ_SIZE: Final = 64 << 10
-# Actors that come to breakpoints while another one is debugged.
 _BACKLOG: Final = 4096
 
 
@@ -233,7 +232,6 @@ def _bind(listener: socket.socket, address: str, whose: str) -> None:
 
 
 def _opened(pid: int | None) -> list[int]:
-    """A descriptor that shows the end of the process, if there is one."""
     if pid is None:
         return []
     try:
@@ -243,7 +241,6 @@ def _opened(pid: int | None) -> list[int]:
 
 
 def _debug(connection: socket.socket) -> None:
-    """Show the actor's output, and send it the user's input, until it goes on."""
     watched: list[socket.socket | int] = [connection, sys.stdin.fileno()]
     with suppress(ConnectionError):
         while True:
@@ -290,11 +287,6 @@ async def _kill(name: str, pid: str | None, output: Output, *, ask: bool) -> Non
 
 
 def _one_of(actors: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """The actor with a name.
-
-    Raises:
-        Failed: There is none, there are several, or it has no process.
-    """
     found = called(actors, name)
     if not found:
         raise no_actor(actors, name)

@@ -35,7 +35,6 @@ from aiodaft.survey import overviews
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Columns where there is no terminal.
 _WIDTH: Final = 160
 
 
@@ -46,15 +45,12 @@ class Where(NamedTuple):
 
     @property
     def cluster(self) -> str | None:
-        """The address of a node of that cluster; None for a program on this machine."""
         if self.address and self.pid:
             raise click.UsageError("ADDRESS and --pid exclude each other")
         return None if self.pid else address_of(self.address)
 
 
 class Looked(NamedTuple):
-    """The program or cluster: its title, and its overviews, one after the other."""
-
     title: str
     overviews: AsyncGenerator[dict[str, Any], None]
 
@@ -87,7 +83,6 @@ async def looking(where: Where, interval: float | None) -> AsyncGenerator[Looked
 
 
 async def _without(own: str, looks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
-    """The same without the process of this command."""
     async for look in looks:
         look["processes"] = [process for process in look["processes"] if process["id"] != own]
         yield look
@@ -98,9 +93,7 @@ def screen() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
 
 
-# Seconds for which a look may be late.
 _PATIENCE: Final = 2.0
-# Lines where there is no terminal.
 _HEIGHT: Final = 10_000
 
 
@@ -129,7 +122,6 @@ def top(address: str | None, key_file: str | None, pid: str | None, once: bool, 
 async def _watch(where: Where, interval: float, *, once: bool, as_json: bool) -> None:
     async with looking(where, interval) as looked, aclosing(looked.overviews):
         if once or as_json:
-            # Rates need two.
             await anext(looked.overviews)
             look = await anext(looked.overviews)
             if as_json:
@@ -155,7 +147,7 @@ async def _draw(looked: Looked, interval: float) -> None:
 async def _with_delays(
     looks: AsyncGenerator[dict[str, Any], None], patience: float
 ) -> AsyncGenerator[tuple[dict[str, Any], float], None]:
-    """Looks as they come, and the last one again while the next one is late, with the seconds that it has taken."""
+    """The last look comes again while the next one is late, with the seconds that it has taken."""
 
     async def next_look() -> dict[str, Any]:
         return await anext(looks)
@@ -262,7 +254,7 @@ async def _show_cluster(where: Where, output: Output) -> None:
 
 
 def _owned_by(runtime: str, processes: Sequence[Plain]) -> list[Plain]:
-    """The processes of a runtime's actors, and of those that these own: others of its cluster are of other programs."""
+    """The processes of a runtime's actors, and of those that these own."""
     mine = {runtime}
     while more := {one["id"] for one in processes if one["owner"] in mine} - mine:
         mine |= more
@@ -270,7 +262,6 @@ def _owned_by(runtime: str, processes: Sequence[Plain]) -> list[Plain]:
 
 
 def _processes(actors: Mapping[str, Sequence[Plain]], processes: Iterable[Plain]) -> Iterator[dict[str, Any]]:
-    """The shown facts about an overview's processes that have actors; `actors`: those of each process."""
     for process in sorted(processes, key=lambda process: natural(process["title"])):
         if process["role"] == "worker":
             names = [name for actor in actors.get(process["id"], ()) for name in actor["names"]]
@@ -302,7 +293,6 @@ def _said_of(node: Plain) -> Iterator[str]:
 _STYLES: Final = {"busy": "green", "idle": "dim", "silent": "bold red", "restarting": "yellow", "dead": "red"}
 _ROLES: Final = ("controller", "node", "worker")
 _FAILURES: Final = 3
-# Lines of a screen beside the rows of processes, nodes and failures.
 _FIXED: Final = 4
 
 
@@ -321,7 +311,6 @@ def top_view(title: str, look: Plain, height: int) -> RenderableType:
 
 
 def memory_view(title: str, look: Plain, most: int) -> RenderableType:
-    """The view of `aiodaft memory`: the processes, and the largest values that they store."""
     processes = _table(["process"], ["pid", "in RAM", "stores", "values", "pools keep"])
     for one in sorted(look["processes"], key=lambda one: -one["stored_bytes"]):
         numbers = [
@@ -367,7 +356,6 @@ def _totals(look: Plain) -> str:
 
 
 def _node_lines(nodes: Sequence[Plain]) -> Iterator[Text]:
-    """The nodes of a cluster; a program on one machine needs none."""
     for node in nodes if any(node["address"] for node in nodes) else ():
         state = "" if node["state"] == "ready" else f"  {node['state']}"
         used = [

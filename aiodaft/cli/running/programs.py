@@ -22,14 +22,12 @@ from aiodaft._runtime.platform.capabilities import can_be_asked, missing
 from aiodaft._runtime.platform.command_address import VISIT, asking, other_end
 from aiodaft.cli.options import Failed, completing, escaped
 
-# Objects of JSON.
 Plain = Mapping[str, Any]
 
 # Seconds until a program connects: its event loop may be busy.
 _PATIENCE: Final = 5.0
 # The same for a program that is attached to a node which has connected.
 _ATTACHED_PATIENCE: Final = 2.0
-# Seconds until the place is tried again at which another command meets the same program.
 _PAUSE: Final = 0.05
 _BACKLOG: Final = 64
 _FORK_SERVER: Final = b"aiodaft._runtime.node.forkserver"
@@ -87,8 +85,6 @@ class Program:
 
 
 class Silent(NamedTuple):
-    """A program that does not answer: its process, and why it does not."""
-
     pid: int
     why: str
 
@@ -163,7 +159,6 @@ async def one_program(wanted: str | None) -> AsyncGenerator[Program, None]:
 
 
 def say_what_there_is(found: Found, wanted: str | None) -> str:
-    """The message if no program answers."""
     if found.silent:
         return "\n".join(map(str, found.silent))
     where = "on this machine" if wanted is None else f"in process {wanted}"
@@ -185,7 +180,6 @@ def _complete_pid(context: click.Context, parameter: click.Parameter, incomplete
     return [CompletionItem(str(pid), help=command_of(pid)) for pid in sorted(pids) if str(pid).startswith(incomplete)]
 
 
-# Says which program a command asks.
 pid_option: Final = click.option(
     "--pid",
     metavar="PID",
@@ -213,9 +207,6 @@ def check_may_ask(pid: int) -> int:
         users = " or ".join(dict.fromkeys([user, "root"]))
         raise Failed(f"process {pid} belongs to another user: only {users} may ask it")
     return uid
-
-
-# The way to a program.
 
 
 class _Server(NamedTuple):
@@ -262,7 +253,6 @@ async def _alone(server: int, place: str) -> AsyncGenerator[None]:
     """Be the only command that asks what a fork server leads to; raises as `asking` does."""
     with ExitStack() as stack:
         while True:
-            # Another command leaves when the program has connected.
             with suppress(BlockingIOError):
                 stack.enter_context(asking(server, place))
                 break
@@ -315,7 +305,6 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
-# The actors that an error lists.
 _LISTED: Final = 20
 
 

@@ -26,16 +26,12 @@ _KEPT_PART: Final = 16
 
 
 class Span(NamedTuple):
-    """Bytes to copy: target, source, size."""
-
     target: int
     source: int
     nbytes: int
 
 
 class Event(NamedTuple):
-    """A point in the work of a stream: its device and the driver's number."""
-
     device: int
     number: int
 
@@ -53,29 +49,23 @@ class Driver(Protocol):
     """Operations of a kind of accelerator, safe in any thread. Few wait for a device or take long; those say so."""
 
     @property
-    def identities(self) -> Sequence[bytes]:
-        """For each device of this process, an identity that all processes share."""
-        ...
+    def identities(self) -> Sequence[bytes]: ...
 
     def apart(self) -> AbstractContextManager[object]:
         """Work of this thread with other libraries ends no capture of a graph in another thread meanwhile."""
         ...
 
-    def memory(self, device: int) -> int:
-        """The bytes of memory of a device."""
-        ...
+    def memory(self, device: int) -> int: ...
 
     def allocate(self, device: int, nbytes: int) -> int:
-        """Address of new memory that can be exported. May wait for the device.
+        """May wait for the device.
 
         Raises:
             OutOfDeviceMemory: There is no memory left.
         """
         ...
 
-    def free(self, device: int, address: int) -> None:
-        """Give memory back. May wait for the device."""
-        ...
+    def free(self, device: int, address: int) -> None: ...
 
     def export(self, device: int, address: int) -> Export:
         """The allocation that an address is in.
@@ -93,37 +83,25 @@ class Driver(Protocol):
         """
         ...
 
-    def shut(self, device: int, address: int) -> None:
-        """The opposite of `open`. May wait for the device."""
-        ...
+    def shut(self, device: int, address: int) -> None: ...
 
     def stream_apart(self, device: int) -> int:
         """A stream of this driver alone, which waits for no other one."""
         ...
 
-    def copy(self, device: int, spans: Sequence[Span], stream: int) -> Event:
-        """Let a stream copy between addresses of this process; returns the end of that."""
-        ...
+    def copy(self, device: int, spans: Sequence[Span], stream: int) -> Event: ...
 
     def is_idle(self, device: int, stream: int) -> bool:
         """Whether a stream has no work, as far as that can be told without a wait. A failed device is not idle."""
         ...
 
-    def record(self, device: int, stream: int) -> Event:
-        """The point that a stream's work has reached so far."""
-        ...
+    def record(self, device: int, stream: int) -> Event: ...
 
     def happened(self, event: Event) -> bool:
-        """Whether a stream is past an event.
-
-        Raises:
-            DeviceError: The device failed.
-        """
+        """Raises DeviceError: the device failed."""
         ...
 
-    def wait(self, event: Event) -> None:
-        """Wait until a stream is past an event, or the device failed."""
-        ...
+    def wait(self, event: Event) -> None: ...
 
     def forget(self, event: Event) -> None: ...
 
@@ -137,13 +115,7 @@ class DeviceHost(Host, Protocol):
 
 
 class Landing(NamedTuple):
-    """Memory to fetch into.
-
-    Attributes:
-        owner: The consumer's object; the memory lives as long as it does.
-        address: Its first byte.
-        nbytes: The number of its bytes.
-    """
+    """Memory to fetch into, which lives as long as its owner."""
 
     owner: Any
     device: int
@@ -152,14 +124,12 @@ class Landing(NamedTuple):
     stream: int
 
 
-# Provides memory for bytes from the device with an identity; called in the helper thread.
-# Raises Unreachable if this process has no device.
+# Provides memory for bytes from the device with an identity; called in the helper thread. Raises Unreachable if this
+# process has no device.
 Land: TypeAlias = Callable[[bytes, int], Landing]
 
 
 class DeviceSegment(PooledSegment):
-    """An allocation of a device that peers can open: one of the pool, or one that the user has lent parts of."""
-
     __slots__ = ("device", "handle", "identity", "is_lent", "rests", "users", "waiting")
 
     def __init__(self, number: int, export: Export, capacity: int, device: int, identity: bytes) -> None:
@@ -168,11 +138,9 @@ class DeviceSegment(PooledSegment):
         self.device = device
         self.identity = identity
         self.is_lent = False
-        # Nothing of it was in use when the pool looked the last time, or has been since then.
+        # Not used since the pool looked the last time.
         self.rests = False
-        # Transfers within this process.
         self.users = 0
-        # Peers that were told to close it.
         self.waiting: set[str] = set()
 
     def opened(self, driver: Driver, device: int) -> int:
@@ -183,7 +151,7 @@ class DeviceSegment(PooledSegment):
 
 
 class DeviceBlock(PooledBlock[DeviceSegment]):
-    """A value, or part of one, on one device. It may be granted once it is filled."""
+    """A value, or part of one, on one device."""
 
     __slots__ = ("_waiting", "error", "filled", "keep", "owner")
 
@@ -191,11 +159,9 @@ class DeviceBlock(PooledBlock[DeviceSegment]):
         super().__init__(pool, segment, offset, nbytes)
         # The device has done the earlier work: peers may read the block.
         self.filled = False
-        # Why the device never will.
         self.error: TransportError | None = None
-        # The source of the copy, kept alive until that is made.
         self.keep: Any = None
-        # The owner of memory that is lent, kept alive until no peer reads it any more.
+        # The owner of lent memory, kept alive until no peer reads it any more.
         self.owner: Any = None
         self._waiting: list[Callable[[], object]] = []
 
@@ -204,12 +170,11 @@ class DeviceBlock(PooledBlock[DeviceSegment]):
         return self.filled or self.error is not None
 
     def fill(self, keep: Any) -> None:
-        """A device begins to write to it: it is not reused before the end of that, even if it is released."""
+        """The block is not reused before the end of the device's write, even if it is released."""
         self.keep = keep
         self.take_grant()
 
     def on_filled(self, callback: Callable[[], object]) -> None:
-        """Call back, on the loop, once the device is done with it, or has failed."""
         if self.settled:
             callback()
         else:
@@ -236,16 +201,13 @@ class DevicePool(BlockPool[DeviceSegment]):
         made: dict[int, DeviceSegment],
         on_segment_closed: Callable[[int], object],
     ) -> None:
-        # Free memory is memory that nobody else has: of a large device, more of it is kept, and only for a while.
+        # Free memory is memory that nobody else has: more of a large device's is kept, and only for a while.
         keep = max(DEFAULT_KEEP, driver.memory(device) // _KEPT_PART)
         super().__init__(keep=keep, next_number=next_number, on_segment_closed=on_segment_closed)
-        # Bytes of it that are kept for longer.
         self.keep_resting = DEFAULT_KEEP
         self._driver = driver
         self._device = device
-        # Gets each segment by its number.
         self._made = made
-        # Those of the user, by the numbers of their exports.
         self._lent: dict[int, DeviceSegment] = {}
 
     def allocate(self, nbytes: int) -> DeviceBlock:
@@ -255,7 +217,6 @@ class DevicePool(BlockPool[DeviceSegment]):
             return DeviceBlock(self, segment, offset, nbytes)
 
     def lend(self, address: int, nbytes: int, owner: Any) -> DeviceBlock:
-        """Memory of the user as a block, which keeps its owner alive."""
         export = self._driver.export(self._device, address)
         with self.lock:
             segment = self._lent.get(export.number)
@@ -271,10 +232,9 @@ class DevicePool(BlockPool[DeviceSegment]):
     def forget_idle(self) -> bool:
         """Give back memory that was not used since the last time; whether there is more to look after.
 
-        Peers are to close the user's memory. They keep it open in between, because allocations are lent again and
-        again, and opening one takes long. The user may free it meanwhile, but while a peer has it open, the device
-        cannot use the memory for something else. Free memory of the pool beyond `keep_resting` goes back to the device:
-        a program that moves large values uses it again at once, and getting it takes long, as well.
+        Peers are to close the user's memory, which they keep open in between, because opening it takes long: while a
+        peer has it open, the device cannot use memory that the user has freed. Free memory of the pool beyond
+        `keep_resting` goes back to the device.
         """
         with self.lock:
             own = self._segments()
@@ -295,7 +255,6 @@ class DevicePool(BlockPool[DeviceSegment]):
         try:
             return super()._own_segment(nbytes)
         except OutOfDeviceMemory:
-            # One that is much too large serves as well.
             larger = [one for one in self._own if one.size >= nbytes and not (one.live or one.retired)]
             if not larger:
                 raise
@@ -331,20 +290,18 @@ class RemoteSegment:
         self.size = size
         self.identity = identity
         self.handle = handle
-        # Its address for each device of this process.
         self.addresses: dict[int, int] = {}
         self.users = 0
-        # Called once it is closed; set when it is not used any more.
         self.gone: Callable[[], object] | None = None
 
     def opened(self, driver: Driver, device: int) -> int:
-        """Its address for work of a device; opens it if needed, in the helper thread."""
+        """Opens it if needed, in the helper thread."""
         if device not in self.addresses:
             self.addresses[device] = driver.open(device, self.handle)
         return self.addresses[device]
 
     def shut(self, driver: Driver) -> None:
-        """Close it on all devices. In the helper thread, or after that has ended."""
+        """In the helper thread, or after that has ended."""
         while self.addresses:
             # A device that failed keeps it open until the process ends.
             with suppress(DeviceError):
@@ -361,7 +318,7 @@ class Pull(BasePull[Any]):
     """One transfer. Owns its memory until it is over.
 
     Attributes:
-        queued: The owner of the memory, once the device is told to copy: work behind that copy sees the bytes.
+        queued: The owner of the memory: work behind the copy that the device was told to make sees the bytes.
     """
 
     def __init__(
@@ -378,7 +335,6 @@ class Pull(BasePull[Any]):
         self.event: Event | None = None
 
     def begin(self, driver: Driver, land: Land) -> None:
-        """Have the device copy; in the helper thread, if the segment is not open for it."""
         landing = self.landing = land(self.segment.identity, self.nbytes)
         source = self.segment.opened(driver, landing.device) + self.offset
         self.event = driver.copy(landing.device, [Span(landing.address, source, self.nbytes)], landing.stream)
@@ -393,17 +349,16 @@ class Pull(BasePull[Any]):
             self.set_error(error)
             if not self.queued.done():
                 self.queued.set_exception(error)
-                # As of `done`, the waiter may be gone.
                 self.queued.exception()
         elif not self.done.done():
             assert self.landing is not None
             self.done.set_result(self.landing.owner)
 
 
-# Seconds in which small copies end; each turn of the loop asks.
+# Small copies end within so many seconds; each turn of the loop asks.
 _EAGER: Final = 0.0001
-# Afterwards, the time to the next question is this part of the time since the last event was added, up to a limit: the
-# delay of an event is a small part of its time, and long events cost little.
+# Later, the time to the next question is this part of the time since the last event was added, up to a limit: the delay
+# of an event is a small part of its time, and long events cost little.
 _PART: Final = 0.1
 _LONGEST: Final = 0.001
 
@@ -417,7 +372,7 @@ class EventWatch:
     """Reports events of a device on the running loop.
 
     A device has nothing that a loop could wait on, short of a function that it calls in the middle of the user's
-    stream, and never calls if it has failed. So it is asked, which never waits, as long as something is awaited.
+    stream, and never if it has failed. So it is asked, which never waits.
     """
 
     def __init__(self, driver: Callable[[], Driver]) -> None:
@@ -426,7 +381,6 @@ class EventWatch:
         self._since = 0.0
         self._turn_soon: asyncio.Handle | None = None
         self._alarm: _Alarm | None = None
-        # Number of questions to devices.
         self.questions = 0
 
     @property
@@ -434,7 +388,7 @@ class EventWatch:
         return self._turn_soon is not None or (self._alarm is not None and self._alarm.is_set)
 
     def add(self, event: Event, on_happened: Happened) -> None:
-        """Call back once the event has happened or failed; at once if it has already."""
+        """At once if the event has already happened."""
         self._awaited[event] = on_happened
         self._ask(event)
         if event in self._awaited:
@@ -493,7 +447,7 @@ class EventWatch:
 
 
 class _Time(ctypes.Structure):
-    """struct itimerspec: the interval, which is 0 for a timer that goes off once, and the time to the end."""
+    """struct itimerspec."""
 
     _fields_ = [(name, ctypes.c_long) for name in ("every_s", "every_ns", "seconds", "nanoseconds")]
 

@@ -44,7 +44,7 @@ class _Identity(ctypes.Structure):
     _fields_ = [("data", c_char * IDENTITY_SIZE)]
 
 
-# Name: arguments. All return a CUresult, and release the GIL: another thread may hold the driver's locks.
+# All return a CUresult, and release the GIL: another thread may hold the driver's locks.
 _FUNCTIONS: Final[dict[str, list[Any]]] = {
     "cuInit": [c_uint],
     "cuGetErrorString": [c_int, POINTER(c_char_p)],
@@ -94,8 +94,6 @@ class _Apart:
 
 
 class _Current(_Apart):
-    """The same with a context that was made current for it."""
-
     __slots__ = ()
 
     def __exit__(self, *exc_info: object) -> None:
@@ -230,7 +228,6 @@ class CudaDriver:
 
     def wait(self, event: Event) -> None:
         with self._on(event.device):
-            # `happened` reports a failure.
             self._library.cuEventSynchronize(event.number)
 
     def forget(self, event: Event) -> None:

@@ -46,8 +46,6 @@ from aiodaft_transport.peers import GONE, RETURN, SEGMENT, SegmentTransport
 
 
 class ThroughHost(Unmapped):
-    """A filled block of a device. Its grants are grants of that block."""
-
     def __init__(
         self, block: DeviceBlock, driver: Driver, in_thread: Callable[[Callable[[], None]], Awaitable[None]]
     ) -> None:
@@ -77,9 +75,8 @@ class ThroughHost(Unmapped):
 
 
 class Reading:
-    """Granted bytes, for work of the streams named by `used_by`: they stay there until this object is garbage.
-
-    Its user must not write to them. Then each of these streams does its work of that time, and the grant is returned.
+    """Granted bytes, for work of the streams named by `used_by`, which must not write to them. When this object is
+    garbage, and each of these streams has done its work of that time, the grant is returned.
     """
 
     __slots__ = ("_on_dropped", "_segment", "_streams", "address", "device", "nbytes", "offset")
@@ -94,7 +91,6 @@ class Reading:
     ) -> None:
         self._segment = segment
         self._streams: set[int] = set()
-        # Called in any thread, with the streams.
         self._on_dropped = on_dropped
         self.device = device
         self.offset = offset
@@ -102,7 +98,7 @@ class Reading:
         self.address = 0
 
     def open(self, driver: Driver) -> None:
-        """Find its address. In the helper thread, because opening memory takes long."""
+        """In the helper thread, because opening memory takes long."""
         self.address = self._segment.opened(driver, self.device) + self.offset
 
     def used_by(self, stream: int) -> None:
@@ -110,7 +106,7 @@ class Reading:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The bytes for libraries of tensors, which keep this object alive."""
+        """For libraries of tensors, which keep this object alive."""
         return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "strides": None}
 
     def __del__(self) -> None:
@@ -122,7 +118,7 @@ _CLOSED: Final = 4  # id: the sender has closed a segment of the receiver
 
 _DEFAULT_STREAM: Final = 0
 
-# Seconds after which memory that is of no use any more is given back, or twice as many: see `DevicePool.forget_idle`.
+# See `DevicePool.forget_idle`.
 _REST: Final = 1.0
 
 
@@ -143,16 +139,13 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         self.watch = EventWatch(lambda: self.driver)
         self._next_segment = itertools.count(1).__next__
         self._pools: dict[int, DevicePool] = {}
-        # Segments of this process, until every peer has closed them.
         self._segments: dict[int, DeviceSegment] = {}
-        # Goes off while there is memory that may be given back.
         self._looking: asyncio.TimerHandle | None = None
-        # Segments of peers, until they are closed here.
         self._foreign: set[RemoteSegment] = set()
 
     @property
     def driver(self) -> Driver:
-        """The driver of the devices; opened at the first use, because that takes long.
+        """Opened at the first use, because that takes long.
 
         Raises:
             Unreachable: This process has no device.
@@ -173,7 +166,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         return list(self._pools.values())
 
     def pool(self, device: int) -> DevicePool:
-        """The exported memory of a device. Safe in any thread."""
         known = self._pools.get(device)
         if known is not None:
             return known
@@ -185,9 +177,9 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         """Queue a copy into a new block, behind the earlier work of a stream. Safe in any thread; does not wait.
 
         Args:
-            spans: The bytes to copy; targets are offsets in the block.
-            stream: The stream that makes the content, and may change it afterwards.
-            keep: An object to keep alive until the copy is made.
+            spans: Targets are offsets in the block.
+            stream: It makes the content, and may change it afterwards.
+            keep: Kept alive until the copy is made.
 
         Raises:
             DeviceError: There is no memory left, or the device failed.
@@ -228,7 +220,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         self._look_later()
 
     def _look_later(self) -> None:
-        """From time to time, have the pools give back unused memory, until there is none."""
         if self._looking is None and not self._closed:
             self._looking = asyncio.get_running_loop().call_later(_REST, self._forget_idle)
 
@@ -239,7 +230,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
             self._look_later()
 
     def grant(self, block: DeviceBlock, control: Control) -> Grant:
-        """Let the peer at `control` pull a filled block. The block stays until it returns the grant or is gone."""
         _check_filled(block)
         return super().grant(block, control)
 
@@ -268,7 +258,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         return await self._pull(grant, control, self._land).queued
 
     def bring_now(self, grant: Grant, control: Control) -> Any:
-        """The same at once; None, and nothing has happened, if that could take long or fails."""
+        """At once; None, and nothing has happened, if that could take long or fails."""
         if not self._is_open(grant, control):
             return None
         pull = self._new_pull(grant, control)
@@ -282,13 +272,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         return owner
 
     async def read(self, grant: Grant, control: Control) -> Any:
-        """The granted bytes where they lie, as a `Reading`; if they are on no device of this process, as `bring` does.
-
-        Raises:
-            Unreachable: This process has no device, or it cannot reach that memory.
-            DeviceError: They cannot be opened.
-            GrantError: There is no such memory.
-        """
+        """The granted bytes where they lie, as a `Reading`; as `bring` if they are on no device of this process."""
         with self._declining(grant, control):
             reading = self._reading(grant, control)
         if reading is None:
@@ -298,7 +282,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         return reading
 
     def read_now(self, grant: Grant, control: Control) -> Any:
-        """The same at once; None, and nothing has happened, if that could take long or fails."""
+        """At once; None, and nothing has happened, if that could take long or fails."""
         if not self._is_open(grant, control):
             return None
         reading = self._reading(grant, control)
@@ -315,9 +299,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         Raises:
             ValueError: The memory is of another size.
             Unreachable: The device of the memory cannot reach the granted block; the device of `device_of` can.
-            PeerGone: The peer was lost during the fetch.
-            DeviceError: The device failed.
-            GrantError: There is no such memory.
+            PeerGone, DeviceError, GrantError: As `fetch` does.
         """
         size = size_of(grant)
         with self._declining(grant, control, ValueError):
@@ -331,16 +313,11 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
             raise
 
     def device_of(self, grant: Grant, control: Control) -> int | None:
-        """The device of this process that has the granted bytes, if there is one.
-
-        Raises:
-            GrantError: There is no such memory.
-        """
         identity, known = self.source_of(grant, control)[1].identity, self.driver.identities
         return known.index(identity) if identity in known else None
 
     def close(self) -> None:
-        """Wait for the copies, then free everything. The helper thread has ended before. Idempotent."""
+        """The helper thread has ended before. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -362,14 +339,11 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         if self._driver is not None:
             self._driver.close()
 
-    # Notes.
-
     def _meet(self, control: Control) -> Remote:
         return Remote(control)
 
     def _offer(self, block: DeviceBlock, remote: Remote) -> tuple[int, int]:
         if remote.control.peer == self._local:
-            # This process knows its own segments.
             return block.segment.id, block.offset
         return super()._offer(block, remote)
 
@@ -394,15 +368,12 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
     def _part(self, remote: Remote) -> None:
         peer = remote.control.peer
         for pull in remote.pulls:
-            # The device may still copy; the pull owns the memory until then.
             pull.settle(PeerGone(f"{peer} is gone"))
         for segment in list(self._segments.values()):
             if peer in segment.waiting:
                 self._closed_at(segment, peer)
         while remote.segments:
             self._give_up(remote.segments.popitem()[1], lambda: None)
-
-    # Fetching.
 
     def _readable(self, remote: Remote) -> Mapping[int, RemoteSegment | DeviceSegment]:
         return self._segments if remote.control.peer == self._local else remote.segments
@@ -413,7 +384,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         return pull
 
     def _is_open(self, grant: Grant, control: Control) -> bool:
-        """Whether the granted bytes are open for the device that would get them."""
         try:
             segment = self.source_of(grant, control)[1]
         except GrantError:
@@ -437,7 +407,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         except Exception as error:  # noqa: BLE001 - the waiter gets it
             self._over(pull, error)
         except BaseException:
-            # The process ends: `close` waits for the device.
+            # `close` waits for the device.
             pull.set_over()
             raise
         else:
@@ -459,10 +429,8 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         pull.remote.pulls.discard(pull)
         self._unused(pull.segment)
 
-    # Reading in place.
-
     def _reading(self, grant: Grant, control: Control) -> Reading | None:
-        """The bytes to be read where they lie, still to be opened; None if they are on no device of this process."""
+        """None if the bytes are on no device of this process."""
         device = self.device_of(grant, control)
         if device is None:
             return None
@@ -494,7 +462,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
                     continue
                 event = self.driver.record(device, stream)
             except TransportError:
-                # A stream that is gone, or a device that failed, reads no more.
                 continue
             self.watch.add(event, lambda _: self._wait_unused(remote, segment, number, device, left))
             return
@@ -505,8 +472,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         segment.users -= 1
         if isinstance(segment, RemoteSegment):
             self._shut_if_unused(segment)
-
-    # Closing and freeing segments.
 
     def _give_up(self, segment: RemoteSegment, closed: Callable[[], object]) -> None:
         segment.gone = closed
@@ -521,7 +486,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         for device in list(segment.addresses):
             await self._idle(device)
         if segment.addresses:
-            # Before that, `close` would close it.
             await self._in_thread(lambda: segment.shut(self.driver))
         self._foreign.discard(segment)
         closed()
@@ -542,9 +506,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
             self._host.create_task(self._free_in_thread(segment), name="free device memory")
 
     async def _idle(self, device: int) -> None:
-        """Wait until the default stream of a device has done its present work.
-
-        A call that gives memory back waits for the device, and meanwhile the driver lets other calls of the process
+        """A call that gives memory back waits for the device, and meanwhile the driver lets other calls of the process
         wait, too (measured as above), even if they do not wait for the device themselves.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -558,7 +520,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
     async def _free_in_thread(self, segment: DeviceSegment) -> None:
         if not segment.is_lent:
             await self._idle(segment.device)
-        # From now on `close` does not free it.
         if self._segments.pop(segment.id, None) is not None:
             await self._in_thread(lambda: self._free(segment))
 

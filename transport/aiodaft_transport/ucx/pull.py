@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from aiodaft_transport.memory import Block
 
 
-# Seconds that closing waits, at most, for operations in flight. They need milliseconds: two pieces of each transfer.
+# Closing waits so long, at most, for operations in flight; they need milliseconds.
 _CLOSE_TIME: Final = 5.0
 
 logger: Final = logging.getLogger("aiodaft")
@@ -31,8 +31,6 @@ Completed: TypeAlias = Callable[[int], object]
 
 
 class Endpoint(NamedTuple):
-    """A connection to one peer's worker, until `Driver.disconnect`."""
-
     handle: int
     number: int
 
@@ -42,7 +40,7 @@ class Driver:
 
     def __init__(self, library: Library, options: Mapping[str, str], turn_seconds: float) -> None:
         self.worker = Worker(library, options)
-        # `progress` itself copies between processes; after so many seconds the rest of the loop gets its turn.
+        # `progress` itself copies between processes.
         self._turn_seconds = turn_seconds
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
@@ -51,7 +49,6 @@ class Driver:
         self._turning = False
         self._scheduled = False
         self._closed = False
-        # Number of turns.
         self.turns = 0
         self._loop.add_reader(self.worker.event_fd, self.turn)
 
@@ -60,11 +57,11 @@ class Driver:
         return len(self._waiting)
 
     def connect(self, address: bytes, on_failed: Completed) -> Endpoint:
-        """Make an endpoint to a peer's worker; UCX calls `on_failed` if it notices that the peer is gone."""
+        """UCX calls `on_failed` if it notices that the peer is gone."""
         number = next(self._numbers)
         endpoint = Endpoint(self.worker.connect(address, number), number)
         self._endpoints[number] = endpoint, on_failed
-        # Later: the caller must have the endpoint before `on_failed` is called.
+        # The caller must have the endpoint before `on_failed` is called.
         self._turn_soon()
         return endpoint
 
@@ -79,7 +76,7 @@ class Driver:
     def get(
         self, endpoint: Endpoint, target: int, nbytes: int, source: int, rkey: int, memory: int, on_completed: Completed
     ) -> bool:
-        """Begin to copy a peer's memory here, as `Worker.get`; True if it is done, else `on_completed` gets the status.
+        """As `Worker.get`; True if it is done, else `on_completed` gets the status.
 
         The memory at both ends and the key must stay valid until then.
         """
@@ -90,7 +87,7 @@ class Driver:
         return False
 
     def turn(self) -> None:
-        """Do the pending work, for `turn_seconds` at most; the rest follows in the next turn of the loop."""
+        """Works for `turn_seconds` at most; the rest follows in the next turn of the loop."""
         if self._turning or self._scheduled or self._closed:
             # The turn that called a callback continues its operations; operations begun together share a turn.
             return
@@ -135,7 +132,7 @@ class Driver:
                 known[1](status)
 
     def close(self) -> None:
-        """Fail the operations in flight, and free everything. Afterwards UCX accesses no memory. Idempotent."""
+        """Afterwards UCX accesses no memory. Idempotent."""
         if self._closed:
             return
         for endpoint, _ in list(self._endpoints.values()):
@@ -147,7 +144,7 @@ class Driver:
         if quiet:
             self.worker.destroy()
         else:
-            # UCX would abort the process if it were destroyed now. The memory of the operations is never freed.
+            # UCX would abort the process if it were destroyed now.
             logger.error("UCX still has operations in flight; its worker and their memory are not freed")
 
     def _quieten(self) -> bool:
@@ -171,11 +168,9 @@ class Pool(Arena):
         super().__init__(shared=False, on_segment_closed=self.closed)
         self._on_closed = on_segment_closed
         self._registered: dict[int, tuple[Worker, int]] = {}
-        # The number of segments registered so far.
         self.registrations = 0
 
     def memory_of(self, segment: Segment | Region, worker: Worker) -> int:
-        """The handle of a segment, or of a region that is told of by `closed`."""
         known = self._registered.get(segment.id)
         if known is None:
             known = self._registered[segment.id] = worker, worker.register(segment.address, segment.size)
@@ -186,7 +181,7 @@ class Pool(Arena):
         return worker.pack(self.memory_of(segment, worker))
 
     def closed(self, segment_id: int) -> None:
-        """A segment or region is no more. In any thread, while its memory is still there."""
+        """In any thread, while the memory is still there."""
         known = self._registered.pop(segment_id, None)
         if known is not None:
             worker, memory = known
@@ -198,8 +193,8 @@ class Pool(Arena):
 class Stamp:
     """A random word that a peer reads after each value: while it is unchanged, the value was still granted.
 
-    Without it, a producer that gave up a peer could reuse a block while that peer, not knowing it yet, copies it, and
-    the torn value would be taken for a good one. The rest of the block is where the peer's own stamp is read into.
+    Without it, a producer that gave up a peer could reuse a block while that peer copies it, and the torn value would
+    be taken for a good one. The rest of the block is where the peer's own stamp is read into.
     """
 
     __slots__ = ("_numbers", "address", "block", "value")
@@ -207,19 +202,17 @@ class Stamp:
     def __init__(self, pool: Pool) -> None:
         self.block: ArenaBlock = pool.allocate((1 + _WORDS) * WORD)
         self.address = self.block.address
-        # Zero is the value of a stamp that is over.
         self.value = secrets.randbits(64) | 1
         c_uint64.from_address(self.address).value = self.value
         self._numbers = count()
 
     def landing_word(self) -> int:
-        """Address of a cleared word; of 1,024 reads at the same time, each has one of its own."""
+        """Of 1,024 reads at the same time, each has a cleared word of its own."""
         address = self.address + (1 + next(self._numbers) % _WORDS) * WORD
         c_uint64.from_address(address).value = 0
         return address
 
     def expire(self) -> None:
-        """From now on, nothing that the peer reads counts."""
         c_uint64.from_address(self.address).value = 0
 
 
@@ -239,9 +232,7 @@ class RemoteSegment:
         self.address = address
         self.size = size
         self.packed = packed
-        # The key to read it with, for the present endpoint.
         self.rkey: int | None = None
-        # Transfers that read it.
         self.users = 0
 
 
@@ -249,15 +240,13 @@ class Remote(SegmentRemote[RemoteSegment]):
     def __init__(self, control: Control, stamp: Stamp) -> None:
         super().__init__(control)
         self.stamp = stamp
-        # The address of its worker, once that is known. After UCX broke an endpoint, a new one is made with it.
+        # After UCX broke an endpoint, a new one is made with the address.
         self.address = b""
         self.endpoint: Endpoint | None = None
-        # Keys of closed endpoints; transfers that are ending may still use them.
+        # Transfers that are ending may still use them.
         self.retired: list[int] = []
-        # The segment with its stamp alone.
         self.stamped = RemoteSegment(0, 0, b"")
         self.expected_stamp = 0
-        # Whether it knows the address of this process.
         self.introduced = False
         self.pulls: set[Pull] = set()
         self.lost = False
@@ -275,7 +264,7 @@ class Remote(SegmentRemote[RemoteSegment]):
 
 
 class Pull(BasePull[None]):
-    """One transfer. Owns the block that it writes to until it is over."""
+    """Owns the block that it writes to until the transfer is over."""
 
     def __init__(self, remote: Remote, driver: Driver, landing: Block, on_finished: Callable[[], object]) -> None:
         super().__init__()
@@ -289,7 +278,7 @@ class Pull(BasePull[None]):
         self._stopped = False
 
     def begin(self, segment: RemoteSegment, offset: int, memory: int, stamp_memory: int) -> None:
-        """Begin the first pieces. A small transfer may be over when this returns."""
+        """A small transfer may be over when this returns."""
         self._segment = segment
         self._source = segment.address + offset
         self._memory = memory
@@ -303,11 +292,10 @@ class Pull(BasePull[None]):
         self._stop()
 
     def detach(self) -> None:
-        """The waiter is gone: begin no more pieces, and release the block when none is in flight."""
+        """The waiter is gone: begin no more pieces."""
         self.done.cancel()
         self._stop()
         if self.is_over:
-            # The transfer may have been complete, and its result was never taken.
             self.landing.release()
 
     def _stop(self) -> None:

@@ -69,7 +69,6 @@ def options_for(interface: str | None, local: str = _LOCAL) -> dict[str, str]:
         "TLS": local,
         # Allow shared memory with error handling of peers.
         "MM_ERROR_HANDLING": "y",
-        # Unlink files in shared memory at once.
         "POSIX_USE_PROC_LINK": "y",
         # Else UCX prefers a rendezvous protocol that cannot use process_vm_readv.
         "RNDV_THRESH": "inf",
@@ -92,7 +91,7 @@ class UcxSettings:
 
     Attributes:
         local: The UCX transports between processes of this host; with "self" they use the network.
-        turn_seconds: Seconds that UCX works before the rest of the loop has its turn.
+        turn_seconds: UCX works so long before the rest of the loop has its turn.
         folder: Makes the folder for files in shared memory, with room for the given number of bytes.
     """
 
@@ -118,12 +117,12 @@ class UcxTransport(SegmentTransport[Block, Remote]):
 
     @property
     def registrations(self) -> int:
-        """The number of registrations so far: segments of the pools, and memory of users."""
+        """Segments of the pools, and memory of users."""
         return sum(pool.registrations for pool in self.pools())
 
     @property
     def driver(self) -> Driver:
-        """The driver of UCX; started when first needed, because it belongs to the running loop."""
+        """Started when first needed, because it belongs to the running loop."""
         if self._driver is None:
             if self._closed:
                 raise TransportError("the transport is closed")
@@ -236,7 +235,7 @@ class UcxTransport(SegmentTransport[Block, Remote]):
             remote.endpoint = self.driver.connect(remote.address, lambda status: self._broke(remote, status))
 
     def _broke(self, remote: Remote, status: int) -> None:
-        """UCX reports a failed endpoint. The peer may live: the next transfer makes a new endpoint."""
+        """The peer may live: the next transfer makes a new endpoint."""
         remote.cut(self.driver, f"UCX lost {remote.control.peer}: {self._library.text(status)}")
         self._free_keys(remote)
 
@@ -249,7 +248,7 @@ class UcxTransport(SegmentTransport[Block, Remote]):
         self._free_keys(remote)
 
     def _pull(self, grant: Grant, control: Control, target: memoryview | None) -> Pull:
-        """Begin a fetch, into the pool if there is no target. A small fetch may be over when this returns."""
+        """A small fetch may be over when this returns."""
         _, offset, nbytes, number = cast(tuple[int, int, int, int], grant)
         remote, segment = self.source_of(grant, control)
         with self._declining(grant, control):
@@ -275,7 +274,6 @@ class UcxTransport(SegmentTransport[Block, Remote]):
         self._free_keys(remote)
 
     def _free_keys(self, remote: Remote) -> None:
-        """Free the keys of closed endpoints once no transfer uses them."""
         if remote.pulls:
             return
         retired, remote.retired = remote.retired, []

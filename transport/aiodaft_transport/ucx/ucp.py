@@ -34,11 +34,7 @@ print(*(number.value for number in numbers))
 
 
 def load() -> Library:
-    """The library to use, loaded once per process.
-
-    Raises:
-        Unreachable: There is none; the message names the package to install.
-    """
+    """Raises Unreachable: there is none; the message names the package to install."""
     return _load(os.environ.get(LIBRARY_VARIABLE) or None)
 
 
@@ -66,14 +62,12 @@ def _candidates() -> Iterator[str]:
     wheel = importlib.util.find_spec("libucx")
     folders = (wheel.submodule_search_locations or ()) if wheel is not None else ()
     if not folders or _system_version() >= OLDEST:
-        # The loader's own search: LD_LIBRARY_PATH, ld.so.cache.
         yield _SONAME
     for folder in folders:
         yield str(Path(folder) / "lib" / _SONAME)
 
 
 def _system_version() -> tuple[int, ...]:
-    """The version of the system's library; empty if there is none."""
     probe = subprocess.run([sys.executable, "-ISc", _PROBE], capture_output=True, text=True, check=False)
     return tuple(map(int, probe.stdout.split()))
 
@@ -90,7 +84,6 @@ _THREAD_MODE_SINGLE: Final = 0
 _ERROR_HANDLING_PEER: Final = 1
 _MEMORY_TYPE_HOST: Final = 0
 _CLOSE_FORCE: Final = 1
-# Fields of ucp_request_param_t that are set.
 _CALLBACK: Final = 1 << 1
 _USER_DATA: Final = 1 << 2
 _FLAGS: Final = 1 << 4
@@ -108,7 +101,7 @@ class UcxError(TransportError): ...
 
 
 class _Params(ctypes.Structure):
-    """ucp_params_t. `rest`, here and below: fields that the mask leaves out."""
+    """`rest`, here and below: fields that the mask leaves out."""
 
     _fields_ = [
         ("field_mask", c_uint64),
@@ -191,8 +184,6 @@ _SHORT: Final[dict[str, tuple[Any, list[Any]]]] = {
 
 
 class Library:
-    """A loaded libucp: its functions under their own names."""
-
     def __init__(self, path: str) -> None:
         handlers = _signal_handlers()
         try:
@@ -217,7 +208,6 @@ class Library:
         def __getattr__(self, name: str) -> Any: ...
 
     def make(self, what: str, function: Callable[..., int], *arguments: Any) -> int:
-        """The handle that a function puts where its last argument points."""
         made = c_void_p()
         self.check(function(*arguments, byref(made)), what)
         return made.value or 0
@@ -232,11 +222,11 @@ class Library:
 
 
 class Worker:
-    """One UCX context and its only worker. Memory may be registered and unregistered in any thread."""
+    """Memory may be registered and unregistered in any thread."""
 
     def __init__(self, library: Library, options: Mapping[str, str]) -> None:
         self.library = library
-        # Filled by `progress`: the number of an operation or endpoint, and its status.
+        # The number of an operation or endpoint, and its status.
         self.completed: deque[tuple[int, int]] = deque()
         self.failed: deque[tuple[int, int]] = deque()
         self._memories: set[int] = set()
@@ -279,7 +269,7 @@ class Worker:
         return done
 
     def arm(self) -> bool:
-        """Let the event descriptor report the next event; False if there is one already."""
+        """False if there is an event already."""
         status = self.library.ucp_worker_arm(self._worker)
         if status == _ERR_BUSY:
             return False
@@ -287,7 +277,7 @@ class Worker:
         return True
 
     def connect(self, address: bytes, number: int) -> int:
-        """Make an endpoint to a worker; if it breaks, `failed` gets `number`."""
+        """If the endpoint breaks, `failed` gets `number`."""
         copy = ctypes.create_string_buffer(address, len(address))
         params = _EndpointParams(
             field_mask=0b111,
@@ -306,11 +296,10 @@ class Worker:
             callback=self._on_completed,
             user_data=number,
         )
-        # If this fails, the endpoint is closed already.
         return int(self.library.ucp_ep_close_nbx(endpoint, byref(params))) <= 0
 
     def get(self, endpoint: int, target: int, nbytes: int, source: int, rkey: int, memory: int, number: int) -> bool:
-        """Begin to copy remote memory here; True if it is done, else `completed` gets `number`."""
+        """True if the copy is done, else `completed` gets `number`."""
         params = self._get
         params.user_data = number
         params.memh = memory
@@ -328,7 +317,6 @@ class Worker:
         return handle
 
     def unregister(self, memory: int) -> None:
-        """Undo `register`. Idempotent."""
         with self._memories_lock:
             if memory in self._memories:
                 self._memories.discard(memory)
@@ -344,7 +332,6 @@ class Worker:
             self.library.ucp_rkey_buffer_release(buffer)
 
     def unpack(self, endpoint: int, packed: bytes) -> int:
-        """Unpack the key of a peer's memory, for one endpoint."""
         return self.library.make("an unusable key", self.library.ucp_ep_rkey_unpack, endpoint, packed)
 
     def forget(self, rkey: int) -> None:
@@ -352,7 +339,7 @@ class Worker:
             self.library.ucp_rkey_destroy(rkey)
 
     def destroy(self) -> None:
-        """Free everything. Afterwards no operation accesses memory. Idempotent."""
+        """Afterwards no operation accesses memory. Idempotent."""
         if self._worker:
             self.library.ucp_worker_destroy(self._worker)
             self._worker = 0

@@ -65,6 +65,7 @@ TRANSITIONS: Final[dict[tuple[ChildState, ChildEvent], ChildState]] = {
     (_S.LEAVING, _E.MADE): _S.LEAVING,
     (_S.LEAVING, _E.RESTART): _S.LEAVING,
     (_S.LEAVING, _E.STOPPED): _S.DOWN,
+    # It could not be made, and so there is nothing to stop.
     (_S.LEAVING, _E.FAILED): _S.DOWN,
     (_S.LEAVING, _E.NO_MORE): _S.ENDING,
     (_S.ENDING, _E.MADE): _S.ENDING,
@@ -73,13 +74,17 @@ TRANSITIONS: Final[dict[tuple[ChildState, ChildEvent], ChildState]] = {
     (_S.ENDING, _E.FAILED): _S.OVER,
     (_S.DOWN, _E.TURN): _S.STARTING,
     (_S.DOWN, _E.RESTART): _S.DOWN,
+    # It has no process to stop.
     (_S.DOWN, _E.NO_MORE): _S.OVER,
     (_S.RETIRED, _E.NO_MORE): _S.RETIRED,
     **{(state, _E.ENDED): _S.OVER for state in _S},
 }
 
+# Its handles lead to its process.
 REACHABLE: Final = frozenset({_S.UP, _S.RETIRED})
+# Its process has to stop it.
 STOPPING: Final = frozenset({_S.LEAVING, _S.ENDING})
+# Its supervisor does nothing more with it.
 SETTLED: Final = frozenset({_S.RETIRED, _S.OVER})
 
 
@@ -283,6 +288,7 @@ class Siblings(Generic[ChildT, EvidenceT]):
         self._chance = chance
         self._children: dict[ChildT, Kind] = {}
         self._down: set[ChildT] = set()
+        # Without a limit only the last one is of use.
         self._failures: deque[tuple[float, EvidenceT]] = deque(maxlen=1 if policy.intensity is None else None)
         self._in_a_row = 0
         self._up_since = 0.0

@@ -53,6 +53,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
+            # As a shell says it.
             raise SystemExit(128 + signal.SIGINT) from None
         except OSError as error:
             if error.errno not in _FULL:

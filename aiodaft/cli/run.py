@@ -64,6 +64,7 @@ def published(path: Path, address: str, identity: Identity) -> Generator[None]:
     try:
         yield
     finally:
+        # A task of a later run may have replaced it.
         with suppress(OSError):
             path.unlink()
 

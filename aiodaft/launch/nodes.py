@@ -21,11 +21,8 @@ from aiodaft._runtime.platform.tasks import TaskOwner, see_through, wait_through
 from aiodaft.exceptions import LaunchFailed
 
 _READ_SIZE: Final = 64 << 10
-# Bytes; an address has less.
 _MAX_LINE: Final = 4 << 10
-# Seconds that a node has to end.
 _PATIENCE: Final = 15.0
-# Lines on standard error that an error has; seconds that they may take to come when the command has ended.
 _LAST_LINES: Final = 5
 _LAST_WORDS: Final = 1.0
 
@@ -39,7 +36,6 @@ class StartedNode:
 
     def __init__(self, name: str, process: Process, tasks: TaskOwner) -> None:
         self.address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        # Nobody waits for it if another node has failed.
         self.address.add_done_callback(lambda address: address.cancelled() or address.exception())
         self._name = name
         self._process = process
@@ -56,7 +52,7 @@ class StartedNode:
 
         Cancellation: raised when the command has ended.
         """
-        # The pipe is closed when this process ends, however it does; by that the node ends.
+        # The pipe is closed when this process ends, however it does.
         process_made = asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
         starting = tasks.start(process_made, name=f"start {name}")
         cancelled = await wait_through(starting)
@@ -78,7 +74,6 @@ class StartedNode:
         return started
 
     async def _read(self) -> None:
-        """Find the address among the output that a login shell may print, and pass on the rest, which actors print."""
         assert self._process.stdout is not None
         begun = b""
         while data := await self._process.stdout.read(_READ_SIZE):
@@ -98,9 +93,7 @@ class StartedNode:
             self.address.set_exception(LaunchFailed(f"the node {self._name} did not come up: {why}"))
 
     async def _relay(self) -> None:
-        """Pass on the messages of ssh and the node on standard error; until the node is up, they may explain its
-        failure.
-        """
+        """Until the node is up, messages of ssh and the node may explain its failure."""
         assert self._process.stderr is not None
         while data := await self._process.stderr.read(_READ_SIZE):
             sys.stderr.write(data.decode(errors="replace"))
@@ -131,7 +124,7 @@ class StartedNode:
                 await self._reading
                 await self._relaying
         except TimeoutError:
-            # Kills it, and reads no more: another process may have the other end of the pipe.
+            # Another process may have the other end of the pipe.
             self._process._transport.close()  # type: ignore[attr-defined]  # the only way to close the pipe
             await self._process.wait()
 
@@ -207,7 +200,7 @@ async def ssh(
 
 
 async def _end_all(nodes: Sequence[StartedNode]) -> None:
-    # The first one has the coordinator: it is the last one, so that the others can leave.
+    # The coordinator is the last one, so that the others can leave.
     for some in (nodes[1:], nodes[:1]):
         for node in some:
             node.end()
@@ -257,13 +250,10 @@ def _show(printed: IO[bytes]) -> None:
         print(line.decode(errors="replace"), end="", flush=True)
 
 
-# Seconds that Ray has to end a node.
 _TASK_PATIENCE: Final = 20.0
 
 
 class PlacementGroup(Protocol):
-    """That of Ray."""
-
     @property
     def bundle_specs(self) -> list[dict[str, Any]]: ...
     def ready(self) -> Any: ...
@@ -353,7 +343,6 @@ def _node_in(group: PlacementGroup, number: int, spec: Mapping[str, float]) -> A
             memory=spec.get("memory"),
             resources=others or None,
             scheduling_strategy=strategy,
-            # `end`, while `start` waits.
             max_concurrency=2,
         )
         .remote()
@@ -361,14 +350,13 @@ def _node_in(group: PlacementGroup, number: int, spec: Mapping[str, float]) -> A
 
 
 async def _end_hosts(nodes: Sequence[Any], kill: Callable[[Any], object]) -> None:
-    # The first one has the coordinator: it is the last one, so that the others can leave.
+    # The coordinator is the last one, so that the others can leave.
     for some in (nodes[1:], nodes[:1]):
         ending = asyncio.gather(*(node.end.remote() for node in some), return_exceptions=True)
         try:
             async with asyncio.timeout(_TASK_PATIENCE):
                 await ending
         except TimeoutError:
-            # Ray ends the other actors.
             continue
         finally:
             for node in some:

@@ -34,14 +34,10 @@ def at_once(ready: Sequence[int], count: int) -> Sequence[int]:
 
 @dataclass(slots=True)
 class _View:
-    """The rows as one consumer sees them."""
-
     fields: frozenset[str]
     sampler: Sampler
     partial: set[int] = field(default_factory=set)
-    # In the order of their numbers.
     ready: dict[int, None] = field(default_factory=dict)
-    # The lease under which a row was taken.
     taken: dict[int, int] = field(default_factory=dict)
 
 
@@ -58,7 +54,6 @@ class Rows:
         self, consumers: Mapping[str, tuple[Iterable[str], Sampler]], capacity: int, storages: int = 1
     ) -> None:
         self.capacity = capacity
-        # Those that are not lost; and how many there were.
         self.storages = set(range(storages))
         self._modulus = storages
         self.is_finished = False
@@ -71,11 +66,7 @@ class Rows:
         return len(self._fields)
 
     def fields_of(self, consumer: str) -> frozenset[str]:
-        """The fields that a consumer needs.
-
-        Raises:
-            ValueError: There is no such consumer.
-        """
+        """Raises ValueError: there is no such consumer."""
         if consumer not in self._views:
             raise ValueError(f"the queue has no consumer {consumer!r}, only {', '.join(map(repr, self._views))}")
         return self._views[consumer].fields
@@ -110,7 +101,6 @@ class Rows:
                         view.ready[row] = None
 
     def without_fields(self, rows: Iterable[int]) -> list[int]:
-        """The rows that nothing was stored for, and that were not cleared."""
         return [row for row in rows if self._fields.get(row) == set()]
 
     def take(self, consumer: str, lease: int, count: int) -> list[int] | None:

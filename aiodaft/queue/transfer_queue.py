@@ -27,14 +27,12 @@ class Storage(Actor):
     def __init__(self, storages: int) -> None:
         self._storages = storages
         self._rows: dict[int, dict[str, Any]] = {}
-        # Cleared rows, divided by `storages`: all below a number, and some from there on. A value that comes late must
-        # not stay for ever.
+        # All rows below a number, and some from there on, divided by `storages`: a late value must not stay for ever.
         self._cleared_below = 0
         self._cleared: set[int] = set()
 
     @method
     async def write(self, rows: list[int], fields: dict[str, list[Any]]) -> None:
-        """Store fields: for each, the values of all rows. Rows that were cleared are left out."""
         for place, row in enumerate(rows):
             index = row // self._storages
             if index >= self._cleared_below and index not in self._cleared:
@@ -92,9 +90,7 @@ class Metadata(Actor):
         self._storages = storages
         self._leases = count(1)
         self._consumers: dict[int, str] = {}
-        # Waiting calls look again when this is set; each gets a new one.
         self._changed = asyncio.Event()
-        # Producers that wait for room, in their order.
         self._producers: deque[object] = deque()
 
     async def _wait_changed(self) -> None:
@@ -204,7 +200,6 @@ class Metadata(Actor):
 
     @method
     async def finish(self) -> None:
-        """No rows will be added."""
         self._rows.is_finished = True
         self._change()
 
@@ -365,13 +360,10 @@ class TransferQueue:
 
 
 class Consumer:
-    """Takes rows; see `TransferQueue.consumer`."""
-
     def __init__(self, queue: TransferQueue, lease: int, fields: list[str]) -> None:
         self._queue = queue
         self._lease = lease
         self._fields = fields
-        # Rows that were taken and not acknowledged.
         self._rows: set[int] = set()
 
     async def take(self, count: int) -> Batch:

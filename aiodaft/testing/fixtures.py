@@ -28,15 +28,12 @@ from aiodaft.ref import Ref
 from aiodaft.runtime import Runtime
 from aiodaft.testing.in_process import in_process
 
-# The folder in which Linux shows the descriptors of a process.
 _DESCRIPTORS: Final = "/proc/self/fd"
 _SEGMENT: Final = "/memfd:aiodaft"
 _ROUNDS: Final = 2
 
 
 class Before:
-    """The objects that exist before a test, so that they do not count as left."""
-
     def __init__(self) -> None:
         self._tasks = asyncio.all_tasks()
         self._processes = set(process_tree(os.getpid()))
@@ -54,7 +51,7 @@ class Before:
 
 
 def held_refs(runtime: Runtime, fixtures: Collection[object]) -> list[str]:
-    """The refs of an open runtime, without those that are values of fixtures: a line for each."""
+    """Without those that are values of fixtures: a line for each ref."""
     found = _refs(runtime, fixtures)
     # An error that was raised refers to frames, these to refs, and the state of a ref to its error: only the collector
     # frees such a circle, and the first time it reports the ref as dropped.
@@ -73,12 +70,10 @@ def _refs(runtime: Runtime, fixtures: Collection[object]) -> list[Ref[Any]]:
 
 
 def _is_users(state: RefState) -> bool:
-    """Whether a ref is of an actor of the program, or of a value, and not of the runtime's own actors."""
     return not isinstance(state, CallState) or state.target.actor >= FIRST_USER_ACTOR
 
 
 def _runs_tests(task: asyncio.Task[Any]) -> bool:
-    """Whether a task is that in which anyio has the loop run a fixture."""
     return getattr(task.get_coro(), "__qualname__", "").startswith("TestRunner.")
 
 
@@ -146,7 +141,6 @@ class _Nodes:
         self.started: dict[str, StartedNode] = {}
 
     async def start(self, name: str, *command: str) -> str:
-        """Start a node; returns its address."""
         words = [*command, "--name", name, "--listen", "tcp://127.0.0.1:0", "--key-stdin", *self._options]
         command_line = [sys.executable, "-m", "aiodaft.cli", *words]
         node = self.started[name] = await StartedNode.start(name, command_line, self._identity, self._tasks)

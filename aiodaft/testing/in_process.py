@@ -58,10 +58,8 @@ class AutojumpLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._now = 0.0
-        # Jobs that threads work on, and whether a thread has called back.
         self._in_threads = 0
         self._called_back = threading.Event()
-        # The selector that asyncio waits with.
         self._selector = self
 
     def time(self) -> float:
@@ -106,7 +104,6 @@ class AutojumpLoop(asyncio.BaseEventLoop):
 
 # Pids from here on belong to no process of the machine: a signal to one reaches nothing.
 FIRST_PID: Final = 10_000_000
-# Options that need processes.
 _NEEDS_PROCESSES: Final = {"address", "env", "key_file"}
 
 
@@ -129,14 +126,11 @@ def in_process(**options: Any) -> Runtime:
         raise ValueError(f"{', '.join(unfit)}: the actors of this runtime have no processes of their own")
     fixed: dict[str, Any] = {"cpus": 64, "gpus": 0, "transport": default_name(), "preload": (), "uvloop": False}
     with patch.dict(os.environ):
-        # A node would start processes.
         os.environ.pop("AIODAFT_ADDRESS", None)
         return Runtime(**{**fixed, **options}, env=Env(launcher=InProcessLauncher))
 
 
 class NoOutput:
-    """The output of a worker: nothing, because it prints where the test prints."""
-
     last_lines = ()
 
     def rename(self, names: str, pid: int) -> None:
@@ -144,8 +138,6 @@ class NoOutput:
 
 
 class Pulse:
-    """The node's end of the way of heartbeats: a question is answered at once."""
-
     def __init__(self) -> None:
         self._answers: deque[bytes] = deque()
         self._open = True
@@ -170,16 +162,12 @@ class Pulse:
 
 
 class _PulseHeartbeat(Heartbeat):
-    """The worker's end, without a thread."""
-
     def start(self) -> None:
         pulse: Any = self._connection
         pulse.answer = lambda: self._answer(self._process.env.monotonic())
 
 
 class EnclosedMain(WorkerMain):
-    """A worker without a process: it ends without ending the test."""
-
     on_exit: Callable[[int], object]
 
     @property
@@ -198,10 +186,8 @@ class EnclosedMain(WorkerMain):
 
 
 class InProcessMain(EnclosedMain):
-    """A worker whose loop is that of the test."""
-
     def cut_off(self, reason: str) -> None:
-        """End all connections without a word, as the kernel does with those of a dead process; `run` then returns."""
+        """End all connections without a word, as the kernel does with those of a dead process."""
         if self.peer is not None:
             for connection in list(self.peer.connections.values()):
                 connection.close(PeerLost(reason))
@@ -214,7 +200,7 @@ class EnclosedLauncher:
     pid = None
 
     async def wait_end(self, worker: Worker, seconds: float) -> bool:
-        """Wait until a worker has ended, but no longer than that; False if it has not."""
+        """Returns False if the worker has not ended by then."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await asyncio.shield(worker.ended)
@@ -222,8 +208,6 @@ class EnclosedLauncher:
 
 
 class InProcessLauncher(EnclosedLauncher):
-    """A `WorkerLauncher` with tasks in place of processes."""
-
     def __init__(self, loop: asyncio.AbstractEventLoop, *_: object) -> None:
         self._loop = loop
         self._tasks = TaskOwner("actors in this process")
@@ -244,7 +228,7 @@ class InProcessLauncher(EnclosedLauncher):
         main = InProcessMain(WorkerSettings.unpacked(settings.packed()), theirs, pulse, Env(pid=lambda: pid))
         main.on_exit = lambda code: self._ended(worker, Ending(code, None))
         self._mains[worker.id], self.workers[worker.id] = main, worker
-        # In a context of its own: that of the test has the test's process in it.
+        # The context of the test has the test's process in it.
         task = Context().run(self._tasks.create_task, self._live(worker, main), name=label)
         self._living.add(task)
         task.add_done_callback(self._living.discard)
@@ -321,7 +305,6 @@ class Faults:
         self._stopped.discard(pid)
         await runtime._controller.nodes.of(remote).wait_end(remote)
         with suppress(DaftError):
-            # Only its connection shows this process that it has ended.
             await runtime._controller.agent_of(remote).answer()
 
     async def stop(self, actor: object) -> None:
@@ -398,7 +381,7 @@ class Faults:
         os.kill(self._nodes[name], signal.SIGKILL)
 
     async def _inside(self, actor: object, what: str, *args: object) -> None:
-        """Do something in the process of an actor, by an actor that lives there meanwhile."""
+        """By an actor that lives in the process meanwhile."""
         runtime, _ = _of(actor)
         async with runtime.on(with_=actor).spawn(_Inside) as inside:
             await getattr(inside, what)(*args)
@@ -425,7 +408,6 @@ class _Delay:
     def __init__(self, peer: Peer) -> None:
         self.seconds = 0.0
         self._loop = peer.process.loop
-        # In the order in which they came, with any delays.
         self._held: deque[tuple[Handler, Connection, Message]] = deque()
         handlers = peer.connections.handlers
         for kind in _DELAYED:

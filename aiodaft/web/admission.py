@@ -46,8 +46,8 @@ class Counts:
         return self.begun - self.ended.total() - self.waiting
 
 
-# So many new containers are looked at together. Python looks at 700 (until 3.12; 2,000 later): with 64 requests under
-# way, nearly all of them are still in use then, count as old, and soon have it look at everything there is.
+# Python looks at 700 new containers together (2,000 from 3.12 on): with 64 requests under way, nearly all are still in
+# use then, count as old, and soon have it look at everything there is.
 _YOUNG: Final = 10_000
 
 
@@ -59,14 +59,12 @@ class Heap:
     Source: `gc.freeze`, which Instagram contributed to CPython for servers.
     """
 
-    # Those of the apps that are up.
     _settled: ClassVar[set[Heap]] = set()
     _before: ClassVar[tuple[int, int, int]]
     # Others have frozen nothing, which would have to stay so.
     _is_first: ClassVar[bool]
 
     def settle(self) -> None:
-        """The app is up: modules, models and handles stay as long as it does."""
         if not Heap._settled:
             Heap._before, Heap._is_first = gc.get_threshold(), not gc.get_freeze_count()
             if young := Heap._before[0]:
@@ -77,7 +75,6 @@ class Heap:
         gc.freeze()
 
     def unsettle(self) -> None:
-        """The app ends. Nothing if it was not up."""
         if self in Heap._settled:
             Heap._settled.remove(self)
             if not Heap._settled:
@@ -86,9 +83,7 @@ class Heap:
                     gc.unfreeze()
 
 
-# The weight of the last request in the mean duration.
 _WEIGHT: Final = 1 / 16
-# The most seconds that a client is told.
 _LONGEST_WAIT: Final = 60
 # Seconds in which some of a body must come if others wait for the place.
 PATIENCE: Final = 1.0
@@ -109,15 +104,11 @@ def admission_of(limit: int | None, queue: int) -> Admission | None:
 
 
 class Holder(Protocol):
-    """A request that has a place."""
-
     def stalled_for(self, now: float) -> float:
-        """Seconds for which its app has waited for its client to send more of the body; 0 if it does not."""
+        """Seconds for which the app has waited for its client to send more of the body."""
         ...
 
-    def give_up(self) -> None:
-        """End it: its client has not sent its body."""
-        ...
+    def give_up(self) -> None: ...
 
 
 class Admission:
@@ -130,10 +121,9 @@ class Admission:
         self._limit = limit
         self._queue = queue
         self._free = limit
-        # As a dict, because a request that is cancelled leaves from the middle.
+        # As a dict: a request that is cancelled leaves from the middle.
         self._waiting: dict[asyncio.Future[None], None] = {}
         self._mean_duration = 0.0
-        # Those that have places, with the times since when.
         self._holders: dict[Holder, float] = {}
         self._looks = False
 
@@ -168,7 +158,6 @@ class Admission:
         self._holders[holder] = loop.time()
 
     def leave(self, holder: Holder) -> None:
-        """Give the place to the request that has waited longest."""
         duration = asyncio.get_running_loop().time() - self._holders.pop(holder)
         self._mean_duration += (duration - self._mean_duration) * _WEIGHT
         self._pass_on()

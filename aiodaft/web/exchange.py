@@ -40,7 +40,6 @@ async def answer_with(send: Send, status: int, body: bytes, kind: bytes, *header
 # To watch a client takes a task, which is as much work as a short request. A request that ends within one round costs
 # two entries in a set.
 
-# Seconds: a client is watched one or two rounds after its request has begun.
 _ROUND: Final = 0.02
 
 _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, LastingRequests] = WeakKeyDictionary()
@@ -48,13 +47,11 @@ _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, LastingRequests] = WeakK
 
 class Watched(Protocol):
     def watch(self, tasks: TaskOwner) -> bool:
-        """Begin to watch the client; False if it is watched by others for now."""
+        """False if the client is watched by others for now."""
         ...
 
 
 class LastingRequests:
-    """Has the clients of requests watched that are still under way after a round."""
-
     def __init__(self) -> None:
         self._tasks = TaskOwner("aiodaft web")
         self._new: set[Watched] = set()
@@ -109,7 +106,7 @@ def _client_disconnected() -> ClientDisconnected:
 
 
 class Receiver(Protocol):
-    """A request with ASGI's `receive`, such as those of Starlette, FastAPI and Litestar."""
+    """A request of Starlette, FastAPI or Litestar, say, with ASGI's `receive`."""
 
     @property
     def receive(self) -> Receive: ...
@@ -188,13 +185,10 @@ class Exchange:
         self._send = send
         self._task = task
         self.started = self._complete = self._cancelled = self._body_came = self.given_up = False
-        # The number of the app's tasks that wait for the server.
         self._receiving = 0
-        # The tasks of the app, other than its first, that wait for a message.
         self._listeners: set[asyncio.Task[Any]] = set()
-        # Since when the app waits for more of the body.
         self._asked: float | None = None
-        # The future of the app's first task when another one was told that the client has left.
+        # Of the app's first task, when another one was told that the client has left.
         self._waited_for: asyncio.Future[Any] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._kept: Any = None
@@ -210,10 +204,7 @@ class Exchange:
             self._watcher.cancel()
         return self._cancelled and self._task.uncancel() == 0
 
-    # Calls of the app.
-
     def send(self, message: Any) -> Awaitable[None]:
-        """As the server's."""
         match message["type"]:
             case "http.response.body":
                 self._complete = not message.get("more_body", False)
@@ -255,8 +246,6 @@ class Exchange:
             self._asked = None
             self._listeners.discard(task)
 
-    # While others wait for its place.
-
     def stalled_for(self, now: float) -> float:
         return 0.0 if self._asked is None else now - self._asked
 
@@ -267,8 +256,6 @@ class Exchange:
         self._client_left({"type": DISCONNECT})
         for task in listeners:
             task.cancel()
-
-    # While the app does something else.
 
     def watch(self, tasks: TaskOwner) -> bool:
         if self._waited_for is not None and self._task._fut_waiter is self._waited_for:  # type: ignore[attr-defined]  # of every task
@@ -299,7 +286,6 @@ class Exchange:
         self._disconnect = message
         if self._listeners:
             self._waited_for = self._task._fut_waiter  # type: ignore[attr-defined]  # of every task
-            # To be looked at after a whole round.
             self._requests.discard(self)
             self._requests.add(self)
         else:

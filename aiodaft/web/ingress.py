@@ -45,14 +45,11 @@ Answer = Callable[[Any, Send], Awaitable[None]]
 
 
 class RunningProbes(AbstractAsyncContextManager[Mapping[str, Answer]]):
-    """The probes of one runtime: a block with the answers to each path."""
-
     def __init__(self, probes: Probes, rt: Runtime, counts: Counts) -> None:
         self._rt = rt
         self._counts = counts
         self._probes = probes
         self._tasks = TaskOwner("aiodaft web")
-        # Requests that come at the same time share a look.
         self._look: asyncio.Task[list[str]] | None = None
 
     async def __aenter__(self) -> Mapping[str, Answer]:
@@ -108,17 +105,15 @@ class Lifespan:
         self._on_started = on_started
         self._received = 0
         self._started = False
-        # The app's last message, about its end.
         self._last: Any = None
 
     async def run(self, app: App, scope: Any, around: AbstractAsyncContextManager[object]) -> None:
-        """Run it to its end. Errors are told to the server, which logs them."""
+        """Errors are told to the server, which logs them."""
         try:
             async with around:
                 await self._run_app(app, scope)
         except Exception:
             if self._started and self._received < 2:
-                # It was to go on.
                 raise
             if not self._received:
                 await self._receive()
@@ -134,7 +129,6 @@ class Lifespan:
             if self._received:
                 raise
         if not self._received:
-            # The app has no lifespan.
             await self._give()
             await self._take({"type": _STARTED})
             await self._give()
@@ -210,13 +204,12 @@ class Ingress:
         except ValueError as error:
             if actors is None or asyncio._get_running_loop() is None:
                 raise
-            # Starlette makes its middleware when the lifespan begins, where uvicorn takes an error for an app without
-            # a lifespan, and serves. It hears of this one as an app that cannot start.
+            # Starlette makes its middleware when the lifespan begins, where uvicorn takes an error for an app without a
+            # lifespan, and serves.
             self._wrong = error
         self._probes = probes
         self._heap = Heap()
         self._counts = Counts()
-        # None: the actors are not up.
         self._state: Mapping[str, object] | None = None
         self._paths: Mapping[str, Answer] = {}
 
@@ -275,7 +268,6 @@ class Ingress:
             finally:
                 ended_for_client = exchange.end() or exchange.given_up
             if exchange.given_up:
-                # An app that listens for the disconnect has ended by itself.
                 raise asyncio.CancelledError
         except asyncio.CancelledError:
             if not ended_for_client:

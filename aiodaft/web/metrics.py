@@ -12,8 +12,6 @@ from aiodaft.web.admission import BOUNDS, OUTCOMES, Counts
 
 
 class IngressMetrics(Collector):
-    """The number of requests that an ingress holds, has answered and refused, and their times."""
-
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
 

@@ -119,6 +119,7 @@ class ServerHandshake:
         if len(hello) != HELLO_SIZE or not hello.startswith(MAGIC):
             raise HandshakeError("the other side does not speak this protocol")
         said, proof = hello[:-MAC_SIZE], hello[-MAC_SIZE:]
+        # Nothing is looked at before the proof.
         if not self._key.made(proof, b"client", self.challenge, said):
             raise HandshakeError("the other side does not hold the cluster key")
         _, version, purpose, flags, _, _, sender, to = _HELLO.unpack(said)

@@ -226,6 +226,7 @@ class BlockPool(ABC, Generic[S]):
         return [*(s for segments in self._classes.values() for s in segments), *self._own]
 
     def _shared_segment(self, nbytes: int) -> S:
+        # Four classes between two powers of two.
         step = max(_SMALLEST, 1 << (nbytes - 1).bit_length()) >> 3
         capacity = max(_SMALLEST, -(-nbytes // step) * step)
         segments = self._classes.setdefault(capacity, [])
@@ -253,6 +254,7 @@ class BlockPool(ABC, Generic[S]):
         if not segment.retired:
             segment.free.append(block.offset)
         if not segment.live and segment in self._own:
+            # Most recently used last: that is where trimming does not look first.
             self._own.remove(segment)
             self._own.append(segment)
         self._trim()
@@ -352,6 +354,7 @@ ALIGNMENT: Final = 64
 # Between chunks a cancelled copy can stop, and another thread's copy gets its turn.
 _CHUNK: Final = 4 << 20
 _PyBUF_SIMPLE: Final = 0
+# The exposed views, which are not hashable, by the ids of these.
 _exposed: Final[dict[int, weakref.ref[Any]]] = {}
 
 

@@ -82,6 +82,7 @@ class SegmentRemote(Remote, Generic[SegmentT]):
     def __init__(self, control: Control) -> None:
         super().__init__()
         self.control = control
+        # The segments of this process that it was told of, and those of its own that are known here.
         self.told: set[int] = set()
         self.segments: dict[int, SegmentT] = {}
 

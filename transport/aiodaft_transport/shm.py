@@ -119,6 +119,7 @@ class _RemoteSegment:
 
     def close(self) -> None:
         os.close(self.fd)
+        # A live view keeps its mapping; the others are unmapped now.
         self.mappings.clear()
         self._shared = None
 
@@ -163,6 +164,7 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
         segment_id, offset, nbytes, _ = cast(tuple[int, int, int, int], grant)
         remote = self.remotes.get(control.peer)
         segment = None if remote is None else remote.segments.get(segment_id)
+        # A wrong grant is an error of `fetch`.
         if remote is None or segment is None or not 0 <= offset < offset + nbytes <= segment.size:
             return None
         mapping = segment.idle_mapping(offset)

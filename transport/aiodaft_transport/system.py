@@ -123,6 +123,7 @@ def sweep_folders(base: str = SHARED_MEMORY, prefix: str = _PREFIX) -> None:
 
 def _room() -> int:
     found = os.statvfs(SHARED_MEMORY)
+    # Without a limit on its size, it has no blocks.
     return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
 

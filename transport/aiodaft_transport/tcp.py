@@ -49,7 +49,9 @@ class _Move(BasePull[None]):
         self.memory = memory
         self.event = event
         self.moved = 0
+        # Set by the loop: move nothing more.
         self.stopped = False
+        # Set by the thread: it does not use the memory any more.
         self.ended = False
 
     def step(self) -> bool:
@@ -78,6 +80,7 @@ class _Move(BasePull[None]):
 class _Thread:
     def __init__(self, call_soon: Callable[[Callable[[], object]], object]) -> None:
         self._call_soon = call_soon
+        # New and stopped moves.
         self._orders: deque[_Move] = deque()
         self._closing = False
         self.load = 0
@@ -124,9 +127,11 @@ class _Thread:
             if move.step():
                 self._end(move, None)
         except (OSError, PeerGone) as error:
+            # Its frames refer to the memory.
             self._end(move, error.with_traceback(None))
 
     def _end(self, move: _Move, error: Exception | None) -> None:
+        # A move may be stopped when it has just ended.
         if not move.ended:
             move.ended = True
             with suppress(KeyError):
@@ -230,6 +235,7 @@ class _Remote(Remote):
     def __init__(self) -> None:
         super().__init__()
         self.idle: list[socket.socket] = []
+        # In use, here or by the peer.
         self.open: set[socket.socket] = set()
         self.turn = asyncio.Semaphore(_MAX_STREAMS)
         # Of the grants of which a part was sent.
@@ -287,6 +293,7 @@ class TcpTransport(PeerTransport[Block, _Remote]):
                     for start in range(0, nbytes, size):
                         parts.create_task(self._pull(control.peer, remote, number, target, start, size))
             except BaseExceptionGroup as errors:
+                # The first part that failed has cancelled the others.
                 raise errors.exceptions[0] from None
 
     def decline(self, grant: Grant, control: Control) -> None:
@@ -302,6 +309,7 @@ class TcpTransport(PeerTransport[Block, _Remote]):
         if self._closed:
             stream.close()
             return
+        # One that was granted nothing gets no bytes.
         remote = self.remotes.setdefault(peer, _Remote())
         remote.open.add(stream)
         self._host.create_task(self._serve(stream, remote), name="tcp serve")
@@ -373,6 +381,7 @@ class TcpTransport(PeerTransport[Block, _Remote]):
             await block.read_into(copy.address, start, nbytes)
             await self._send(stream, copy.view)
         except BaseException:
+            # A device may still write to it.
             copy.retire()
             raise
         finally:

@@ -87,14 +87,18 @@ NEXT: Final = {
 ONWARD: Final = NEXT[START]
 
 WANTED: Final = frozenset({FETCHING, QUEUED, STARTED})
+# It was not handed to its task or thread.
 WAITING: Final = frozenset({FETCHING, QUEUED})
+# The mailbox drops it.
 GONE: Final = frozenset({WITHDRAWN, OVER})
+# It has begun, and its result is not wanted.
 GIVEN_UP: Final = frozenset({CANCELLED, LATE, ABANDONED})
 ANSWERED: Final = frozenset({ABANDONED, OVER})
 
 
 class Life:
     stage = QUEUED
+    # An earlier call had not begun when this one was started: this one has to begin after it.
     behind = False
     # `begun`: its first line has run. `last_begun`: the first line of the last step of a segment has run.
     begun = False
@@ -207,6 +211,7 @@ class Mailbox(Generic[EntryT]):
         else:
             lane.append(entry)
             if entry.gate is not None:
+                # It is asked early; whether the call may start, `startable` finds.
                 _let_gates_decide(lane)
         return False
 

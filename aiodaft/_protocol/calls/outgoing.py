@@ -72,6 +72,7 @@ class Handover(Generic[AnswerT, TakerT]):
     def __init__(self) -> None:
         self._takers: dict[Expected, deque[TakerT]] = {}
         self._early: dict[Expected, deque[AnswerT]] = {}
+        # Values, by producer, and processes, of which answers are dropped and calls ask.
         self._doubtful: set[Expected] = set()
         self._renewed: set[PeerId] = set()
 
@@ -222,6 +223,7 @@ class Location:
     ended: DaftError | None = None
 
     def why_missed(self, remote: PeerId | None, lost: DaftError | None) -> DaftError | None:
+        # Perhaps only the connection broke, and the actor is where it was.
         return self.ended or (lost if self.peer == remote else None)
 
 

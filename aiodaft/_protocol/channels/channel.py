@@ -303,12 +303,14 @@ class Keeper:
         self._pump()
 
     def _hold(self, peer: PeerId) -> None:
+        # The maker's HELD may come later, or never.
         if peer not in self._holders:
             self._holders[peer] = None
             if self._counts:
                 self._tell(peer, Kind.COUNTING, 0)
 
     def _dropped(self, sender: PeerId, message: Message) -> None:
+        # The maker may only have lost its connections to the holders.
         self._count()
 
     def _count(self) -> None:
@@ -342,6 +344,7 @@ class Keeper:
             want = self._wants.popleft()
             self._lent[want] = item = self._items.popleft()
             self._tell(want[0], Kind.ITEM, want[1], item)
+        # A lent item may be returned.
         if self._items or self._lent:
             return
         orphaned = self.missed is not None and not any(map(self._may_send, self._holders))

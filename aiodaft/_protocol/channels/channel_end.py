@@ -71,8 +71,11 @@ class End:
         self._offers: dict[int, Any] = {}
         self._want = Want.IDLE
         self._want_ticket = 0
+        # The process that was asked, for each unanswered request, by ticket.
         self._asked: dict[int, PeerId] = {}
+        # The item that is lent, or owned and not yet taken.
         self._item: Any = None
+        # The ticket of a receive that began while an item was on its way back.
         self._next_want: int | None = None
         self._closes: set[int] = set()
         self._close_again = False

@@ -88,6 +88,7 @@ class FrameDecoder:
             while unpacker.tell() < fed:
                 frames.append(unpacker.unpack())
         except msgpack.OutOfData:
+            # The rest of this one is still to come.
             pass
         except (ValueError, msgpack.UnpackException) as error:
             raise RemoteProtocolError(f"these bytes are no frame: {str(error) or type(error).__name__}") from error

@@ -121,9 +121,14 @@ WANT_REPLY: Final = 0
 WANT_STREAM: Final = 1
 WANT_NOTHING: Final = 2
 
+# Lengths of inputs. (index,): the sender keeps the value for the owner of the graph, or the step is over and the owner
+# needs no value.
 STORED_VALUE: Final = 1
+# (index, value): the value travels in the frame as it is.
 PLAIN_VALUE: Final = 2
+# (index, encoded exception, whether the step ran)
 FAILED_VALUE: Final = 3
+# (index, payload, blobs, refs, descriptors of awaited refs)
 ENCODED_VALUE: Final = 5
 GraphItem: TypeAlias = tuple[Any, ...]
 

@@ -102,6 +102,7 @@ class _Other:
 @dataclass(slots=True)
 class _OwnCall:
     message: Message | None
+    # Earlier calls of users that have no message.
     behind: set[CallId | _Other]
 
 
@@ -294,6 +295,7 @@ class Session(Generic[CallT]):
         if call_id in self._own_waiting:
             return None
         self._own.remove(call_id)
+        # It took no room of the window.
         return self.calls.pop(call_id)
 
     def look_for_stall(self) -> bool:

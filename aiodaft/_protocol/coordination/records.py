@@ -178,6 +178,7 @@ class LeaseHolder:
         return min(self._send_at, self.fence_at) if self._state is HolderState.HOLDING else self._send_at
 
     def _renew(self, good_for: float, sent_at: float) -> None:
+        # An answer that took very long may be of no use any more; `state` tells.
         self._granted_until = max(self._granted_until, sent_at + good_for - self._skew)
         self.fence_at = max(self.fence_at, self._granted_until)
         self._handle(HolderEvent.KEPT)

@@ -146,6 +146,7 @@ class Search:
         self.deadlocks: list[Deadlock] = []
         self._asked: set[CallAt] = set(roots)
         self._known: dict[CallAt, Waiting | None] = {}
+        # All calls that waited in the first round; those of them that wait unchanged in the second.
         self._stuck: dict[CallAt, Waiting] = {}
         self._still: dict[CallAt, Waiting] = {}
 

@@ -140,6 +140,7 @@ def by_cause(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     A failure led to another one if its exception is in the chain of that, after the same calls and before others. Of
     several such failures, the one whose exception has come furthest did.
     """
+    # Each comes behind all that may have led to it.
     alike: dict[tuple[str, str], list[Failure]] = {}
     for failure in sorted(failures, key=lambda failure: (_depth(failure), failure.first)):
         alike.setdefault((failure.causes[0].type, failure.causes[0].message), []).append(failure)

@@ -70,6 +70,7 @@ class Screen:
     """
 
     def __init__(self) -> None:
+        # The writer of the incomplete line, its stream, how the line looks, whether it is a bar, and since when.
         self._writer: Hashable = None
         self._stream = 0
         self._shown = ""
@@ -228,6 +229,7 @@ Record: TypeAlias = Mapping[str, Any]
 
 
 def frames_of(record: Record, pid: int, number: int) -> list[bytes]:
+    # JSON escapes control characters.
     data = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
     parts = [data[start : start + _MAX_PART] for start in range(0, len(data), _MAX_PART)]
     return [b"\x1e%d %d %d/%d %s\n" % (pid, number, index, len(parts), part) for index, part in enumerate(parts, 1)]
@@ -247,6 +249,7 @@ class Sieve:
                 if data and len(stream) - at < _MAX_FRAME and stream.find(b"\n", at) < 0:
                     self._rest = stream[at:]
                     stream = stream[:at]
+                # Otherwise a program has printed the character.
                 at += 1
                 continue
             if at > printed:

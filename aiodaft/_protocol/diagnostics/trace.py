@@ -223,6 +223,7 @@ class _Merge:
         self._failures: Mapping[Key, str] = {}
         self.slices: list[Slice] = []
         self.waits: list[_Wait] = []
+        # A call that was made again has run more than once.
         self.runs: dict[Key, list[Slice]] = {}
         self.submissions: dict[Key, Slice] = {}
         self._calls: dict[Key, str] = {}

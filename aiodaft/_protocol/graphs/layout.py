@@ -182,6 +182,7 @@ def _abbreviate(layout: Layout) -> None:
     hidden = {id(box) for box in layout.boxes if FIRST_ROWS <= box.row < cut}
     layout.boxes = [box for box in layout.boxes if id(box) not in hidden]
     arrows: list[Arrow] = []
+    # A box has one arrow to the band and one from it.
     seen: set[tuple[int, bool]] = set()
     for arrow in layout.arrows:
         starts, ends = id(arrow.source) not in hidden, id(arrow.target) not in hidden

@@ -320,6 +320,7 @@ def _sorted(flow: Dataflow[DataT], orders: Mapping[ActorKey, Sequence[int]]) -> 
                 ready.append(later)
     if len(done) < len(flow.steps):
         raise _cycle(flow, before, set(range(len(flow.steps))).difference(done))
+    # Program order is such an order, if no actor has its own.
     return done if flow.orders else sorted(done)
 
 

@@ -53,6 +53,7 @@ GRAPH: Final[Mapping[GraphState, Mapping[GraphEvent, GraphState]]] = {
         GraphEvent.MOVED: GraphState.PREPARING,
         GraphEvent.FAILED: GraphState.BROKEN,
     },
+    # Each run fails in its turn, with the error of the preparation.
     GraphState.BROKEN: {
         GraphEvent.MOVED: GraphState.PREPARING,
         GraphEvent.FAILED: GraphState.BROKEN,
@@ -81,12 +82,14 @@ class RunEvent(IntEnum):
 
 
 RUN: Final[Mapping[RunState, Mapping[RunEvent, RunState]]] = {
+    # The inputs are encoded. The run waits until the graph is ready, has room, and it is its turn.
     RunState.WAITING: {
         RunEvent.COPY: RunState.COPYING,
         RunEvent.SENT: RunState.UNDER_WAY,
         # Cancelled, or the graph is broken: no participant knows the run.
         RunEvent.ENDED: RunState.OVER,
     },
+    # A helper thread or an accelerator copies inputs. The run keeps its place among the submitted calls.
     RunState.COPYING: {
         RunEvent.COPIED: RunState.WAITING,
         # The inputs cannot be freed before the copy ends.
@@ -232,6 +235,7 @@ SHARE: Final[Mapping[ShareState, Mapping[ShareEvent, ShareState]]] = {
     ShareState.RUNNING: {
         # All strands have ended, all results are told, all values have come, even if no step uses them now.
         ShareEvent.DONE: ShareState.OVER,
+        # The calls end by themselves.
         ShareEvent.DROPPED: ShareState.RUNNING,
     },
     ShareState.OVER: {},
@@ -311,6 +315,7 @@ class Share(Generic[ValueT]):
         """
         self.state = _CAME[self.state]
         if self.values:
+            # Some came from other participants; no value is counted twice.
             return items
         for item in items:
             if len(item) != PLAIN_VALUE:

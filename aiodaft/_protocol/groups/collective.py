@@ -300,6 +300,7 @@ def _cut(plan: Plan, rank: int, cut: Cut, part: int) -> int:
 def _reduce_cut(plan: Plan, cut: Cut, rank: int) -> int:
     """Every other member cuts off the part; this one reads its own value in place."""
     cuts = [source if source == rank else _cut(plan, source, cut, rank) for source in plan.inputs]
+    # To cut a part again changes nothing.
     return plan.add(rank, Work.REDUCE, *cuts, cut=cut, part=rank)
 
 

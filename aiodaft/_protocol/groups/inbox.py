@@ -72,6 +72,7 @@ class Receive:
     def __init__(self, number: int, wish: Wish, senders: Iterable[ActorId]) -> None:
         self.number = number
         self.wish = wish
+        # The members that may still send such a message; it ends when the last of them is gone.
         self.senders = set(senders)
         self.waiter: Any = None
 
@@ -226,6 +227,7 @@ class Inbox:
             _discard(self._announced, own, message)
         commands: list[Command] = []
         for within in list(self._withins):
+            # Serving one removes it, and may remove more.
             for wish in (Wish(source, tag, within), Wish(source, None, within)):
                 for head in self._heads(wish):
                     commands += self._serve(head)
@@ -242,6 +244,7 @@ class Inbox:
             if not self._fits(first):
                 break
             commands.append(self._admit(first))
+        # Behind that one: the first of each line that has none here.
         lines = self._announced if freed is None else self._announced.keys() & {freed}
         firsts = [next(iter(self._announced[line].values())) for line in lines if not self._admitted[line]]
         return [*commands, *map(self._admit, firsts)]

@@ -233,6 +233,7 @@ def plan(source: Mapping[str, Grid], target: Mapping[str, Grid], homes: Sequence
     loads: Counter[int] = Counter()
     # Most tensors of a model are laid out like others.
     known: dict[tuple[Grid, Grid], list[Share]] = {}
+    # The sort is stable: tensors of one size keep their order.
     for name in sorted(target, key=lambda name: -target[name].nbytes):
         _check(name, source.get(name), target[name])
         key = source[name], target[name]

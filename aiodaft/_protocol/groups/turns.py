@@ -64,6 +64,7 @@ class Entry(Protocol):
     caller: PeerId
     number: CallId
     rules: Rules
+    # The number of earlier attempts: others of its group may have begun.
     attempt: int
     # Why it takes part in nothing with other members any more.
     apart: Exception | None
@@ -77,6 +78,7 @@ def runs_in_turn(rules: Rules) -> bool:
 def asked_of(entry: Entry) -> Asked:
     key = group_call_of(entry.caller, entry.number)
     assert key is not None
+    # The thread of an actor runs one `def` method at a time.
     return Asked(key, "" if entry.rules.on_thread else entry.rules.name, roster_of(entry.number))
 
 
@@ -182,6 +184,7 @@ class Orders(Protocol):
 @dataclass(slots=True)
 class _Pending:
     asked: Asked
+    # Those at which it could begin, or has begun.
     members: set[Hashable] = field(default_factory=set[Hashable])
 
 
@@ -191,6 +194,7 @@ class Lead:
         self._roster = roster
         self._orders = orders
         self._round = 0
+        # The members that do not answer `hold` yet; None: no member is held.
         self._missing: set[Hashable] | None = None
         self._free: PeerId | None = None
         self._pending: dict[Key, _Pending] = {}

@@ -23,6 +23,7 @@ _SHORTEST: Final = 0.1
 # A loop that is blocked for so many seconds is reported, and again after pauses that double.
 _STALL: Final = 1.0
 _FIRST_PAUSE: Final = 5.0
+# The part of a period that counts as one.
 _AT_LEAST: Final = 0.9
 _NUMBERS: Final = struct.Struct("<dd")
 _MAX_NAME: Final = 200
@@ -122,6 +123,7 @@ class Liveness:
     def __init__(self, patience: Patience, now: float) -> None:
         self.health = Health.ALIVE
         self.last_heard = now
+        # Once it is LOST: the part of its patience that is used up.
         self.limit = ""
         self.patience = patience
         self._due = now if patience.period is None else math.ceil(now / patience.period) * patience.period
@@ -221,6 +223,7 @@ def _longer(first: float | None, second: float | None) -> float | None:
 # A process that is stopped, or waits for ever, does not change between looks at it; a slow process does. Looks are
 # counted, not seconds, so that a blocked watcher does not blame the process.
 
+# Looks in a row without a change.
 _SUSPECT: Final = 5
 _LOST: Final = 30
 # Looks in all, at a process that is busy and does not end.

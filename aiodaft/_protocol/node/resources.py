@@ -44,6 +44,7 @@ def device_named(name: str, machine: Sequence[Gpu]) -> str:
         return machine[int(name)].device if int(name) < len(machine) else ""
     # CUDA also takes the beginning of an id.
     found = next((gpu.device for gpu in machine if gpu.uuid.startswith(name)), "")
+    # A part of a GPU, or an id that is not known here, stands for itself.
     is_unknown = name.startswith("MIG-") or any(not gpu.uuid for gpu in machine)
     return found or (name if machine and is_unknown else "")
 
@@ -165,6 +166,7 @@ class Resources(Generic[HolderT]):
         self._claims = claims
         self._holders: dict[HolderT, tuple[str, Demand, tuple[int, ...]]] = {}
         self._slices: dict[HolderT, Resources[HolderT]] = {}
+        # The slice that a holder has its share of, and the slices that end with their last holder.
         self._inside: dict[HolderT, HolderT] = {}
         self._released: set[HolderT] = set()
         # Grows whenever something was given back.

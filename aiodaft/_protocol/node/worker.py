@@ -49,6 +49,7 @@ TRANSITIONS: Final[dict[tuple[WorkerState, WorkerEvent], WorkerState]] = {
     (_S.STARTING, _E.STARTED): _S.UP,
     (_S.STARTING, _E.ENDED): _S.DIED,
     (_S.UP, _E.ENDED): _S.DIED,
+    # The callers have the error.
     (_S.BLAMED, _E.ENDED): _S.OVER,
     (_S.STARTING, _E.CALLS_LOST): _S.BLAMED,
     (_S.UP, _E.CALLS_LOST): _S.BLAMED,
@@ -64,6 +65,7 @@ TRANSITIONS: Final[dict[tuple[WorkerState, WorkerEvent], WorkerState]] = {
     **{(_S.STOPPING, event): _S.STOPPING for event in (_E.STARTED, _E.CALLS_LOST, _E.ALIVE)},
     (_S.STOPPING, _E.ENDED): _S.OVER,
     (_S.DIED, _E.CALLS_LOST): _S.OVER,
+    # Its spawn fails with the error.
     (_S.DIED, _E.STOP): _S.OVER,
     (_S.DIED, _E.BLAME_OVER): _S.UNHANDLED,
     (_S.OVER, _E.BLAME_OVER): _S.OVER,

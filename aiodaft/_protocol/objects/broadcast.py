@@ -38,13 +38,19 @@ PATIENCE: Final = 2
 
 @dataclass(slots=True)
 class _Member:
+    # The relay that it gets the value from; None for the root.
     source: PeerId | None = None
+    # The time at which it has the value, in units of one transfer, and the number of members that it sends to.
     ready: int = 0
     given: int = 0
+    # The root names it to no more members; earlier ones may still wait for it.
     failing: bool = False
+    # Its relay failed.
     let_down: bool = False
     disappointments: int = 0
+    # It reads the block of another process of its machine, and has none for others.
     is_reader: bool = False
+    # It keeps a copy although no process waits for it.
     keeps: bool = False
 
 
@@ -314,6 +320,7 @@ class Pull:
         self.asked = first
         self._named_by: PeerId | None = None
         self._hops = 0
+        # Why a process that was asked gave nothing: its connection breaks again and again, if the route is a circle.
         self._problem: BaseException | None = None
 
     def handle(self, answer: PeerId | BaseException, root: PeerId | None, *, lost: bool = False) -> PeerId | None:
@@ -361,6 +368,7 @@ class Pull:
             return Answer.MOVED
         if lost and self.asked == self._owner:
             return Answer.OWNER_LOST
+        # If this process owns the ref, no other process knows more.
         return Answer.LOST if lost and self._owner != self._local else Answer.BROKEN
 
 

@@ -61,11 +61,15 @@ class Value:
     borrowers: dict[PeerId, int] | None = None
     error: BaseException | None = None
     interested = 0
+    # Code was told of the error.
     seen = False
     # The kind and text of errors that calls with this value had before it failed itself.
     foretold: tuple[tuple[str, str], ...] = ()
+    # This process made the call, and so owns the ref.
     own = True
+    # Other processes may ask the owner for it.
     shared = False
+    # The owner counts, or is about to count, this process among the borrowers.
     registered = False
 
     @property
@@ -164,7 +168,9 @@ class Borrowing(Generic[ValueT]):
         # Weak: an error refers to frames, these to refs, and refs that nothing else holds must go.
         self.shared: WeakValueDictionary[CallId, ValueT] = WeakValueDictionary()
         self.borrowed: WeakValueDictionary[Key, ValueT] = WeakValueDictionary()
+        # Those of this process that calls under way have as arguments.
         self.used: dict[CallId, ValueT] = {}
+        # Those of this process that others hold.
         self._lent: dict[CallId, ValueT] = {}
 
     def find(self, owner: PeerId, number: CallId) -> ValueT | None:

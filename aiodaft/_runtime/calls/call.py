@@ -98,6 +98,7 @@ class CallState(RefState):
     """The result of a call that this process made."""
 
     handles = 1
+    # The processes to which its producer was told to send the result.
     forwarded: frozenset[PeerId] = frozenset()
     siblings: Siblings | None = None
     _cancelling = False
@@ -194,6 +195,7 @@ class CallState(RefState):
 
     def _settle(self, status: Status) -> None:
         if self._cancelling and status is not FAILED and not self.settled:
+            # The method could not be interrupted, or ignored its cancellation.
             if status is THERE:
                 self._release_remote()
             self.value, self.received = ABSENT, None
@@ -264,6 +266,7 @@ class Target:
         self.actor = actor
         self.label = label
         self.sink = sink
+        # The actor was stopped and has refused a call; its process may live.
         self.stopped = False
 
     def __str__(self) -> str:
@@ -402,6 +405,7 @@ class Request:
     # The call may be repeated: this releases the encoded arguments.
     again = False
     attempt = 0
+    # Its turn came: it is ahead of all calls that still wait here, and is not refused any more.
     had_turn = False
     recorded = False
 

@@ -115,6 +115,7 @@ class FollowingTarget(Target):
         mode: int,
     ) -> None:
         request = state.request = Request(self, spec, args, kwargs, state.number, mode, state)
+        # It may be made again, with the arguments as they are now.
         request.again = spec.retries > 0 or bool(kwargs) or not all_plain(args)
         self.caller.outgoing.submit(request)
 
@@ -145,6 +146,7 @@ class FollowingTarget(Target):
         if self.ended is not None:
             request.state.on_error(unsent(self.ended))
             return
+        # The state of the call frees the arguments.
         request.again = True
         if self._backlog.admit(request):
             self._start_finding(connection)
@@ -312,6 +314,7 @@ class FollowingTell(_Followed, TellState):
 class FollowingCall(_Followed, CallState):
     """The result of a call that may be repeated also if it has begun."""
 
+    # An attempt may have run.
     _doubtful = False
 
     @property
@@ -335,6 +338,7 @@ class FollowingCall(_Followed, CallState):
         if self.settled or self._made_again(error):
             return
         if self._doubtful and isinstance(error, DaftError) and error.executed is False:
+            # Other calls may have the same error.
             error = copy_error(error).with_executed(None)
         super().on_error(error)
 

@@ -99,6 +99,7 @@ def submit_with_refs(
     """
     number, actor, name, consumer = state.number, state.target.actor, state.spec.name, connection.remote
     own = actor < FIRST_USER_ACTOR
+    # With inputs, it was sent before.
     if not connection.has_room(own=own) or state.inputs is not None or not are_short(args):
         return False
     process = refs.process
@@ -377,6 +378,7 @@ class Outgoing:
             connection.provide(request.number, message, stored.size)
 
     def _fail_unsent(self, connection: Connection, request: Request, error: Exception) -> None:
+        # If it is not there any more, it was cancelled.
         if connection.withdraw(request.number):
             request.state.on_error(error.with_executed(False) if isinstance(error, ResourceExhausted) else error)
 

@@ -47,7 +47,9 @@ from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.definitions import Definition, Named
 from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, RemoteProtocolError
 
+# The bytes that one read handles at most, so that many calls do not block the loop for long.
 _READ_SIZE: Final = 16 << 10
+# The messages that are written together at most.
 _BATCH: Final = 64
 # After so many turns in a row that took at most so many seconds and had several messages, the first one waits for the
 # others. Before that, the peer works while this process goes on.
@@ -77,11 +79,13 @@ class Connection:
         self.remote = remote
         self.peer: str = remote
         self.lost: Exception | None = None
+        # Whether it ever had a socket. If not, no message was sent.
         self.connected = False
         # It leads to another machine: no descriptor and no shared memory goes over it.
         self.far = False
         # It was lost, and the process at the other end seems to live: another connection may be made.
         self.renewable = False
+        # Since the connection was lost: the error with which its calls fail.
         self.explanation: asyncio.Future[DaftError] | None = None
         # No other process knows better why it was lost.
         self.explained = False
@@ -104,13 +108,16 @@ class Connection:
         self._ring_poller = ring_poller
         self._send_queue = SendQueue(loop, self.traffic, ring_poller.look, self._broken, self._sockets)
         self.upgrade = Upgrade(makes=process.id < remote)
+        # Rings that this process has offered to the peer, and the descriptor that is sent with RING_USED.
         self.offer: tuple[RingPair, int] | None = None
+        # The rings, once the peer sends its messages through them.
         self._ring: RingPair | None = None
         self._over: list[CallId] = []
         # Packed messages that are not written, and those among them that depend on earlier ones.
         self._collected = self._followers = 0
         self._turn = -1
         self._corked = False
+        # The last received message is being handled: its answer is written at once.
         self._prompt = False
 
     def has_room(self, *, own: bool) -> bool:
@@ -173,6 +180,7 @@ class Connection:
 
     def _take_back(self, name: bytes) -> None:
         if self.definitions.take_back(name):
+            # Behind the calls that wait: these may have it.
             self.send_in_turn(m.forget(name))
 
     def define_came(self, message: Message) -> None:
@@ -228,6 +236,7 @@ class Connection:
         if not fds:
             self.send(message)
             return
+        # The caller may close its descriptors before they are sent.
         self._send_with(message, self._sockets.dup_all(fds))
 
     def _send_with(self, message: Message, fds: Sequence[int]) -> None:

@@ -62,6 +62,7 @@ class Connections(dict[PeerId, Connection]):
         self.loopback = Loopback(process, self.handlers, owner.take_note)
         self.data_streams = DataStreams(process, owner.ask_stream, owner.take_stream)
         self.explain: Callable[[Connection, Exception], Awaitable[DaftError]] = _explain_plainly
+        # Processes that the node agent reports as silent.
         self.suspects: set[PeerId] = set()
         self.far: FarConnections | None = None
         self._lost: deque[Connection] = deque()
@@ -85,6 +86,7 @@ class Connections(dict[PeerId, Connection]):
             self._lost.remove(before)
             # If `before` never had a socket, the other process may not have lost a connection.
             connection.send(m.renewed(str(before.lost)))
+            # The process lives. Later, this would fail the calls over the new connection.
             self._explained(before, PeerLost(f"the connection to {remote} ended: {before.lost}"))
             self._owner.connection_renewed(remote)
         return connection
@@ -192,6 +194,7 @@ class Connections(dict[PeerId, Connection]):
         assert connection.explanation is not None
         if not connection.explanation.done():
             connection.explanation.set_result(error)
+            # A node that could not be reached, or was not in the cluster, may come back.
             not_reached = self.far is not None and not connection.connected
             lives = type(error) is PeerLost if connection.far else self._lives_here(connection, error)
             may_live = not_reached or lives
@@ -387,6 +390,7 @@ def _take(connection: Connection) -> None:
 
 # A stream that another process asked for.
 UNASKED: Final = 0
+# The number of a stream of another machine: the first bytes on it say it.
 FROM_AFAR: Final = -1
 _PATIENCE: Final = 20.0
 
@@ -438,6 +442,7 @@ class DataStreams:
             self.failed(number, PeerGone(f"there is no stream to {peer}: {error}"))
         else:
             if number in self._asked:
+                # The other process has opened it, and it may be lost on its way to this one.
                 late = PeerGone(f"a stream of {peer} did not come within {_PATIENCE:g} s")
                 self._process.loop.call_later(_PATIENCE, self.failed, number, late)
 

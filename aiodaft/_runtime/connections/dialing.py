@@ -88,6 +88,7 @@ class Listener:
         self._callbacks = {Purpose.CONTROL: on_control, Purpose.DATA: on_data}
         self._deadline = deadline
         self._places = places
+        # Its own, which a program neither seeds nor foresees.
         self._lots = random.Random()
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
@@ -152,6 +153,7 @@ class Listener:
         largest = max(crowds.values())
         sock = self._lots.choice([sock for sock, one in self._strangers.items() if crowds[one.address] == largest])
         stranger = self._strangers.pop(sock)
+        # It is closed when its task has ended, also one that has not begun.
         stranger.task.cancel()
         self._tell_of_refusal(stranger.address, f"{self._places} connections are in the handshake")
 

@@ -35,6 +35,7 @@ from aiodaft_transport.handshake import MAC_SIZE, MAGIC, Purpose
 _OPTIONS: Final = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    # Not every system has each of them, or gives it this name.
     *(
         (socket.IPPROTO_TCP, getattr(socket, name), value)
         for name, value in (
@@ -95,6 +96,7 @@ async def receive_message(sock: socket.socket, size: int, start: bytes = MAGIC) 
     return received
 
 
+# A process that does not know the id of the listening one asks for it by this name.
 ANY_NODE: Final = PeerId("node")
 
 # Stays the same in later releases, so that they can refuse each other.
@@ -106,8 +108,11 @@ _FIRST_PAUSE: Final = 0.02
 
 
 class Answer(IntEnum):
+    # There is no such process.
     GONE = 0
+    # Messages may be sent.
     USED = 1
+    # The asked process connects itself, or is connected.
     LATER = 2
 
 
@@ -239,6 +244,7 @@ class FarConnections:
             async with asyncio.timeout(_PATIENCE):
                 while connection.is_awaited():
                     if not await self._try(connection, address):
+                        # The other side connects itself, or finds that an earlier connection is lost.
                         await asyncio.sleep(pause)
                         pause = min(2 * pause, 1.0)
         except TimeoutError:

@@ -103,6 +103,7 @@ class Identity:
             # No session is resumed: tickets would only be more to read.
             context.num_tickets = 0
         context.load_verify_locations(cadata=self.certificate)
+        # OpenSSL reads files only.
         with private_file("aiodaft-identity", self._pair) as path:
             context.load_cert_chain(path)
         return context
@@ -151,6 +152,7 @@ def read_private(path: Path) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         _check_private(os.fstat(fd))
+        # All of it, or a part that is refused.
         return os.read(fd, _MAX_SIZE)
     finally:
         os.close(fd)
@@ -193,6 +195,7 @@ def key_content(secret: bytes, certificate: bytes, private_key: bytes, *, encryp
 def write_private(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # A link at this place is not followed.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno == errno.EEXIST and os.path.lexists(path):
@@ -200,6 +203,7 @@ def write_private(path: Path, content: bytes) -> None:
         raise KeyFileError(f"{path} cannot be made: {error.strerror}") from error
     try:
         with open(fd, "wb") as file:
+            # Also where the umask leaves less.
             os.fchmod(fd, 0o600)
             file.write(content)
             file.flush()

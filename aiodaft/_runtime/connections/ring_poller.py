@@ -62,6 +62,7 @@ _HEADER: Final = _WORDS * 8
 CAPACITY: Final = 128 << 10
 SIZE: Final = 2 * (_HEADER + CAPACITY)
 
+# Whether stores become visible in order, and a locked instruction is a full barrier.
 ORDERED: Final = os.uname().machine in ("x86_64", "AMD64")
 
 _lock = threading.Lock()
@@ -69,6 +70,7 @@ _acquire, _release = _lock.acquire, _lock.release
 
 
 def barrier() -> None:
+    # Taking a lock is a locked instruction, also without contention.
     _acquire()
     _release()
 
@@ -331,6 +333,7 @@ class RingPoller:
         for _ in range(_LOOKS // (len(rings) or 1) + 1 if alone else 1):
             for ring, _ in rings:
                 reader = ring.reader
+                # `reader.filled`, inlined.
                 if reader.words[HEAD] != reader.tail:
                     return self._read()
         return False
@@ -419,6 +422,7 @@ class SendQueue:
     ) -> None:
         self._loop = loop
         self._traffic = traffic
+        # Called before a write to a ring: the answer may come soon.
         self._look = look
         self._broken = broken
         self._sockets = sockets

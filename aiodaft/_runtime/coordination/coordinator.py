@@ -119,6 +119,7 @@ class Coordinator(Actor):
         self._why_unknown = "it has not opened its store yet"
         self._failures = 0
         self._deposed = False
+        # When it last began to ask whether it is in charge, and was.
         self._confirmed_at = clock()
         # A late request for one of their actors would hold a name for ever.
         self._ended = Latest[str, None](_REMEMBERED)
@@ -337,6 +338,7 @@ class Coordinator(Actor):
         except NotStored as error:
             raise CoordinatorUnavailable(f"the coordinator cannot store this: {error}") from error
         except StoreFailed as error:
+            # The records are read again before the next decision.
             self._forget(f"its store has failed: {error}")
             failed = CoordinatorUnavailable(f"the coordinator cannot store this: {error}")
             raise failed.with_executed(None if changes else False) from error

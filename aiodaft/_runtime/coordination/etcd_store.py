@@ -190,6 +190,7 @@ class EtcdStore:
         return CorruptState(f"{key!r} in etcd at {self._link} is no part of the state of a cluster: {why}")
 
     async def commit(self, changes: Sequence[Change]) -> None:
+        # A transaction may have a key once.
         last = {self._key_of(change): change for change in changes}
         keys = list(last)
         for start in range(0, max(1, len(keys)), _AT_ONCE):

@@ -26,6 +26,7 @@ from aiodaft.exceptions import CorruptState, ResourceExhausted
 
 T = TypeVar("T")
 
+# Marks the file as ours ("adft"), and the version of its content.
 _APPLICATION: Final = 0x61646674
 _VERSION: Final = 1
 _SCHEMA: Final = """

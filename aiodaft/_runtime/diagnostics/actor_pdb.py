@@ -13,6 +13,7 @@ from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.diagnostics.attach import Line
 from aiodaft._runtime.diagnostics.await_chains import is_ours
 
+# Modules in which no step ends: those that call methods, and those that run while one waits.
 _SKIPPED: Final = ("aiodaft", "aiodaft.*", "aiodaft_transport.*", "asyncio.*", "uvloop", "uvloop.*")
 
 

@@ -107,6 +107,7 @@ class Visits:
 
     async def _answer(self, connection: socket.socket, name: str, arguments: Mapping[str, Any]) -> None:
         async def send(kind: str, value: object) -> None:
+            # If the command is gone, the end of its questions tells.
             with suppress(ConnectionError):
                 await self._process.loop.sock_sendall(connection, encoded((kind, value)))
 

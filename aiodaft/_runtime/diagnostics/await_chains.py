@@ -250,10 +250,14 @@ _RULES: Final[dict[str, Callable[[Frames], Behind]]] = {
     _name_of(Transfer._question): _at_question,
     _name_of(Transfer._locate_here): _at_question,
     _name_of(StreamState._wait_change): _at_stream,
+    # Every version.
     "asyncio.queues.Queue.get": _at_queue,
     "asyncio.tasks._wait": _at_wait,
+    # 3.11. Later ones wait as any coroutine does.
     "asyncio.tasks.wait_for": lambda frames: [frames[-1].f_locals["fut"]],
+    # 3.11 and 3.12.
     "asyncio.taskgroups.TaskGroup.__aexit__": lambda frames: _undone(frames[-1].f_locals["self"]._tasks),
+    # From 3.13 on.
     "asyncio.taskgroups.TaskGroup._aexit": lambda frames: _undone(frames[-1].f_locals["self"]._tasks),
 }
 
@@ -387,6 +391,7 @@ class LoopWatch:
         frames = thread_stack(self._loop_thread)
         if _is_kernel() or any(frame.f_globals.get("__name__") == "bdb" for frame in frames):
             return
+        # Raised if the loop changes its calls at this moment, and so is not blocked.
         with suppress(RuntimeError):
             line = users_line(frames)
             if line and self._is_awaited() and self._stalls.is_due("", lag, now):

@@ -223,6 +223,7 @@ def _task(waits: WaitGraph, task: asyncio.Task[object]) -> TaskStack:
 
 def _threads() -> list[ThreadStack]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    # This thread makes the list; its tasks are listed by themselves.
     own = threading.get_ident()
     stacks = {ident: stack_of(frame) for ident, frame in sys._current_frames().items() if ident != own}
     return [

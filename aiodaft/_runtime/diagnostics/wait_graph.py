@@ -127,6 +127,7 @@ class WaitGraph:
     def name_of(self, at: CallAt) -> str:
         running = self.find(at) if at.host == self.process.id else None
         if running is not None:
+            # The labels of the runtime's own calls that a user sees say all.
             own = running.hosted.id < FIRST_USER_ACTOR
             return running.label if own else f"{running.label} of {running.hosted.name}"
         connection = self._connections.get(at.host)
@@ -259,6 +260,7 @@ class Deadlocks:
                 for one in search.deadlocks:
                     await self._agent_of(one.victim.host).give_up(one.victim, one.waiting[-1], str(one), one.cycle)
         except DaftError as error:
+            # A process is gone; calls that still wait will be looked at again.
             logger.debug("a search for deadlocks ended: %s", error)
         finally:
             self._searching = False

@@ -47,9 +47,11 @@ class Arguments:
         """
         self.method = spec.name
         self.outside: list[Ref[Any]] = []
+        # Refs inside objects other than containers and records: the method gets the refs themselves.
         self.refs: list[Ref[Any]] = []
         self.payload = b""
         self.blob: bytes | None = None
+        # Positional arguments that need no decoding: (True, position of a slot) or (False, constant).
         self.flat: tuple[tuple[bool, Any], ...] | None = None
         if not kwargs and all(is_plain(arg) or _is_slot(arg, target) for arg in args):
             slot = iter(range(len(args)))
@@ -150,6 +152,7 @@ class GraphValue:
         self._received = received
         self._slots: list[ReceivedValue] = []
         self.uses = 0
+        # Encoded: each step that needs the value gets an exception of its own.
         self.failure: bytes | None = None
         self.executed: bool | None = None
         self.source: str | None = None
@@ -193,6 +196,7 @@ class GraphValue:
     async def fetch_own(self, objects: Objects) -> None:
         assert self.stored is not None
         await objects.store.make_ready(self.stored)
+        # Another step may have fetched it meanwhile, and the owner freed it.
         if self._received is None:
             self._received = await objects.transfer.take_own(self.stored)
 

@@ -39,6 +39,7 @@ from aiodaft._runtime.serialization.tensors import kind_of
 from aiodaft.exceptions import ActorDied, DaftError, PeerLost, ResourceExhausted, RuntimeClosed
 from aiodaft.ref import Ref
 
+# The number of times that the plans are sent: a supervised actor may die again meanwhile.
 _ATTEMPTS: Final = 10
 
 
@@ -376,6 +377,7 @@ class GraphOwner:
     def drop(self) -> None:
         if not self._runs.closed:
             self._runs.closed = True
+            # If the loop is closed, the processes are gone.
             with suppress(RuntimeError):
                 self._context.process.loop.call_soon_threadsafe(self._end)
 

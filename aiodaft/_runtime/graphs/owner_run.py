@@ -116,6 +116,7 @@ class Deployment:
                 self._context.process.tasks.create_task(self._uninstall(process), name=f"forget a graph in {process}")
 
     async def _uninstall(self, process: PeerId) -> None:
+        # A process that dies meanwhile needs no message.
         with suppress(DaftError):
             await self._context.agent_of(process).uninstall(self.number)
 
@@ -160,7 +161,9 @@ class OwnerRun(OwnedRun):
     deployment: Deployment | None = None
     # The actors, and the graph itself, because its runs keep their order.
     lanes: Sequence[Hashable] = ()
+    # Refs inside the inputs.
     used: list[RefState] | None = None
+    # All inputs travel in frames as they are.
     is_plain = False
     has_failed = False
 

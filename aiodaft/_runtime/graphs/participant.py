@@ -126,6 +126,7 @@ class ParticipantRun(Share[Flowing]):
     calls: Sequence[StrandCall] = ()
     number = 0
     numbers: tuple[CallId, ...] = ()
+    # Results that steps of this process may still read.
     _read_here: list[StoredValue] | None = None
 
     def __init__(self, participant: Participant) -> None:

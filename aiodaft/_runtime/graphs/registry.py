@@ -22,6 +22,7 @@ from aiodaft._runtime.serialization.encoder import PLAIN
 from aiodaft._runtime.serialization.small import SLOT
 from aiodaft.exceptions import DaftError
 
+# The skeleton of a value that is the value of a ref.
 _FIRST_SLOT: Final = bytes((PLAIN,)) + pack(pack_exts(SLOT, 0))
 
 

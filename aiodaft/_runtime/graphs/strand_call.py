@@ -84,6 +84,7 @@ class BoundStep:
         routes: Mapping[PeerId, Route],
     ) -> None:
         step = plan.steps[position]
+        # The segment that it begins, if another one was before: the strand waits for the values of this one.
         self.segment = segment
         self.result = plan.results[position]
         self.index = self.result.value
@@ -91,6 +92,7 @@ class BoundStep:
         self.line = step.line
         self.data = step.data
         self.slots = step.data.slots
+        # The arguments are values of the graph or of refs from outside, as they are.
         self.is_bare = step.data.is_bare
         self.only = self.slots[0] if self.is_bare and len(self.slots) == 1 and self.slots[0] >= 0 else None
         self.is_output = self.result.output is not None
@@ -192,6 +194,7 @@ class StrandCall(InboundCall):
     mode = WANT_REPLY
     _given = 0
     pause: Wakeup
+    # On the thread: results that the loop has not given yet.
     _batch: deque[Flowing]
 
     def __init__(self, run: RunOfStrand, strand: BoundStrand) -> None:
@@ -258,6 +261,7 @@ class StrandCall(InboundCall):
             executed = False
             try:
                 if step.segment is not None and missing[step.segment]:
+                    # Of the step before: they must not live as long as this wait.
                     argument = args = kwargs = result = value = None
                     await call._pause(step.segment)
                     # Not if this wait is cancelled: the step has not begun.
@@ -383,6 +387,7 @@ class StrandCall(InboundCall):
     def _give(self, value: Flowing) -> None:
         stored = value.stored if type(value) is GraphValue else None
         if self.stage in ANSWERED:
+            # The strand was given up, and its receivers know.
             if stored is not None:
                 stored.release()
             return

@@ -87,6 +87,7 @@ class Blocks(Actor):
         # with the interpreter held, which waits for threads of gloo that may need the interpreter. Their Python objects
         # free them without it: later, when these threads have nothing to do.
         self.destroyed: list[object] = []
+        # Of another thread than the one that has entered a block, if that was kept for several calls.
         self._is_free = threading.Lock()
         # How each member left a block; made by the member or a question, and kept, since a question may come later.
         self._left: dict[tuple[ActorId, str], asyncio.Future[Left]] = {}
@@ -185,6 +186,7 @@ class Blocks(Actor):
         try:
             return await gathering.come(rank, patience, begun)
         finally:
+            # It is dropped before if rank 0 is gone.
             if not gathering and self._gatherings.get(where) is gathering:
                 del self._gatherings[where]
 

@@ -29,6 +29,7 @@ from aiodaft.exceptions import ActorDied, OwnerDied, PeerLost
 from aiodaft.methods import MethodSpec, method, passes_on, specs_of
 from aiodaft.ref import Ref
 
+# The work, the cut and the part of a step, and the number of parts, or their lengths.
 Job: TypeAlias = tuple[int, int, int, Parts]
 
 
@@ -75,6 +76,7 @@ class Collectives(Actor):
                     case Work.JOIN:
                         return joined(inputs[0], inputs[1:], self._allocate)
                     case Work.TOTAL:
+                        # It is copied when it is given to others.
                         return reduced(inputs, ranks, op, title, new_memory)
                     case Work.REDUCE:
                         total = reduced(inputs, ranks, op, title, self._allocate)

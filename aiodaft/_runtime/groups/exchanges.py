@@ -54,6 +54,7 @@ class Operation(Future[Any]):
     ) -> None:
         super().__init__()
         self.exchange = exchange
+        # The plan is done with it.
         self.is_past = False
         self._operations = operations
         self._finish = finish

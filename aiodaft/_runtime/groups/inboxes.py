@@ -59,6 +59,7 @@ class Box:
                 if (waiter := command.message.waiter) is not None and not waiter.done():
                     waiter.set_result(None)
             elif command.receive.waiter.done():
+                # It was cancelled just now.
                 left.extend(self.inbox.put_back(command.message))
             else:
                 command.receive.waiter.set_result(command.message)
@@ -194,6 +195,7 @@ class Inboxes(Actor):
         call = current_call.get()
         if call is None:
             return nullcontext()
+        # The thread that tells it may be another one.
         return self.process.part(Keyed).ending(call, lambda why: self.process.call_soon(partial(end, why)))
 
     async def _together(self, asked: Ref[Any]) -> Any:
@@ -256,6 +258,7 @@ class Inboxes(Actor):
             return len(small[0]), value
         ref: Ref[Any] = Ref(self._caller.objects.refs.put(value, "CurrentGroup.send"))
         stored = state_of(ref).stored
+        # A value that takes long to encode counts as many bytes as fit.
         return (BYTES if stored is None else stored.size), QueuedItem(ref)
 
     async def _watch(self, box: Box, source: ActorId, target: Target, group: str) -> None:
@@ -374,6 +377,7 @@ class Mail:
         self._inboxes.limit(self._group, self._numbers[self._rank], messages, nbytes)
 
     async def finish(self) -> None:
+        # So no sender waits for room.
         self.limit(sys.maxsize, sys.maxsize)
         for sent in list(self._sending):
             await sent.ready()

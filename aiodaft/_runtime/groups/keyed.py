@@ -65,6 +65,7 @@ class Keyed(Actor):
         # Told of each call that takes part in nothing any more, and why.
         self.on_withdrawn: list[Callable[[InboundCall, DaftError], object]] = []
         self._left_by: WeakKeyDictionary[InboundCall, deque[Joined]] = WeakKeyDictionary()
+        # The members whose calls had ended when these calls were made again.
         self._ended_beside: WeakKeyDictionary[InboundCall | None, dict[Hashable, str]] = WeakKeyDictionary()
         # By the state of the call of `take_part`, until that is over.
         self._open: dict[Any, Taking] = {}

@@ -94,6 +94,7 @@ class Line:
         finally:
             # The mapping has a duplicate.
             os.close(memory)
+        # Held by the thread or the task that does an exchange; the call that it belongs to; its half.
         self.turn = threading.Lock()
         self.call: InboundCall | None = None
         self.half = 0
@@ -106,6 +107,7 @@ class Line:
         self._at = rank * _WORDS
         self._places = [other * _WORDS for other in range(self.size)]
         self._theirs = [place for place in self._places if place != self._at]
+        # Signals that were sent to each other rank, and those of all others that were read.
         self._sent = self._came = 0
         # The terms in each half of this rank.
         self._told = [b"", b""]

@@ -73,6 +73,7 @@ class _Form:
         if len(text) > TERMS - _PREFIX:
             raise ValueError(f"{title}: the shapes of {len(self.shapes)} parts take more than {TERMS} bytes")
         self.terms = len(text).to_bytes(_PREFIX, "little") + text
+        # No other terms have it.
         self.number = int.from_bytes(blake2b(text, digest_size=_NUMBER).digest(), "little")
         self.told: dict[tuple[int, ...], _Told] = {}
         self.is_small = _are_small(self.shapes, self.dtype)

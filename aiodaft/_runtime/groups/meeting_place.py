@@ -83,6 +83,7 @@ class MeetingPlace:
         try:
             return await ticket.told
         except asyncio.CancelledError:
+            # Members that have come to the same meeting have the same terms.
             self._tell(self._table.withdraw(coming.name, coming.rank, ticket), conclude)
             raise
         finally:

@@ -52,6 +52,7 @@ def join_siblings(refs: Sequence[Ref[Any]]) -> None:
 
 class Siblings:
     def __init__(self, states: Sequence[CallState]) -> None:
+        # Results that nobody holds any more are freed.
         self._calls = list(map(weakref.ref, states))
         self.failed: DaftError | None = None
         # The members whose calls have returned, and the label of the calls; and the calls that were made again.
@@ -66,6 +67,7 @@ class Siblings:
             self._ended[followed(state.target).identity] = state.origin
             self._tell(self._again, self._say_who_ended)
             return
+        # Deaths are told as they are.
         self.failed = error if isinstance(error, OutcomeUnknown) else failed_beside(state.origin, error)
         self._tell(self._calls, self._say_why)
 

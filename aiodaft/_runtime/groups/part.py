@@ -120,6 +120,7 @@ class Taking:
     """
 
     part: Part
+    # The call of the member that has begun it, and the scope inside which it meets others; as in `Coming`.
     call: InboundCall | None
     within: Hashable
     number: int
@@ -129,7 +130,9 @@ class Taking:
     before: asyncio.Event | None = None
     has_begun: bool = False
     joined: Joined = field(default_factory=Joined)
+    # Why it was withdrawn: the member has not come.
     withdrawn: DaftError | None = None
+    # The others get this: the member waits no longer, while its call goes on.
     left: DaftError | None = None
 
     def now(self, coming: Coming, brought: Packed) -> tuple[Coming, Packed]:
@@ -182,6 +185,7 @@ class MeetingValues:
             case tuple():
                 result, *beside = answer
                 for one in beside:
+                    # From then on the member may write to its value.
                     await one.content.ready()
                 return None if result is None else await result.content
             case None:
@@ -242,6 +246,7 @@ class MeetingValues:
             self._kept(self._given(cast("bytes | list[Any]", one.value)), title).content
             for one in given
         ]  # fmt: skip
+        # In these plans the root comes first, and then all members.
         members = Members(refs, [places[root], *places] if len(given) < size else places)
         sizes = [one.nbytes for one in given if one.nbytes is not None]
         nbytes = max(sizes) if len(sizes) == len(given) else None

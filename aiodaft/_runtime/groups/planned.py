@@ -49,6 +49,7 @@ class Exchange(Generic[T]):
         self.title = title
         self._steps: Steps[T] | None = steps
         self._begun = False
+        # Of a keyed collective, its ref.
         self._meeting: Any = None
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -127,6 +128,7 @@ class Planned:
         # Held by the thread or the task that does an exchange.
         self._turn = threading.Lock() if line is None else line.turn
         self._tasks = asyncio.Lock()
+        # It has begun, and is not over.
         self._started: Exchange[Any] | None = None
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, out: Tensor | None = None) -> Exchange[Tensor]:

@@ -119,6 +119,7 @@ class Planning(Actor):
             for other in others
         ]
         self._lines[line] = _Use(actor, roster.epoch, watching)
+        # It may have changed meanwhile.
         self._told(actor)
         return line
 
@@ -186,4 +187,5 @@ class Planning(Actor):
             elif standing.roster.epoch > use.epoch:
                 self.drop(line, changed(line.group, use.epoch, standing.roster.epoch, "this plan"))
 
+    # It is no member any more.
     _forgotten = _told

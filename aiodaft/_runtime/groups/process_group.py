@@ -52,6 +52,7 @@ _LOOKS: Final = 20
 _ANSWERS_WITHIN: Final = 10.0
 # Seconds of the first attempt to connect to the store; each further one has twice as many, for slow machines.
 _CONNECT_WITHIN: Final = 1.0
+# A wait in them is no operation of torch, and has its own end.
 _NOT_OF_TORCH: Final = sys.stdlib_module_names | {"aiodaft"}
 
 
@@ -74,6 +75,7 @@ class Membership:
         self.exchanges: Exchanges | None = None
         self._of = hosted, standing, steps
         self._caller = self.process.part(Caller)
+        # The members meet those of the same call of the group.
         self._place = hosted.id, standing.roster.epoch, belongs_to(current_call.get())
         self.blocks = self.process.part(Blocks)
         self._thread = threading.get_ident()
@@ -109,6 +111,7 @@ class Membership:
         for watching in asyncio.as_completed(self._watching):
             await watching
             if self.others.lost is not None:
+                # Some have not left, and may ask later how this one has.
                 self._shut()
                 return
         self.blocks.forget(self._place[0], self._block)
@@ -121,6 +124,7 @@ class Membership:
 
     def leave(self, how: Left) -> None:
         self.process.call_soon(partial(self._leave, how))
+        # The loop may come to it when this member is out of the block, and breaks nothing then.
         self._shut()
 
     def _leave(self, how: Left) -> None:
@@ -181,6 +185,7 @@ class Membership:
         others = [(rank, *place) for rank, place in enumerate(self._places) if rank != self.rank]
         questions = [(rank, blocks_of(self._caller, remote).left(actor, self._block)) for rank, remote, actor in others]
         for _, question in questions:
+            # Its error is for `lost`.
             state_of(question).mark_seen()
         start = self.process.tasks.create_task
         self._watching = [

@@ -40,6 +40,7 @@ class _LineToLead:
     def _tell(self, name: str, *args: Any) -> None:
         peer, actor = self.lead
         if not self._keeper.tell(peer, name, (actor, self._member, *args)):
+            # Not now: the mailbox asks.
             self._keeper.process.call_soon(partial(self._keeper.lead_lost, self._member))
 
 

@@ -46,6 +46,7 @@ class LogFiles:
         os.makedirs(self._folder, 0o700, exist_ok=True)
         self._json = json
         self._open: dict[str, FileIO] = {}
+        # Files of which the last line could not be written, or only in part; and how many lines are missing.
         self._failing: set[str] = set()
         self._torn: set[str] = set()
         self._missing = 0
@@ -192,6 +193,7 @@ class Recent:
         with self._lock:
             for kept in reversed(self._kept.values()):
                 if kept[-1][0] <= number:
+                    # Neither have the others written since.
                     break
                 found += [entry for entry in kept if entry[0] > number]
         return sorted(found, key=itemgetter(0))[-most:]

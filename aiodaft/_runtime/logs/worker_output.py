@@ -246,6 +246,7 @@ class RecordSender(logging.Handler):
         except BlockingIOError:
             self._dropped += 1
         except OSError:
+            # The program is gone, and so is this process soon.
             pass
         else:
             self._dropped = 0
@@ -282,6 +283,7 @@ def send_records(levels: Levels, who: Who) -> None:
     an actor as in any program.
     """
     root = logging.root
+    # Those of modules that the fork server has loaded: they are at the root of the program, too.
     root.handlers.clear()
     program = logging.Logger("the program of this actor")
     program.addHandler(RecordSender(_open_stderr(), who))

@@ -108,6 +108,7 @@ class Relays:
             if store.entries.get(key) is stored:
                 store.drop(key)
             self._send_away(key, fetching)
+            # This process has its value all the same.
             if not isinstance(error, (DaftError, TransportError, MemoryError, OSError)):
                 raise
         if store.entries.get(key) is stored:

@@ -200,6 +200,7 @@ class Gpus:
             return tensor
         stream = library.cuda.current_stream(memory.device)
         memory.record_stream(stream)
+        # The copy into it may still be under way.
         stream.wait_stream(self._landing_stream(memory.device.index))
         return memory
 

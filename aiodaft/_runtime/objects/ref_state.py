@@ -400,6 +400,7 @@ class RefState(Value):
         """A task stops waiting, or will not begin to: cancel a call under way if it was the last, and return True."""
         if self.goes_on(waiters=bool(self._waiters)):
             return False
+        # Code that stops waiting does not get the error, also if the call failed before.
         self.mark_seen()
         self.cancel("the task that awaited it was cancelled")
         return not self.settled
@@ -434,6 +435,7 @@ class RefState(Value):
         except Exception as error:  # noqa: BLE001 - the waiters get it
             self.error, self._traceback = error, error.__traceback__
             if isinstance(error, ResourceExhausted):
+                # The call succeeded; only this process has no room for the value.
                 error.with_executed(True)
         finally:
             self._fetching = False

@@ -56,6 +56,7 @@ class Store:
         self._helper_thread = process.helper_thread
         self._open_transport = open_transport
         self.transports: dict[str, Transport] = {}
+        # The transport that the user chose for the whole runtime, if any; and the transport that values are stored for.
         self._chosen = None if process.options.direct else process.options.transport
         self._preferred = process.options.transport
         self._forks = fork_count()
@@ -143,6 +144,7 @@ class Store:
                 return lender.block
             return self._find_block(source, via or self._preferred)
 
+        # A transport that the user chose also moves values on accelerators.
         find_device = self._find_device if self._direct and via is None else nowhere
         places = Places(find_block, find_device, lend=lender is not None, home=self.process)
         encoded = encode(value, names=names, places=places, resolve=resolve, small=small)

@@ -38,6 +38,7 @@ class StoredValue:
     # The call that made it, such as "Model.execute"; "" for a copy of another process's value.
     label = ""
     kind = ""
+    # For a copy that is relayed: the process that made the value.
     root: PeerId | None = None
     on_release: Callable[[], object] | None = None
     # Copies on accelerators, in the order of the blobs; and these with the lent memory.
@@ -109,6 +110,7 @@ class StoredValue:
         encoded = Encoded(received.payload, [Source.of(blob)], [0], blob.nbytes, refs=received.refs)
         stored = cls(encoded, via=via, on_loop=on_loop)
         stored.root = root
+        # The buffers come from no objects of this process.
         stored.origins = []
         return stored
 
@@ -280,6 +282,7 @@ class StoredValue:
             for transport, grant in self._grants(connection):
                 granted.append((transport, grant))
                 if connection.lost is not None:
+                    # The connection broke while the transport sent a note: all grants have ended.
                     return self.inline
         except BaseException as error:
             # No message will carry the earlier grants.

@@ -40,6 +40,7 @@ class StreamState:
     def on_plain(self, value: Any = None) -> None:
         self._end(None)
 
+    # Never sent: streams give items.
     on_result = on_stored = on_plain
 
     def on_item(self, item: Item) -> None:
@@ -127,6 +128,7 @@ class StreamState:
         if isinstance(item, ReceivedValue):
             received = item
         else:
+            # Not awaited: the cancellation of that task must not look like one of the consumer.
             await asyncio.wait([item])
             if item.cancelled():
                 raise RuntimeClosed(f"an item of {self.label} cannot be had: {self.process.closed}")

@@ -164,6 +164,7 @@ class Transfer:
                     try:
                         answer = await self._ask(fetching, connection, key, into, in_place=in_place)
                     except TransportError as error:
+                        # The asked process lives; this one cannot get the value.
                         answer = error
                     except (PeerLost, ActorDied) as error:
                         answer, lost = error, connection.lost is not None

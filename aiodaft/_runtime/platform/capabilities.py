@@ -19,6 +19,7 @@ from aiodaft_transport.system import shares_memory
 
 @cache
 def keeps_messages_apart() -> bool:
+    # Some systems know the name and refuse the socket.
     try:
         for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET):
             end.close()
@@ -97,6 +98,7 @@ class Sockets:
         """Raises OSError: there is no room for all of them; none are left open."""
         copies: list[int] = []
         try:
+            # Copies made before one fails stay in the list.
             copies.extend(map(self.dup, fds))
         except OSError:
             self.close_all(copies)

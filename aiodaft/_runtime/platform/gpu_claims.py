@@ -43,6 +43,7 @@ def machine_gpus(driver: str = _DRIVER, devices: str = _DEVICES) -> list[Gpu]:
 
 def has_initialized_cuda() -> bool:
     try:
+        # Only if it is loaded.
         library = ctypes.CDLL(_LIBRARY, os.RTLD_LAZY | os.RTLD_NOLOAD)
     except (AttributeError, OSError):
         return False
@@ -127,6 +128,7 @@ class GpuClaims:
                     self._refused.discard(gpu)
                     return
                 except OSError:
+                    # The queue of connections is full, or there are no descriptors.
                     continue
                 loop.add_reader(questions[-1], _settle, over)
             await over
@@ -156,6 +158,7 @@ def _holder(name: str) -> str:
             question.connect(name)
             found = question.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         except OSError:
+            # It has just ended, or its queue of connections is full.
             return "another process"
     pid, _, _ = _CREDENTIALS.unpack(found)
     try:

@@ -42,6 +42,7 @@ FOR_PROGRAM: Final = (signal.SIGUSR1, signal.SIGUSR2)
 UNKNOWN: Final = (None, None)
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
+# Actions of the kernel at the end of a process, and its view of processes; other systems have neither.
 HAS_PRCTL: Final = hasattr(_libc, "prctl")
 SEES_PROCESSES: Final = os.path.exists("/proc/self/stat")
 
@@ -85,6 +86,7 @@ def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
     """The kernel sends this process a signal when the thread that started it ends."""
     _prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
+        # It ended before the request.
         os._exit(1)
 
 
@@ -118,6 +120,7 @@ def sleeping_threads() -> dict[int, list[bytes] | None]:
         with suppress(OSError), open(path, "rb") as file:
             lines = file.read().splitlines()
             sleeps = any(line.startswith(b"State:\tS") for line in lines)
+            # The last two count its context switches.
             found[int(path.split("/")[4])] = lines[-2:] if sleeps else None
     return found
 
@@ -348,6 +351,7 @@ def _block_signals() -> None:
 
 
 def _unblock_signals() -> None:
+    # Empty if a handler raised before anything was blocked.
     if _masks.before:
         signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before.pop())
 

@@ -81,6 +81,7 @@ class TaskOwner:
 
 
 def _look_at_error(task: asyncio.Task[Any]) -> None:
+    # asyncio logs errors that no code has retrieved.
     if not task.cancelled():
         task.exception()
 
@@ -115,6 +116,7 @@ async def see_through(future: asyncio.Future[T], hasten: Callable[[], object] = 
     cancelled = await wait_through(future, hasten)
     if cancelled is not None:
         if not future.cancelled():
+            # Its error is not said to be unseen: its waiter was told to stop waiting.
             future.exception()
         raise cancelled
     return future.result()

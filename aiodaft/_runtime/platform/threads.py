@@ -59,6 +59,7 @@ class HelperThread:
             try:
                 settle: Callable[[], object] = partial(done.set_result, function())
             except StopIteration as stop:
+                # A future refuses it.
                 error = RuntimeError("the function raised StopIteration")
                 error.__cause__ = stop
                 settle = partial(done.set_exception, error)

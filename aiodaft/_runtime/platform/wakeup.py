@@ -21,6 +21,7 @@ from aiodaft._runtime.platform.tasks import current_task, may_step
 class Wakeup(asyncio.Future[None]):
     """The future of one `await` of a ref. It has one waiting task, which `Wakeups` continues."""
 
+    # The task's wakeup, removed when it is called, because the task refers to this future.
     _callback: Callable[[Any], object] | None = None
     _context: Context | None = None
 
@@ -93,6 +94,7 @@ class Wakeups:
                 due.popleft().go_on()
         finally:
             if due:
+                # SystemExit or KeyboardInterrupt passes, and may be caught outside.
                 self.loop.call_soon(self.run)
 
 
@@ -179,6 +181,7 @@ class Deferred(Coroutine[Any, Any, None]):
     def go_on(self, coro: Coroutine[Any, Any, None], context: Context, awaited: asyncio.Future[Any] | None) -> None:
         """None: it waits for the next turn of the loop."""
         if asyncio.isfuture(awaited):
+            # As tasks do, because other tasks may wait for it before this one gets it.
             awaited._asyncio_future_blocking = False
         self.coro, self._context, self._awaited, self._fresh = coro, context, awaited, True
         if not self.parked.done():
@@ -200,6 +203,7 @@ class Deferred(Coroutine[Any, Any, None]):
             self.parked.cancel()
             raise thrown
         awaited = self._take_awaited()
+        # As tasks do: cancel the future, which then raises the same message here.
         if asyncio.isfuture(awaited) and isinstance(thrown, asyncio.CancelledError) and awaited.cancel(*thrown.args):
             return awaited
         try:

@@ -192,4 +192,5 @@ def pickle_code(thing: Any) -> bytes:
 
 
 def _is_text(value: object, text: str) -> bool:
+    # Comparing it with bytes may be an error.
     return isinstance(value, str) and value == text

@@ -278,6 +278,7 @@ class ReceivedValue:
         self.refs = refs
         # The object that a buffer came from, if the value was made in this process.
         self.origin: Callable[[int], Any] = _no_origin
+        # The definitions of the names in it; any other value keeps none of it alive.
         self.heard = heard if payload[0] == NAMED else NONE_HEARD
 
     @property

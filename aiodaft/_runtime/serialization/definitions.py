@@ -120,6 +120,7 @@ class _Record:
         return not self._gone and list(map(id, self._look())) == self._before
 
 
+# By weak references. None: it has no name.
 _records: Final[dict[ref[Thing], _Record | None]] = {}
 _by_name: Final[WeakValueDictionary[bytes, Thing]] = WeakValueDictionary()
 
@@ -222,6 +223,7 @@ def _surveyed(thing: Thing) -> _Survey | None:
 class _Survey:
     def __init__(self) -> None:
         self._classes: list[tuple[ref[type], list[str], list[str]]] = []
+        # Each with the names of the globals that it uses.
         self._functions: list[tuple[ref[FunctionType], Sequence[str]]] = []
         # Classes may be registered with an abstract one.
         self._registered: object = None

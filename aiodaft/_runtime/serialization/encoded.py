@@ -75,8 +75,11 @@ class Source:
         self.keep = keep
         # For memory that is not contiguous: writes the content to an address.
         self.fill: Callable[[int], None] | None = None
+        # Gives the number of writes to a tensor, as torch counts them; None if torch does not.
         self.version: Callable[[], int | None] | None = None
+        # Gives the object that the buffer was made from, while it lives and was not written to.
         self.origin: Callable[[], Any] | None = None
+        # Nothing can change it: bytes, or memory of the encoder's own.
         self.frozen = False
         self.block: Pullable | None = None
         self.lent = False

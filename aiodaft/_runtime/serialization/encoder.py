@@ -428,6 +428,7 @@ def find_path(names: Iterable[tuple[str, Any]], attempt: Callable[[Any], object]
         failing = next(
             ((name, value, why) for name, value in islice(parts, _MAX_CHILDREN) if (why := _why(value, attempt))), None
         )
+        # An object that refers to itself has no deepest part.
         if failing is None or id(failing[1]) in seen:
             break
         path, value, reason = failing
@@ -500,4 +501,5 @@ def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _has_own_reduce(value: Any) -> bool:
+    # Such an object is not pickled by its attributes.
     return isinstance(type(value).__reduce__, FunctionType)

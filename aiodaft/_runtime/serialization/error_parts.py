@@ -115,6 +115,7 @@ def fill_error(error: BaseException, parts: Parts) -> None:
     _STATE.__get__(error).update(state)
 
 
+# By weak references: this must not keep classes alive.
 _layouts: Final[dict[ref[type[BaseException]], _Layout]] = {}
 
 

@@ -27,7 +27,9 @@ _PACKAGE: Final = os.path.dirname(os.path.dirname(_RUNTIME)) + os.sep
 _MAX_ENCODED: Final = 256 << 10
 _MAX_TEXT: Final = 16 << 10
 _MAX_BESIDE: Final = 500
+# The message of the TypeError that `await 1` raises.
 _NOT_AWAITABLE: Final = re.compile(r"can't be (used in 'await' expression|awaited)")
+# Those of `asyncio.get_running_loop()` and `asyncio.get_event_loop()`.
 _NO_LOOP: Final = re.compile(r"no (running|current) event loop")
 _ON_THREAD: Final = "a `def` method runs on the actor's thread, without an event loop: make it `async def`"
 _OWN_CALL: Final = (
@@ -54,6 +56,7 @@ def decode_error(data: bytes) -> BaseException:
         try:
             error = _decode_object(payload, blob)
             if refuses_pickle():
+                # Without pickle, its frames come as text.
                 add_note(error, f"the remote traceback:\n{text}")
             return error
         except Exception as problem:  # noqa: BLE001 - the class is not here, or refuses to be built: the text remains

@@ -176,6 +176,7 @@ def mark_of(value: Any, progress: Callable[[int], object] = bool) -> object:
     try:
         _Marker(digest, protocol=5).dump(value)
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, RecursionError):
+        # It cannot be told.
         return object()
     return digest.hash.digest()
 

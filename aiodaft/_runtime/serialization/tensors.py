@@ -80,6 +80,7 @@ def whole_tensor(tensor: torch.Tensor, places: Places) -> tuple[Source, Spec] | 
         or tensor.is_neg()
     ):
         return None
+    # Not the tensor, which may get other memory.
     source = Source(tensor.nbytes, address, tensor.untyped_storage(), device)
     places.put(source)
     source.version = _version_counter(tensor)
@@ -145,6 +146,7 @@ class TensorTable:
         low, high = min(extents)[0], max(high for _, high in extents)
         first_index, first = group[0]
         compact = len(group) == 1 and high - low > first.numel() * first.element_size()
+        # Empty memory is on no device.
         device = self._devices[first_index] if high > low else None
         if compact:
             source = _strided_source(first) if device is None else _gathered_source(first, device)

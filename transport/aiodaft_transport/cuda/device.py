@@ -160,6 +160,7 @@ class DeviceBlock(PooledBlock[DeviceSegment]):
         # The device has done the earlier work: peers may read the block.
         self.filled = False
         self.error: TransportError | None = None
+        # The source of the copy, kept alive until that is made.
         self.keep: Any = None
         # The owner of lent memory, kept alive until no peer reads it any more.
         self.owner: Any = None
@@ -255,6 +256,7 @@ class DevicePool(BlockPool[DeviceSegment]):
         try:
             return super()._own_segment(nbytes)
         except OutOfDeviceMemory:
+            # One that is much too large serves as well.
             larger = [one for one in self._own if one.size >= nbytes and not (one.live or one.retired)]
             if not larger:
                 raise
@@ -349,6 +351,7 @@ class Pull(BasePull[Any]):
             self.set_error(error)
             if not self.queued.done():
                 self.queued.set_exception(error)
+                # As of `done`, the waiter may be gone.
                 self.queued.exception()
         elif not self.done.done():
             assert self.landing is not None

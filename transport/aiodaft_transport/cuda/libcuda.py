@@ -228,6 +228,7 @@ class CudaDriver:
 
     def wait(self, event: Event) -> None:
         with self._on(event.device):
+            # `happened` reports a failure.
             self._library.cuEventSynchronize(event.number)
 
     def forget(self, event: Event) -> None:

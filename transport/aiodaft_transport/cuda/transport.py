@@ -368,6 +368,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
     def _part(self, remote: Remote) -> None:
         peer = remote.control.peer
         for pull in remote.pulls:
+            # The device may still copy; the pull owns the memory until then.
             pull.settle(PeerGone(f"{peer} is gone"))
         for segment in list(self._segments.values()):
             if peer in segment.waiting:
@@ -462,6 +463,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
                     continue
                 event = self.driver.record(device, stream)
             except TransportError:
+                # A stream that is gone, or a device that failed, reads no more.
                 continue
             self.watch.add(event, lambda _: self._wait_unused(remote, segment, number, device, left))
             return
@@ -486,6 +488,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         for device in list(segment.addresses):
             await self._idle(device)
         if segment.addresses:
+            # Before that, `close` would close it.
             await self._in_thread(lambda: segment.shut(self.driver))
         self._foreign.discard(segment)
         closed()
@@ -520,6 +523,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
     async def _free_in_thread(self, segment: DeviceSegment) -> None:
         if not segment.is_lent:
             await self._idle(segment.device)
+        # From now on `close` does not free it.
         if self._segments.pop(segment.id, None) is not None:
             await self._in_thread(lambda: self._free(segment))
 

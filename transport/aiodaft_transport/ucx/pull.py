@@ -202,6 +202,7 @@ class Stamp:
     def __init__(self, pool: Pool) -> None:
         self.block: ArenaBlock = pool.allocate((1 + _WORDS) * WORD)
         self.address = self.block.address
+        # Zero is the value of a stamp that is over.
         self.value = secrets.randbits(64) | 1
         c_uint64.from_address(self.address).value = self.value
         self._numbers = count()
@@ -232,6 +233,7 @@ class RemoteSegment:
         self.address = address
         self.size = size
         self.packed = packed
+        # The key to read it with, for the present endpoint.
         self.rkey: int | None = None
         self.users = 0
 

@@ -296,6 +296,7 @@ class Worker:
             callback=self._on_completed,
             user_data=number,
         )
+        # If this fails, the endpoint is closed already.
         return int(self.library.ucp_ep_close_nbx(endpoint, byref(params))) <= 0
 
     def get(self, endpoint: int, target: int, nbytes: int, source: int, rkey: int, memory: int, number: int) -> bool:

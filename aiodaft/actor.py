@@ -22,7 +22,6 @@ __all__ = ["Actor", "ActorFacts", "BoundMethod", "CallTarget", "Handle", "class_
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# The keywords of the class line.
 _OPTIONS: Final = "cpus, gpus, resources, patience, restart and max_queue"
 
 
@@ -140,8 +139,6 @@ class BoundMethod:
             raise TypeError(f"{self._spec.label} is a stream: there is nothing to tell it")
         self._target.tell(self._spec, args, kwargs)
 
-    # The view of a method in notebooks and `help`.
-
     @property
     def __signature__(self) -> inspect.Signature:
         signature = self._spec.signature
@@ -215,7 +212,6 @@ class Handle:
         spec = specs_of(cls).get(name)
         if spec is None:
             raise AttributeError(_why_no_method(cls, name))
-        # Later lookups find it in the instance.
         bound = self.__dict__[name] = _class_for(spec)(self.__dict__["_target"], spec)
         return bound
 
@@ -223,8 +219,6 @@ class Handle:
         raise AttributeError(
             f"{self!r} is a handle: its state is in another process; give the class a method to set {name!r}"
         )
-
-    # The view of a handle in notebooks and `help`.
 
     def __dir__(self) -> list[str]:
         return sorted(specs_of(self.__dict__["_class"]))

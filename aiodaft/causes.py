@@ -8,7 +8,6 @@ from aiodaft.html import Branch
 
 __all__ = ["chain_of", "message_of", "tree_of"]
 
-# Exceptions of one chain, and levels of exceptions inside of others.
 _MAX_CHAIN: Final = 16
 _MAX_DEPTH: Final = 4
 # Attributes that a tree has in another form.
@@ -59,7 +58,6 @@ def _shown(name: str, value: object) -> str:
 
 
 def _inside(error: BaseException, depth: int) -> list[Branch]:
-    """The exceptions of a group, and those that have exhausted a restart policy."""
     inside = error.exceptions if isinstance(error, BaseExceptionGroup) else getattr(error, "attempts", ())
     # A user's exception may have something else by that name.
     found = [one for one in inside if isinstance(one, BaseException)] if isinstance(inside, tuple) else []

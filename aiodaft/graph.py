@@ -42,7 +42,6 @@ A0 = TypeVar("A0")
 A1 = TypeVar("A1")
 A2 = TypeVar("A2")
 
-# Runs under way at a time; others wait in the caller.
 _MAX_IN_FLIGHT: Final = 16
 # The folder of the framework's own code.
 _OWN: Final = os.path.dirname(__file__) + os.sep
@@ -71,8 +70,6 @@ class StepTime:
 
 
 class _Recorder(CallSink):
-    """Records the calls that `fn` makes, instead of sending them."""
-
     def __init__(self, inputs: list[PutState]) -> None:
         # The values that the graph's own refs stand for: inputs first, then results in the order of the calls.
         self.numbers: dict[Any, int] = {state: index for index, state in enumerate(inputs)}
@@ -128,7 +125,6 @@ class Graph(Generic[P, Out]):
         self._caller = caller
         self._core = core
         self._output = output
-        # The value that it gives, if that is the result of one call.
         self._only = core.dataflow.outputs[0] if isinstance(output, Ref) and parts_of(output) is None else None
         self._numbers = numbers
         # The notes that `times` has fetched.
@@ -233,7 +229,6 @@ class Graph(Generic[P, Out]):
         ]
 
     def _notes(self) -> dict[int, ValueNote]:
-        """The known facts about the values: those that `times` has fetched, else the declared types."""
         declared = {
             value: ValueNote(spec.declared) for value, (_, spec) in enumerate(self._core.specs, self._core.inputs)
         }

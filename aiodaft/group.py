@@ -108,9 +108,7 @@ class Group(Generic[ActorT]):
         self._cell = RosterCell(roster) if owner is None else owner.cell
         self._class = cls
         self._owner = owner
-        # Views share them.
         self._calls = MemberCalls()
-        # Of a view: the group.
         self._of: Group[ActorT] | None = None
         self._view = _View()
         # A slice has its members for good.
@@ -251,8 +249,6 @@ class Group(Generic[ActorT]):
         group_map = GroupMap(items, self._choose, call, self.__len__, window, keeps_on=return_exceptions)
         return group_map.results(spec.label, ordered=ordered)
 
-    # Views.
-
     def along(self, *axes: str, result: Mapping[str, int] | None = None) -> Self:
         """A view in which the members at one place on these axes are called as one.
 
@@ -313,8 +309,6 @@ class Group(Generic[ActorT]):
         """The names and sizes of the axes; empty if the group has none. The last axis changes fastest with the rank."""
         axes, along = self._roster.axes, self._view.along
         return (axes.pick(along) if along else axes).sizes
-
-    # Changes of the members.
 
     async def resize(
         self, n: int, *, axes: Mapping[str, int] | None = None, prepare: Prepare[ActorT] | None = None
@@ -506,7 +500,6 @@ class Group(Generic[ActorT]):
         return self._seated()[1]
 
     def _seated(self) -> tuple[Roster[Any], list[Unit]]:
-        """The same, with the members of the group."""
         roster = self._roster
         known, units = self._units
         if known is not roster:

@@ -31,11 +31,9 @@ from aiodaft.ref import Ref
 
 ActorT = TypeVar("ActorT")
 
-# Seconds until a member is told again that could not be reached.
 _PAUSE: Final = 0.05
 _LONGEST_PAUSE: Final = 1.0
 
-# A member, and the answer to the message to it.
 _Told: TypeAlias = tuple[CallTarget, Ref[Any]]
 # Gives the members of a group, which are encoded once.
 _Encoded: TypeAlias = Callable[[], Ref[tuple[Any, ...]]]
@@ -69,7 +67,6 @@ class GroupMembers:
         # Also of changes that failed: no two changes have the same.
         self._last_epoch = roster.epoch
         self._turn = asyncio.Lock()
-        # The change whose `prepare` runs.
         self._preparing: Roster[Any] | None = None
         # The enrolment of each member, also for its next incarnation.
         self._enrolments: dict[CallTarget, Enrolment] = {}
@@ -208,7 +205,7 @@ class GroupMembers:
         return shares
 
     async def _introduce(self, new: list[Handle], roster: Roster[Any]) -> None:
-        """Tell new members the roster, before a call can get to them."""
+        """Before a call can get to them."""
         members = cache(partial(self._encoded, roster))
         for target in map(target_of, new):
             self._enrolments[target].roster = roster

@@ -12,7 +12,6 @@ from typing import Final, NamedTuple
 
 __all__ = ["Branch", "facts", "page", "table", "tree"]
 
-# Rows of a table, branches at one place of a tree, and characters of a text.
 _MOST: Final = 100
 _LONGEST: Final = 500
 _CELL: Final = ' style="text-align: left"'

@@ -22,7 +22,6 @@ from aiodaft.ref import Ref
 
 __all__ = ["ActorInfo", "NodeInfo", "in_process", "look_at", "look_at_node", "look_at_nodes"]
 
-# The states of actors that answer.
 ANSWERING: Final = ("busy", "idle")
 
 

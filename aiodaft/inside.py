@@ -94,8 +94,6 @@ class ActorRuntimes:
         """The actors that the actors of this process have spawned."""
         return chain.from_iterable(runtime._owned.all_actors() for runtime in self._runtimes.values())
 
-    # Messages from the owner.
-
     def fail(self, error: BaseException, what: str) -> None:
         """An error that no code will see."""
         self._owner.objects.on_unheld(error, what)

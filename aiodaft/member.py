@@ -224,8 +224,6 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         line = await process.part(Planning).open(part, lambda value: self.all_gather(value, key=key))
         return Planned(process, part.rank, part.roster.size, line, meet)
 
-    # Messages.
-
     async def send(self, value: Any, *, to: int, tag: Tag = 0) -> None:
         """Send a value to another member, from process to process; returns when it is in the member's inbox.
 
@@ -330,14 +328,11 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
     def _targets(self) -> list[Target]:
         return [cast("Target", target_of(handle_of(member))) for member in self.members]
 
-    # Collectives.
-
     def _take_part(self, operation: str, value: Any, how: How) -> Ref[Any]:
         part, call = self._part(operation, how), self._call()
         return self._hosted._process.part(Keyed).begin(part, value, call, belongs_to(call))
 
     def _part(self, operation: str, how: How) -> Part:
-        """The part of this member in a collective."""
         roster, rank = self._place
         if not self.is_current:
             raise changed(roster.id, self.epoch, what=f"this {operation}")

@@ -40,7 +40,6 @@ E = TypeVar("E")
 F = TypeVar("F")
 S = TypeVar("S")
 
-# The declared result of a generator function, `async def` or `def`.
 Generated: TypeAlias = AsyncIterator[R] | Iterator[R]
 
 _SPECS: Final = "__aiodaft_specs__"
@@ -50,7 +49,6 @@ ATTRIBUTE: Final = "."
 _PASSES_ON: Final = "__aiodaft_passes_on__"
 
 _MOST_SHAPES: Final = 64
-# Declared types of results that say nothing about them.
 _SAYS_NOTHING: Final = ("_empty", "Any", "None")
 
 
@@ -161,7 +159,7 @@ def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _arity(fn: Callable[..., Any]) -> tuple[float, float]:
-    """The fewest and most positional arguments, without self, of a call that needs no further check."""
+    """Of a call that needs no further check, without self."""
     code = getattr(fn, "__code__", None)
     if (
         code is None
@@ -187,8 +185,6 @@ class StreamSig(Protocol[P, R_co]):
 
 
 class _MethodBase:
-    """A function with the decorator, in its class."""
-
     def __init__(self, fn: Callable[..., Any], options: Options) -> None:
         self._options = options
         self.__name__ = fn.__name__
@@ -409,7 +405,6 @@ def method(
 
 
 def _check_function(fn: Any) -> bool:
-    """Whether the function runs on the actor's thread."""
     if isinstance(fn, staticmethod | classmethod | property):
         raise TypeError(f"@method goes on a plain method, not on a {type(fn).__name__}")
     if not callable(fn) or isinstance(fn, type):

@@ -260,7 +260,7 @@ class Overview:
         seconds = self.clock - earlier.clock
 
         def grown(now: float, before: float) -> float:
-            # A connection that was made again counts from 0.
+            # A new connection counts from 0.
             return max(0.0, now - before) / seconds if seconds > 0 else 0.0
 
         known = {one.id: one for one in earlier.processes if one.answered}

@@ -459,7 +459,6 @@ class Mesh(Spawner):
 
 
 def _check_where(node: object, labels: object, spread: object, wait: object) -> None:
-    """Raise TypeError or ValueError for constraints that no node could meet."""
     if node is not None and not isinstance(node, str):
         raise TypeError(f"node={node!r:.80}: the name of a node is a string")
     if labels is not None:

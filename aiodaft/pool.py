@@ -63,7 +63,6 @@ class Pool:
         self.group = group
         self._concurrency = concurrency
         self._retries = retries
-        # Workers that get tasks: while the pool shrinks, fewer than there are.
         self._size = len(group)
         first = cast("Target", target_of(group[0]))
         self._queue = TaskQueue(f"pool {group.id}", first, self._workers, group._calls, concurrency)

@@ -24,7 +24,6 @@ __all__ = ["Metrics"]
 
 _STATES: Final = (*ANSWERING, "silent", "restarting", "dead")
 
-# Values of a metric, with those of its labels.
 Samples = Iterable[tuple[Sequence[str], float]]
 
 
@@ -141,7 +140,6 @@ class Metrics(Collector):
             try:
                 self._refreshing = asyncio.run_coroutine_threadsafe(coro, self._loop)
             except RuntimeError:
-                # The loop is closed, and the runtime with it.
                 coro.close()
                 self._last = None
             else:
@@ -162,8 +160,6 @@ class Metrics(Collector):
 
 
 class _Seen(Collector):
-    """Metrics that were collected."""
-
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
 

@@ -71,13 +71,10 @@ class RefBackend(Protocol):
     def facts(self) -> RefFacts: ...
 
 
-# The facts of a ref that notebooks show.
 _FACTS: Final = ("call", "state", "value", "size", "where")
 
 
 class _Wait:
-    """Makes a generator function awaitable."""
-
     __slots__ = ("_wait",)
 
     def __init__(self, wait: Callable[[], Generator[Any, None, None]]) -> None:
@@ -342,8 +339,6 @@ async def _await(ref: Ref[T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class _DoneCallback:
-    """A callback with its ref; equal to another one with the same ref and callback."""
-
     ref: Ref[Any]
     callback: Callable[[Any], object]
     context: Context = field(default_factory=Context, compare=False)
@@ -365,7 +360,6 @@ class Refs(Generic[T_co]):
 
     def __init__(self, refs: Sequence[Ref[T_co]], besides: Sequence[Ref[Any]] = ()) -> None:
         self._refs = tuple(refs)
-        # Calls of which only the errors count.
         self._besides = tuple(besides)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -446,7 +440,6 @@ def _standing(ref: Ref[Any]) -> str:
 
 
 def _facts_of(ref: Ref[Any]) -> dict[str, str]:
-    """The known facts about a ref, by the names of `_FACTS`."""
     # Code that shows the error has seen it.
     found, error = ref._state.facts(), ref.exception() if ref.done() else None
     state = _standing(ref) if error is None else f"{_standing(ref)}: {message_of(error)}"

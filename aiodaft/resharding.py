@@ -233,7 +233,6 @@ async def _located(shards: Refs[T]) -> list[tuple[Any, Ref[T]]]:
 
 
 async def _all_fit(caller: Caller, sources: Sequence[Source], layout: Layout) -> None:
-    """Have each shard compared with its layout, where it is."""
     checks = [
         resharding_of(caller, peer, label).check(Opaque(shard), rank, layout._expected(rank))
         for rank, (peer, label, shard) in enumerate(sources)

@@ -57,7 +57,6 @@ __all__ = ["Runtime", "has_uvloop"]
 
 T = TypeVar("T")
 ActorT = TypeVar("ActorT", bound=Actor)
-# The words of other frameworks.
 _INSTEAD: Final = {
     "actors": "`(await rt.overview()).actors`",
     "close": "`await rt.aclose()`, or `async with`",
@@ -188,8 +187,6 @@ class Runtime(Scope):
         controller.answers = answers(controller)
         super().__init__(Owned(controller, _RuntimeErrors(controller, raises=unhandled == "raise")))
 
-    # The block.
-
     @property
     def _opened(self) -> Controller:
         return cast("Controller", self._controller)
@@ -232,8 +229,6 @@ class Runtime(Scope):
         def __getattr__(self, name: str) -> NoReturn:
             instead = f": use {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
-
-    # Values and names.
 
     def put(self, value: T, *, transport: str | None = None) -> Ref[T]:
         """Return a ref of a value, to pass to many actors: the runtime encodes and moves the value once.

@@ -34,8 +34,6 @@ class Scope(Spawner):
         self._owned = owned
         self._controller = owned.controller
 
-    # The block.
-
     async def __aenter__(self) -> Self:
         self._owned.errors.begin()
         return self
@@ -65,8 +63,6 @@ class Scope(Spawner):
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} stays in the process that opened it: pass handles of actors")
 
-    # Spawning.
-
     def scope(self, *, restart: Restart | None = None) -> Scope:
         """A scope inside this one: `async with rt.scope() as s`.
 
@@ -84,8 +80,6 @@ class Scope(Spawner):
 
     def _spawning(self) -> tuple[Owned, Constraints]:
         return self._owned, Constraints()
-
-    # Stopping.
 
     async def stop(self, what: Actor | Service[Any] | Group[Any] | Mesh) -> None:
         """Stop an actor, the members of a group, or the actors on a mesh, whose slices are free then. Idempotent.
@@ -111,8 +105,6 @@ class Scope(Spawner):
         """
         target = self._owned.target(actor)
         await see_through(self._controller.start_task(self._owned.actors.kill(target), f"kill {target.label}"))
-
-    # Inspecting.
 
     async def info(self, actor: Actor | Service[Any]) -> ActorInfo:
         """The state of an actor. If its process does not answer, the result has its node's record of it."""

@@ -66,7 +66,6 @@ class Service(Generic[T]):
     def call(  # type: ignore[overload-overlap]  # the first that fits counts
         self, fn: Callable[Concatenate[T, A0, P1], R], a0: Ref[A0], /, *args: P1.args, **kwargs: P1.kwargs
     ) -> Ref[R]: ...
-    # Static and class methods.
     @overload
     def call(self, fn: Async[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
     @overload

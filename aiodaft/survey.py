@@ -144,7 +144,6 @@ def _role(peer: PeerId) -> Role:
 
 
 def _order(seen: Seen, node: str) -> tuple[object, ...]:
-    """Processes are in the order of their roles, nodes and actors."""
     peer = seen.process.id
     return _ROLES.index(_role(peer)), node, seen.actors, peer
 
@@ -240,7 +239,6 @@ def _reversed(traffic: Traffic) -> Traffic:
 
 # Seconds that a process gets to answer the program.
 _PATIENCE: Final = 1.0
-# The same, for recorded events.
 _TRACE_PATIENCE: Final = 5.0
 
 

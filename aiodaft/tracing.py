@@ -27,7 +27,6 @@ __all__ = ["Trace"]
 
 T = TypeVar("T")
 
-# The number of questions to the clock of another machine.
 _PINGS: Final = 8
 _numbers: Final = itertools.count(1)
 
@@ -53,7 +52,6 @@ class Trace:
         self._patience = patience
         self._number = next(_numbers)
         self._began = 0.0
-        # The seconds by which the clocks of nodes are ahead, by name.
         self._offsets: dict[str, float] = {}
         # The processes that were asked to record, and those that do, by the names of their actors.
         self._asked: set[PeerId] = set()
@@ -118,8 +116,6 @@ class Trace:
         finally:
             thread.close()
 
-    # Processes.
-
     async def _processes(self) -> list[WorkerProcess]:
         """The workers with actors that this process owns, and with those that these own."""
 
@@ -150,7 +146,6 @@ class Trace:
             self._known[process.id] = _name_of(process)
 
     async def _ask_clock(self, member: Member) -> None:
-        """Learn the seconds by which the clock of a node is ahead."""
         agent, now = self._owner.agent_of(member.peer), self._owner.process.env.monotonic
         pings: list[Ping] = []
         with suppress(DaftError, TimeoutError):
@@ -162,8 +157,6 @@ class Trace:
                     return
                 pings.append(Ping(sent, theirs, now()))
             self._offsets[member.name] = offset_of(pings)
-
-    # The end.
 
     async def _collect(self) -> list[ProcessTrace]:
         """The records of the others. Notes those that are left out."""
@@ -225,7 +218,6 @@ def _write(path: str, content: dict[str, Any]) -> None:
             json.dump(content, file, separators=(",", ":"))
         os.replace(unfinished, path)
     except BaseException:
-        # Such as a full disk.
         with suppress(FileNotFoundError):
             os.unlink(unfinished)
         raise

@@ -1,1 +1,1 @@
-"""Calls that this process makes: handles, order, answers, restarted actors. May import actors and the rooms below."""
+"""Calls that this process makes: handles, order, answers, restarted actors."""

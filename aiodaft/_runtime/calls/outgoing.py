@@ -38,11 +38,8 @@ class Backlog:
         self._connection = caller.connections.make(caller.process.id, towards)
 
     def admit(self, request: Request) -> bool:
-        """Let a call wait, with its arguments as they are now; False if it failed, because an argument has.
-
-        Raises:
-            SerializationError: An argument cannot travel.
-            Overloaded: Too many calls are waiting.
+        """Let a call wait, with its arguments as they are now; False if it failed, because an argument has. Raises as
+        `submit`.
         """
         number, state, deadline = request.number, request.state, deadline_of(request.terms)
         self._connection.session.submit(number, state, None, admitted=request.had_turn)
@@ -291,10 +288,7 @@ class Outgoing:
     def prepare(self, request: Request) -> bool:
         """Encode the arguments of a call that has to wait, so that it is made with their present values.
 
-        False if the call failed, because an argument has.
-
-        Raises:
-            SerializationError: An argument cannot travel.
+        False if the call failed, because an argument has. Raises as `submit`.
         """
         if request.stored is not None or (not request.kwargs and all_plain(request.args)):
             return True

@@ -1,4 +1,1 @@
-"""The connections between processes: sockets, rings in shared memory, and the messages that go over them.
-
-Imports `serialization`, `process`, `platform`, the protocol and the transports.
-"""
+"""The connections between processes: sockets, rings in shared memory, and the messages that go over them."""

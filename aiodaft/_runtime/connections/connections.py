@@ -266,7 +266,6 @@ class Connections(dict[PeerId, Connection]):
             self.data_streams.came(remote, number, stream)
 
     def _socket_with(self, connection: Connection, remote: PeerId, stream: int | None = None) -> socket.socket | None:
-        """The socket to another process that came with a message of the node; None if there was no room for it."""
         try:
             (fd,) = connection.take_fds(1)
         except OSError as error:
@@ -283,11 +282,7 @@ class Connections(dict[PeerId, Connection]):
         return sock
 
     def join_by_stream(self, first: PeerId, second: PeerId, number: int) -> None:
-        """Give two processes the ends of a new stream, which the first one has asked for under a number.
-
-        Raises:
-            OSError: There is no descriptor for it.
-        """
+        """Give two processes the ends of a new stream, which the first one has asked for under a number."""
         sockets = self._process.env.sockets
         ours, theirs = sockets.pair()
         with ours, theirs:

@@ -1,4 +1,1 @@
-"""The coordinator of a runtime or cluster, and the stores from which a restart reads its names and members.
-
-May import process and the rooms below it.
-"""
+"""The coordinator of a runtime or cluster, and the stores from which a restart reads its names and members."""

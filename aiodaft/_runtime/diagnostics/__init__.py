@@ -1,4 +1,1 @@
-"""Wait graphs, deadlocks and stacks.
-
-May import graphs and the rooms below it.
-"""
+"""Wait graphs, deadlocks and stacks."""

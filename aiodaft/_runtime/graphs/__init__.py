@@ -1,10 +1,7 @@
 """Compiled graphs: the owner that starts runs, and the participants that execute them.
 
-`aiodaft.graph` captures calls (`captured_call`). The owner cuts the dataflow into plans and installs them in the
-processes of the actors (`deployment`), starts runs and takes their results (`owner`). A participant runs its strands
-as calls of the hosted actors (`participant`, `strands`); values between steps are `graph_value`s. `registry` handles
-the messages and is the room's entrance; `context` is the parts' view of their process. The plans, the states of
-graphs and runs, and the values that each run waits for are in `_protocol.graphs` (`plan`, `run`).
-
-May import `calls`, `actors`, `objects`, `connections`, `serialization`, `process`, `platform` and `_protocol`.
+`aiodaft.graph` captures calls. The owner cuts the dataflow into plans, installs them in the processes of the actors
+(`owner_run.Deployment`), starts runs and takes their results (`owner`). A `participant` runs its strands as calls of
+the hosted actors; values between steps are `graph_value`s. `registry` handles the messages and is the room's entrance.
+The plans, and the states of graphs and runs, are in `_protocol.graphs`.
 """

@@ -76,11 +76,6 @@ class Deployment:
         return self._failed or any(_place(host) != place for host, place in self._places)
 
     async def arrive(self) -> None:
-        """Wait until its supervised actors are up, all at the same time.
-
-        Raises:
-            DaftError: One of them is gone for good.
-        """
         while True:
             for target in self.followed:
                 await target.arrive()
@@ -88,12 +83,6 @@ class Deployment:
                 return
 
     async def install(self) -> None:
-        """Tell the processes their plans.
-
-        Raises:
-            DaftError: A process is gone.
-            AttributeError: An actor has no such method.
-        """
         start = self._context.process.tasks.start
         installing = [
             start(self._install(plan), name=f"install a graph in {plan.process}") for plan in self.plans.values()

@@ -74,7 +74,7 @@ def _function(op: str) -> Callable[..., Any]:
 
 
 def kind_of(value: Any) -> str:
-    """The kind that all members have to share: the type, and of tensors and arrays the dtype and the shape."""
+    """All members have to share the type, and of tensors and arrays the dtype and the shape."""
     if isinstance(value, Piece):
         return value.kind
     if not _is_array(value):

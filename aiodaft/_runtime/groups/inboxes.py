@@ -309,11 +309,7 @@ def _is_absence(error: DaftError) -> bool:
 
 
 class Mail:
-    """The messages of one member, at one epoch of its group.
-
-    Args:
-        by_calls: Whether messages of different calls of the group do not mix.
-    """
+    """The messages of one member, at one epoch of its group; unless `by_calls`, those of different calls mix."""
 
     def __init__(
         self, inboxes: Inboxes, group: str, members: Sequence[Target], rank: int, *, by_calls: bool = True

@@ -48,12 +48,7 @@ Expected: TypeAlias = tuple[str, str, tuple[int, ...]]
 
 
 def check_shard(shard: object, rank: int, expected: Sequence[Expected]) -> None:
-    """Compare a shard with its layout.
-
-    Raises:
-        TypeError: It is no dict of plain tensors.
-        ValueError: Names, shapes or dtypes differ.
-    """
+    """Raises TypeError: it is no dict of plain tensors. ValueError: names, shapes or dtypes differ from the layout."""
     of = f"the shard of rank {rank} of the source"
     if not isinstance(shard, Mapping):
         raise TypeError(f"{of} is {type(shard).__name__}, and a dict of tensors is expected")
@@ -202,12 +197,7 @@ class Resharding(Actor):
 
     @method(ordered=False)
     async def check(self, shard: Opaque, rank: int, expected: Sequence[Expected]) -> None:
-        """Compare a shard, of which this gets the ref, with its layout.
-
-        Raises:
-            TypeError: It is no dict of plain tensors.
-            ValueError: Names, shapes or dtypes differ.
-        """
+        """Compare a shard, of which this gets the ref, with its layout; see `check_shard`."""
         ref = shard.content
         stored = self._stored(ref)
         if stored is not None and stored.in_host_memory:
@@ -409,11 +399,6 @@ class Resharding(Actor):
         return await state_of(ref).bring()
 
     async def _open(self, ref: Ref[Any], pieces: Sequence[Piece]) -> Opened:
-        """Open a shard of which these pieces are needed, once while it is stored if all of it was lent.
-
-        Raises:
-            BorrowError: It has been written to.
-        """
         stored = self._stored(ref)
         opened = None if stored is None else self._opened.get(stored)
         if opened is None or not opened.are_unchanged(pieces):
@@ -428,11 +413,6 @@ class Resharding(Actor):
     async def _lend(
         self, ref: Ref[Mapping[str, torch.Tensor]], pieces: Sequence[Piece], target: PeerId
     ) -> InPlace | None:
-        """Lend a parcel of a lent shard; None if it has to be cut.
-
-        Raises:
-            BorrowError: The shard has been written to.
-        """
         stored = self._stored(ref)
         if len(pieces) > 1 or pieces[0].nbytes <= INLINE_LIMIT or stored is None or stored.packed or not stored.lent:
             return None
@@ -447,11 +427,6 @@ class Resharding(Actor):
         parcels: Sequence[list[Piece]],
         copy: Callable[[Mapping[str, torch.Tensor], list[Piece]], object],
     ) -> None:
-        """Copy pieces of a shard of this process.
-
-        Raises:
-            BorrowError: It was lent, and has been written to.
-        """
         stored = self._stored(ref)
         if stored is not None and stored.in_host_memory:
             with stored.in_place() as received:
@@ -470,11 +445,6 @@ class Resharding(Actor):
                 unchanged = opened.are_unchanged(pieces)
 
     async def _settle(self, ref: Ref[Mapping[str, torch.Tensor]]) -> None:
-        """Check that the part read of a shard of this process is whole.
-
-        Raises:
-            BorrowError: It was lent, and has been written to.
-        """
         stored = self._stored(ref)
         if stored is not None and stored.lent:
             await wait_passed()

@@ -30,9 +30,7 @@ class Handle(Work):
     """An operation.
 
     Args:
-        exchanges: Those of the block.
         refs: Its exchanges. Each writes into the tensors of the operation when it comes.
-        outputs: These tensors.
         executor: Runs code that is chained to its future, which may wait for further operations.
     """
 
@@ -124,14 +122,7 @@ _OPS: Final[dict[Any, str | Callable[[Any, Any], Any]]] = {
 
 
 class TorchGroup(dist.ProcessGroup):  # type: ignore[misc]  # without types
-    """A process group, or a part of one by `new_group`.
-
-    Args:
-        among: Those of the block.
-        size: Their number.
-        name: The name that torch gives it.
-        executor: See `Handle`.
-    """
+    """A process group, or a part of one by `new_group`; `name` is the one that torch gives it."""
 
     def __init__(self, among: Among, size: int, name: str, executor: Executor) -> None:
         super().__init__(among.rank, size)

@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 class IntoTensor:
     def __init__(self, target: Any, label: str) -> None:
-        """Take a target.
-
-        Raises:
-            TypeError: It is no tensor that has memory.
-            ValueError: Elements of it share memory.
-        """
+        """Raises TypeError: the target is no tensor that has memory. ValueError: elements of it share memory."""
         self._label = label
         if not is_dense_tensor(target) or target.device.type == "meta":
             kind = "a meta tensor" if is_dense_tensor(target) else type(target).__name__

@@ -36,7 +36,7 @@ def loaded_torch() -> ModuleType | None:
 
 
 def is_dense_tensor(value: Any) -> bool:
-    """Whether this module encodes a value: strided tensors and parameters, no sparse tensors or other subclasses."""
+    """This module encodes strided tensors and parameters, no sparse tensors or other subclasses."""
     torch = loaded_torch()
     if torch is None:
         return False
@@ -53,7 +53,7 @@ class Places(NamedTuple):
         find_block: Finds the block of memory that other processes can read in place.
         find_device: Finds the accelerator of a tensor; None if the tensor travels through memory of the host.
         lend: Whether memory of an accelerator is read in place, not copied.
-        home: The process that encodes; refs and handles of other runtimes are refused.
+        home: The process that encodes.
     """
 
     find_block: Callable[[Source], Block | None] = nowhere

@@ -7,11 +7,13 @@ from aiodaft.tensor.handles import DistTensor
 from aiodaft.tensor.hardware import PRESETS, Hardware, Link
 from aiodaft.tensor.loading import Run, Step, Workers, workers
 from aiodaft.tensor.local_functions import local
-from aiodaft.tensor.plan import Collective, Plan
+from aiodaft.tensor.plan import Plan
 from aiodaft.tensor.program import ImplicitCollectives, Program
 from aiodaft.tensor.randoms import manual_seed
 from aiodaft.tensor.recorder import immediate
 from aiodaft.tensor.rules import rule
+from aiodaft.tensor.segments import Collective
+from aiodaft.tensor.simulation import Simulation
 from aiodaft.tensor.strategy import Strategy
 from aiodaft.tensor.worker import Worker
 
@@ -29,6 +31,7 @@ __all__ = [
     "Replicate",
     "Run",
     "Shard",
+    "Simulation",
     "Step",
     "Strategy",
     "Worker",

@@ -90,6 +90,20 @@ class Hardware:
             raise KeyError(f"the hardware has no rate of compute for {dtype}: it has {', '.join(self.compute)}")
         return self.compute[dtype]
 
+    def work(self, flops: float, nbytes: float, dtype: str, operation: str, device: int = 0) -> float:
+        """The time of an operation that computes and reads and writes so much; nothing if it does neither.
+
+        Args:
+            operation: Its name, for `rates`, such as `aten.gelu.default`.
+        """
+        if not flops and not nbytes:
+            return 0.0
+        rate = self.rates.get(operation.rpartition(".")[0])
+        if rate is not None:
+            return self.overhead + nbytes / rate / self.factor("compute", device)
+        computed = flops / self.flops(dtype) / self.factor("compute", device) if flops else 0.0
+        return self.overhead + max(computed, nbytes / self.bandwidth / self.factor("bandwidth", device))
+
     def seconds(self, kind: str, received: float, members: Sequence[int]) -> float:
         """The time of a collective, or of a `send`, once all its members have come to it.
 

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map
 from aiodaft.tensor.instructions import ByRank, CollectiveKind, Instruction, Slot, leaves, mapped, slots_of
 from aiodaft.tensor.operations import Cause
 from aiodaft.tensor.own_rules import by_local_rule, by_own_rule
-from aiodaft.tensor.plan import Collective
 from aiodaft.tensor.rules import RESHAPES, Move, Placing, Rules, norm_of, strided
+from aiodaft.tensor.segments import Collective
 from aiodaft.tensor.specs import Meta, Placements, Spec, text
 from aiodaft.tensor.views import Aliases, View, is_view, written_arguments
 

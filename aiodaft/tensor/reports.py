@@ -10,7 +10,7 @@ from typing import Final
 from aiodaft.tensor.operations import Cause, Input, Phase
 from aiodaft.tensor.specs import Placements, Spec, bounds, text, unplaced
 
-__all__ = ["described", "drawn", "picture", "place_of", "placed_text"]
+__all__ = ["described", "drawn", "picture", "place_of", "placed_text", "ranks_text", "size_text", "time_text"]
 
 _PHASES: Final[tuple[Phase, ...]] = ("forward", "backward", "update")
 _ROW, _LEFT, _CELL = 18, 190, 300
@@ -32,6 +32,12 @@ def size_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     raise AssertionError
+
+
+def time_text(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
 def ranks_text(values: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ from aiodaft.ref import Ref
 from aiodaft.tensor.code import Code, Routine, Row
 from aiodaft.tensor.instructions import Instruction
 
-__all__ = ["PIPELINE_AXIS", "Pipe", "StageRuns", "StagedRoutine", "rank_in_stage"]
+__all__ = ["PIPELINE_AXIS", "Pipe", "StageRuns", "StagedRoutine", "last_uses", "rank_in_stage"]
 
 PIPELINE_AXIS: Final = "pp"
 
@@ -111,7 +111,7 @@ class StageRuns:
         group = current_group()
         place = rank_in_stage(group.coords, group.axes, routine.axis)
         self._codes = {key: Code(one, rank, rows, watch, place) for key, one in routine.segments.items()}
-        self._ends = _last_uses(routine)
+        self._ends = last_uses(routine)
         self._held: list[dict[int, Any]] = []
 
     def held(self) -> Iterable[Tensor]:
@@ -198,7 +198,7 @@ def rank_in_stage(coords: Mapping[str, int], axes: Mapping[str, int], pipeline: 
     return rank
 
 
-def _last_uses(routine: StagedRoutine) -> dict[tuple[int, str], tuple[int, ...]]:
+def last_uses(routine: StagedRoutine) -> dict[tuple[int, str], tuple[int, ...]]:
     kept = set(routine.outputs) - routine.carried.keys()
     order = {kind: at for at, kind in enumerate("FBW")}
     last: dict[int, tuple[int, str]] = {}

@@ -7,14 +7,16 @@ from dataclasses import replace
 from itertools import count, product
 from typing import Final, TypeAlias
 
-from aiodaft.pipeline import Schedule, gpipe, interleaved, one_f_one_b, simulate, zb_h1, zb_h2, zbv
+from aiodaft.pipeline import Schedule, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zbv
 from aiodaft.pipeline.schedule import rank_of_stages
+from aiodaft.tensor.costs import flops_of, kinds_of
 from aiodaft.tensor.instructions import Instruction, Slot, slots_of
 from aiodaft.tensor.operations import Cause, Gradient, Input, Mark, Operation, Output, Trace
 from aiodaft.tensor.passes import SegmentKind, Stages, Step, outs_of, split, with_buckets, without_dead
-from aiodaft.tensor.plan import Collective, Pipeline, Plan, Segment
-from aiodaft.tensor.planner import Planner, check_names, flops_of, joined_collectives, peak_of
+from aiodaft.tensor.plan import Plan
+from aiodaft.tensor.planner import Planner, check_names, joined_collectives, with_peak
 from aiodaft.tensor.rules import Rules
+from aiodaft.tensor.segments import Collective, Pipeline, Segment
 from aiodaft.tensor.specs import Placements
 from aiodaft.tensor.stage_runs import PIPELINE_AXIS, rank_in_stage
 from aiodaft.tensor.strategy import Strategy
@@ -237,10 +239,12 @@ class _Assembly:
         self.updates: dict[int, set[int]] = {}
         """The tensors that the updates take, by the coordinate of their ranks."""
         self.collectives: list[Collective] = []
+        self.kinds: tuple[int, ...] = ()
         self.flops = [(0,) * self.rules.size for _ in planners]
 
     def plan(self) -> Plan:
         segments = self._segments()
+        self.kinds = kinds_of(self.specs.values(), self.rules)
         for one in segments:
             self._count(one)
         taken = [
@@ -248,7 +252,7 @@ class _Assembly:
             for p in self.planners
             for slot, number in p.taken.items()
         ]
-        return Plan(
+        made = Plan(
             axes=self.axes,
             inputs=tuple(taken),
             instructions=(),
@@ -258,7 +262,6 @@ class _Assembly:
             results=self.trace.results,
             collectives=tuple(self.collectives),
             flops=self._by_rank(self.flops, sum),
-            peak=self._peak(segments),
             scalars=self.trace.scalars,
             aliases=self.trace.aliases,
             pipeline=Pipeline(
@@ -270,6 +273,7 @@ class _Assembly:
                 begins=tuple(one for planner in self.planners for one in planner.begins),
             ),
         )
+        return with_peak(made, self.rules, self.kinds)
 
     def _segments(self) -> list[Segment]:
         """Without what nobody needs: a tensor is sent if it is received, and received if it is read."""
@@ -338,7 +342,7 @@ class _Assembly:
                 self._add(planner, joined_collectives(collectives, self.joined, planner.lowering), times)
                 self._add(planner, [one for one in come if one.slot in alive - begins], times)
                 self._add(planner, [one for one in come if one.slot in begins], 1)
-        flops = flops_of(segment.instructions, self.specs, self.rules)
+        flops = flops_of(segment.instructions, self.specs, self.rules, self.kinds)
         self.flops[segment.stage] = tuple(a + times * b for a, b in zip(self.flops[segment.stage], flops, strict=True))
 
     def _add(self, planner: _StagePlanner, collectives: Sequence[Collective], times: int) -> None:
@@ -346,31 +350,6 @@ class _Assembly:
         for one in collectives:
             received = self._by_rank([one.received if p is planner else none for p in self.planners], sum)
             self.collectives.append(replace(one, received=received, times=times))
-
-    def _peak(self, segments: Sequence[Segment]) -> ByRank:
-        """Inputs and sums of gradients, the activations that the schedule holds, and the most that a segment adds."""
-        kept, saved, more = [], [], []
-        for planner in self.planners:
-            here = [one for one in segments if one.stage == planner.stage]
-            kept.append(self._size([*planner.taken.values(), *planner.sums.values()]))
-            saved.append(self._size(next(one.gives for one in here if one.kind == "F")))
-            most = [
-                (peak_of(one.instructions, one.takes, one.gives, self.specs, self.rules), one.takes) for one in here
-            ]
-            added = [map(int.__sub__, peak, self._size(takes)) for peak, takes in most]
-            more.append(tuple(map(max, zip(*added, strict=True))))
-        held = simulate(self.schedule).held
-        holds = self._by_rank([(held[place],) * self.rules.size for place in self.places], max)
-        return tuple(
-            base + count * one + most
-            for base, count, one, most in zip(
-                self._by_rank(kept, sum), holds, self._by_rank(saved, max), self._by_rank(more, max), strict=True
-            )
-        )
-
-    def _size(self, numbers: Sequence[int]) -> ByRank:
-        parts = [self.rules.local_bytes(self.specs[one]) for one in numbers if one in self.specs]
-        return tuple(map(sum, zip(*parts, strict=True))) if parts else (0,) * self.rules.size
 
     def _by_rank(self, stages: Sequence[ByRank], combine: Callable[[list[int]], int]) -> ByRank:
         result = []

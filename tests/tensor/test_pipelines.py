@@ -81,9 +81,12 @@ async def test_stages_are_bitwise_accumulation(rt: aiodaft.Runtime) -> None:
             assert [name for name, value in parameters.items() if not torch.equal(state[name], value)] == []
             for rank, usage in enumerate(await step.usage()):
                 assert usage.received == {axis: 3 * received[rank] for axis, received in made.bytes.items()}
-            held = [one.parameters for one in await step.measure(*next(batches(1)))]
+            measured = await step.measure(*next(batches(1)))
+            assert [one.peak for one in measured] == list(made.peak)
+            held = [one.parameters for one in measured]
             assert sum(held) == whole
             assert max(held) < 0.6 * whole
+            await step.unload()
 
 
 async def test_what_goes_from_stage_to_stage_is_one_activation_and_one_gradient() -> None:

@@ -95,6 +95,8 @@ async def test_a_strategy_trains_as_one_process_and_another_one_goes_on_from_its
             optimizer.param_groups[0]["lr"] = 1e-2 / (k + 1)
             losses.append(float(await step(x, y)))
         used, checkpoint = await step.usage(), await step.state()
+        measured = await step.measure(*steps[0][1])
+    assert [one.peak for one in measured] == list(plan.peak)
     for rank, one in enumerate(used):
         assert one.collectives == {axis: 4 * sum(c.axis == axis for c in plan.collectives) for axis in plan.axes}
         assert one.received == {axis: 4 * received[rank] for axis, received in plan.bytes.items()}

@@ -8,26 +8,25 @@ from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Final, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from aiodaft._protocol.calls.outgoing import NOWHERE
 from aiodaft._protocol.groups.roster import Axes, Roster, seats_after
 from aiodaft._protocol.ids import node_of
-from aiodaft._protocol.node.resources import Demand
-from aiodaft._protocol.placement import Request
 from aiodaft._protocol.supervision import REACHABLE, ChildState
-from aiodaft._runtime.actors.host import RosterCell
+from aiodaft._runtime.actors.host import RosterCell, Rosters
 from aiodaft._runtime.agent import agent_of
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.objects.ref_state import state_of
-from aiodaft._runtime.owning import Blueprint, Constraints, Owner, Reserved, Seat
+from aiodaft._runtime.placing import Blueprint, Constraints, Reserved
 from aiodaft._runtime.scope_actors import ScopeActors
 from aiodaft._runtime.supervision.child_spec import Enrolment
-from aiodaft.actor import CallTarget, Handle, target_of
+from aiodaft.actor import Actor, CallTarget, Handle, target_of
 from aiodaft.exceptions import OutcomeUnknown, PeerLost
 from aiodaft.group import Group, Prepare
 from aiodaft.ref import Ref
+from aiodaft.service import ServiceGroup
 
 ActorT = TypeVar("ActorT")
 
@@ -42,25 +41,31 @@ _Encoded: TypeAlias = Callable[[], Ref[tuple[Any, ...]]]
 _preparing_here: ContextVar[tuple[Roster[Any] | None, ...]] = ContextVar("aiodaft_preparing", default=())
 
 
-class GroupScope(Protocol):
-    """The part of a group's scope, which owns the members, that the group uses."""
-
-    def check_open(self, what: str) -> None: ...
-    async def request(self, label: str, demand: Demand, constraints: Constraints, count: int = 1) -> Request: ...
-    def beside(self, constraints: Constraints) -> Target | None: ...
-    async def spawn_one(self, what: Blueprint, seat: Seat | None = None) -> Handle: ...
-    async def stop_handles(self, handles: list[Any], first: Callable[[], Awaitable[None]] | None = None) -> None: ...
+async def spawn_group(scope: ScopeActors, n: int, what: Blueprint, axes: Axes) -> Group[Any]:
+    """Make a group of actors or services; awaiting `group` and `host_group` does this."""
+    cls, owner = what.cls, scope.owner
+    scope.check_spawning(cls)
+    roster = Roster[Any](owner.new_group(cls), 0, 0, Axes())
+    members = GroupMembers(scope, what, roster)
+    kind = Group if issubclass(cls, Actor) else ServiceGroup
+    group: Group[Any] = kind(roster, cls, members)
+    owner.process.part(Rosters).own(group._cell)
+    try:
+        await group.resize(n, axes=axes.sizes or None)
+    except BaseException:
+        if len(group):
+            # They are made, and were being told of each other.
+            await scope.stop_handles(list(group))
+        raise
+    return group
 
 
 class GroupMembers:
     """The members of one group, in the process that owns them, and their changes, one after the other."""
 
-    def __init__(
-        self, scope: GroupScope, owner: Owner, actors: ScopeActors, what: Blueprint, roster: Roster[Any]
-    ) -> None:
+    def __init__(self, scope: ScopeActors, what: Blueprint, roster: Roster[Any]) -> None:
         self._scope = scope
-        self._owner = owner
-        self._actors = actors
+        self._owner = scope.owner
         self._what = what
         # With the handles of the members.
         self.cell = RosterCell(roster)
@@ -156,7 +161,7 @@ class GroupMembers:
         if not ranks:
             return []
         cls = self._what.cls
-        self._scope.check_open(f"{cls.__name__} cannot be spawned")
+        self._scope.check_spawning(cls)
         base = self._owner.new_label(cls)
         gangs = self._gangs(ranks)
         shares = await self._reserve(base, gangs)
@@ -164,9 +169,9 @@ class GroupMembers:
         made: dict[int, Handle] = {}
 
         async def make(rank: int, share: Reserved, there: Constraints) -> None:
-            seat = Seat(share.wish.label, share, Enrolment(wanted, rank, self.renew))
-            handle = made[rank] = await self._scope.spawn_one(self._what._replace(constraints=there), seat)
-            self._enrolments[target_of(handle)] = seat.enrolment
+            enrolment, what = Enrolment(wanted, rank, self.renew), self._what._replace(constraints=there)
+            handle = made[rank] = await self._scope.spawn_one(what, share, enrolment)
+            self._enrolments[target_of(handle)] = enrolment
 
         try:
             # Waits for all, even if one fails or all are cancelled: a cancelled spawn stops its actor.
@@ -174,7 +179,7 @@ class GroupMembers:
             for error in filter(None, results):
                 raise error
         except BaseException:
-            self._actors.release(shares)
+            self._scope.release(shares)
             await self._stop([made[rank] for rank in ranks if rank in made])
             raise
         return [made[rank] for rank in ranks]
@@ -198,9 +203,9 @@ class GroupMembers:
         try:
             for ranks, there in gangs:
                 request = await self._scope.request(base, there.demand(self._what.cls), there, len(ranks))
-                shares += await self._actors.reserve(request, ranks, there, self._scope.beside(there))
+                shares += await self._scope.reserve(request, ranks, there)
         except BaseException:
-            self._actors.release(shares)
+            self._scope.release(shares)
             raise
         return shares
 

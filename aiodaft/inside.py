@@ -11,12 +11,11 @@ from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.agent import acting
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.owning import Owner, WorkerOwner
+from aiodaft._runtime.owning import Owner, ScopeErrors, WorkerOwner
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.process import Process, current_process
-from aiodaft._runtime.scope_actors import ScopeErrors
+from aiodaft._runtime.scope_actors import ScopeActors
 from aiodaft.exceptions import OutcomeUnknown
-from aiodaft.owned import Owned
 from aiodaft.runtime import Runtime
 from aiodaft.scope import Scope
 
@@ -57,7 +56,7 @@ class ActorRuntime(Runtime):
     """The runtime of an actor."""
 
     def __init__(self, owner: Owner) -> None:
-        Scope.__init__(self, Owned(owner, _ActorErrors(owner)))
+        Scope.__init__(self, ScopeActors(owner, _ActorErrors(owner)))
 
     async def __aenter__(self) -> NoReturn:
         raise RuntimeError("the runtime of an actor is open as long as the actor lives: use it without `async with`")
@@ -72,7 +71,7 @@ class _ActorErrors(ScopeErrors):
 
     def fail(self, error: BaseException, what: str) -> None:
         if not self.comes_of_closing(error):
-            self._controller.objects.on_unheld(error, what)
+            self._owner.objects.on_unheld(error, what)
 
 
 class ActorRuntimes:
@@ -87,12 +86,12 @@ class ActorRuntimes:
         runtime = self._runtimes.get(hosted)
         if runtime is None:
             runtime = self._runtimes[hosted] = ActorRuntime(self._owner)
-            hosted.stop_spawned = partial(_leave, runtime._owned)
+            hosted.stop_spawned = partial(_leave, runtime._actors)
         return runtime
 
     def all_actors(self) -> Iterator[Target]:
         """The actors that the actors of this process have spawned."""
-        return chain.from_iterable(runtime._owned.all_actors() for runtime in self._runtimes.values())
+        return chain.from_iterable(runtime._actors.all_actors() for runtime in self._runtimes.values())
 
     def fail(self, error: BaseException, what: str) -> None:
         """An error that no code will see."""
@@ -101,17 +100,17 @@ class ActorRuntimes:
     def actor_died(self, remote: PeerId, actor: ActorId, error: OutcomeUnknown) -> None:
         """An actor died while no call to it was under way."""
         for runtime in self._runtimes.values():
-            runtime._owned.actor_died(remote, actor, error)
+            runtime._actors.actor_died(remote, actor, error)
 
     def node_gone(self, name: str, error: OutcomeUnknown, idle: Callable[[PeerId], bool]) -> None:
-        """A node is gone; see `Owned.node_gone`."""
+        """A node is gone; see `ScopeActors.node_gone`."""
         for runtime in self._runtimes.values():
-            runtime._owned.node_gone(name, error, idle)
+            runtime._actors.node_gone(name, error, idle)
 
 
-async def _leave(owned: Owned) -> None:
-    interrupted = await owned.close(graceful=True)
-    for what, one in owned.errors.unseen():
-        owned.controller.objects.on_unheld(one, what)
+async def _leave(actors: ScopeActors) -> None:
+    interrupted = await actors.close(graceful=True)
+    for what, one in actors.errors.unseen():
+        actors.owner.objects.on_unheld(one, what)
     if interrupted is not None:
         raise interrupted

@@ -17,7 +17,6 @@ from typing import (
     Never,
     NoReturn,
     ParamSpec,
-    Protocol,
     TypeVar,
     cast,
     get_origin,
@@ -31,12 +30,14 @@ from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.numbers import is_count, is_number
 from aiodaft._protocol.supervision import Backoff, Kind, Restart, check_alone
-from aiodaft._runtime.node.node_agent import NodeAgent
-from aiodaft._runtime.owning import Blueprint, Constraints
-from aiodaft._runtime.placing import FixedSites, Site
+from aiodaft._runtime.node.nodes import Site
+from aiodaft._runtime.owning import Owner
+from aiodaft._runtime.placing import Blueprint, Constraints, FixedSites
+from aiodaft._runtime.scope_actors import ScopeActors
 from aiodaft._runtime.serialization.errors import add_note, frames_of_program
-from aiodaft.actor import Actor, Handle, handle_of, target_of
+from aiodaft.actor import Actor, handle_of, target_of
 from aiodaft.group import Group
+from aiodaft.grouping import spawn_group
 from aiodaft.methods import signature_of
 from aiodaft.pool import Pool, PoolWorker
 from aiodaft.service import Service, ServiceGroup
@@ -110,22 +111,11 @@ class Spawned(Generic[T]):
                 warnings.warn(f"{self._what} was never awaited", RuntimeWarning, stacklevel=2, source=self)
 
 
-class SpawningScope(Protocol):
-    """The part of a scope that spawning needs."""
-
-    async def spawn_one(self, what: Blueprint) -> Handle: ...
-    async def get_or_spawn(self, what: Blueprint) -> Handle: ...
-    async def spawn_group(self, n: int, what: Blueprint, axes: Axes) -> Group[Any]: ...
-    async def spawn_mesh(self, hosts: int, demand: Demand, constraints: Constraints) -> Mesh: ...
-    async def end_block(self, handles: list[Any], graceful: bool) -> None: ...
-    async def stop_mesh(self, mesh: Mesh, graceful: bool) -> None: ...
-
-
 class Spawner(ABC):
     """An object that can spawn: a runtime, a scope, a placement."""
 
     @abstractmethod
-    def _spawning(self) -> tuple[SpawningScope, Constraints]:
+    def _spawning(self) -> tuple[ScopeActors, Constraints]:
         """The scope that owns new actors, and their constraints."""
 
     def on(
@@ -357,10 +347,13 @@ class Spawner(ABC):
         _check_mesh(constraints)
         demand = Demand(constraints.cpus or 0.0, gpus, dict(constraints.resources or {}))
 
-        def start() -> Coroutine[Any, Any, Mesh]:
-            return scope.spawn_mesh(hosts, demand, constraints)
+        async def start() -> Mesh:
+            return Mesh(*await scope.carve(hosts, demand, constraints))
 
-        return Spawned(f"mesh({hosts}, {gpus})", start, scope.stop_mesh)
+        def end(mesh: Mesh, graceful: bool) -> Awaitable[None]:
+            return mesh._stop(scope.owner, graceful)
+
+        return Spawned(f"mesh({hosts}, {gpus})", start, end)
 
     def _group(
         self,
@@ -385,7 +378,7 @@ class Spawner(ABC):
 
         async def start() -> Group[Any]:
             with _noting_that_all_get_the_same(n, values):
-                return await scope.spawn_group(n, Blueprint(cls, args, kwargs, constraints), grid)
+                return await spawn_group(scope, n, Blueprint(cls, args, kwargs, constraints), grid)
 
         def end(group: Group[Any], graceful: bool) -> Awaitable[None]:
             return scope.end_block(list(group), graceful)
@@ -396,11 +389,11 @@ class Spawner(ABC):
 class Placement(Spawner):
     """Constraints on new actors; spawn with it as with the runtime."""
 
-    def __init__(self, scope: SpawningScope, constraints: Constraints) -> None:
+    def __init__(self, scope: ScopeActors, constraints: Constraints) -> None:
         self._scope = scope
         self._constraints = constraints
 
-    def _spawning(self) -> tuple[SpawningScope, Constraints]:
+    def _spawning(self) -> tuple[ScopeActors, Constraints]:
         return self._scope, self._constraints
 
 
@@ -414,13 +407,13 @@ class Slice(Spawner):
         gpus: The numbers of its GPUs there.
     """
 
-    def __init__(self, scope: SpawningScope, site: Site[NodeAgent], gpus: tuple[int, ...]) -> None:
+    def __init__(self, scope: ScopeActors, site: Site, gpus: tuple[int, ...]) -> None:
         self._scope = scope
         self._site = site
         self.node = site.name
         self.gpus = gpus
 
-    def _spawning(self) -> tuple[SpawningScope, Constraints]:
+    def _spawning(self) -> tuple[ScopeActors, Constraints]:
         return self._scope, Constraints(within=FixedSites((self._site,)))
 
     def __repr__(self) -> str:
@@ -437,13 +430,28 @@ class Mesh(Spawner):
         slices: The slices.
     """
 
-    def __init__(self, scope: SpawningScope, sites: Sequence[tuple[Site[NodeAgent], tuple[int, ...]]]) -> None:
+    def __init__(self, scope: ScopeActors, sites: Sequence[tuple[Site, tuple[int, ...]]]) -> None:
         self._scope = scope
         self._sites = FixedSites(tuple(site for site, _ in sites))
         self.slices = tuple(Slice(scope, site, gpus) for site, gpus in sites)
 
-    def _spawning(self) -> tuple[SpawningScope, Constraints]:
+    def _spawning(self) -> tuple[ScopeActors, Constraints]:
         return self._scope, Constraints(within=self._sites)
+
+    async def _stop(self, owner: Owner, graceful: bool = True) -> None:
+        """Stop the actors on it, the last one first or all at once, and release its slices. Idempotent.
+
+        Raises:
+            ValueError: It belongs to another runtime.
+
+        Cancellation: the actors are killed, and are gone when this raises.
+        """
+        mine = self._scope.owner
+        if mine is not owner:
+            raise ValueError(f"{self!r:.80} belongs to another runtime, that of {mine.process.runtime_name}")
+        interrupted = await self._scope.close(graceful=graceful)
+        if interrupted is not None:
+            raise interrupted
 
     def __getitem__(self, index: int) -> Slice:
         return self.slices[index]

@@ -27,12 +27,12 @@ from aiodaft._runtime.diagnostics.tracing import packed_setup
 from aiodaft._runtime.node.local_node import Machine
 from aiodaft._runtime.node.shipped_code import ShippedCode
 from aiodaft._runtime.node.worker import NodeOptions
-from aiodaft._runtime.owning import Owner
+from aiodaft._runtime.owning import Owner, ScopeErrors
 from aiodaft._runtime.platform.capabilities import has_fork_server
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.tasks import log_error, logger, shield_from_anyio
 from aiodaft._runtime.process import MSGPACK, ProcessOptions
-from aiodaft._runtime.scope_actors import ScopeErrors
+from aiodaft._runtime.scope_actors import ScopeActors
 from aiodaft._runtime.serialization.errors import add_note, give_frames, take_frames
 from aiodaft._runtime.serialization.pickling import FrameData
 from aiodaft.actor import Actor, class_of, handle_of
@@ -40,7 +40,6 @@ from aiodaft.exceptions import DaftError
 from aiodaft.info import NodeInfo, look_at_nodes
 from aiodaft.logs import Logs
 from aiodaft.overview import Overview
-from aiodaft.owned import Owned, found, register
 from aiodaft.placement import check_labels
 from aiodaft.ref import Ref
 from aiodaft.scope import Scope
@@ -185,7 +184,7 @@ class Runtime(Scope):
         )
         controller = Controller(options, machine)
         controller.answers = answers(controller)
-        super().__init__(Owned(controller, _RuntimeErrors(controller, raises=unhandled == "raise")))
+        super().__init__(ScopeActors(controller, _RuntimeErrors(controller, raises=unhandled == "raise")))
 
     @property
     def _opened(self) -> Controller:
@@ -198,7 +197,7 @@ class Runtime(Scope):
         with _telling_whose_address(self._address_given):
             await controller.find_cluster()
         try:
-            controller.open(self._owned)
+            controller.open(self._actors)
             controller.process.provide(Runtime, self)
             await controller.join_cluster()
         except BaseException:
@@ -284,13 +283,13 @@ class Runtime(Scope):
             ValueError: The name is not valid.
         """
         check_actor_name(name)
-        target, cls = self._owned.target(actor), class_of(handle_of(actor))
+        target, cls = self._actors.target(actor), class_of(handle_of(actor))
         controller = self._controller
         await controller.ready()
         if controller.directory.find(target) is None:
             # Raises if the actor is gone; it would keep the name forever.
             await controller.agent_of(target.remote).report(target.actor)
-        await register(controller, target, cls, name)
+        await controller.register(target, cls, name)
 
     @overload
     async def lookup(self, name: str, cls: type[ActorT]) -> ActorT: ...  # type: ignore[overload-overlap]  # the first that fits counts
@@ -306,7 +305,7 @@ class Runtime(Scope):
         """
         named = await self._controller.coordinator.lookup(check_actor_name(name))
         cls = get_origin(cls) or cls
-        handle = await found(self._controller, named, cls, self._owned.errors)
+        handle = await self._controller.found(named, cls, self._actors.errors)
         return handle if issubclass(cls, Actor) else Service(handle, cls)
 
     async def names(self, prefix: str = "") -> tuple[str, ...]:
@@ -391,14 +390,14 @@ class Runtime(Scope):
         controller = self._controller
         state = "open" if controller.is_open else "closed" if controller.is_closed else "not open"
         name = controller.name and f"{controller.name} "
-        return f"<Runtime {name}{state}, {count(len(self._owned.actors), 'actor')}>"
+        return f"<Runtime {name}{state}, {count(len(self._actors), 'actor')}>"
 
 
 class _RuntimeErrors(ScopeErrors):
     """Errors of the actors of a runtime end no body: they are logged, and raised by the end of the block."""
 
-    def __init__(self, controller: Owner, *, raises: bool) -> None:
-        super().__init__(controller)
+    def __init__(self, owner: Owner, *, raises: bool) -> None:
+        super().__init__(owner)
         self._raises = raises
         # Frames of the errors that the end of the block raises.
         self._frames: list[tuple[BaseException, list[FrameData]]] = []

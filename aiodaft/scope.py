@@ -7,14 +7,14 @@ from typing import Any, NoReturn, Self
 
 from aiodaft._protocol.numbers import count
 from aiodaft._protocol.supervision import Restart
-from aiodaft._runtime.owning import Constraints
+from aiodaft._runtime.owning import ScopeErrors
+from aiodaft._runtime.placing import Constraints
 from aiodaft._runtime.platform.tasks import see_through
-from aiodaft._runtime.scope_actors import ScopeErrors
+from aiodaft._runtime.scope_actors import ScopeActors
 from aiodaft.actor import Actor, ActorFacts, class_of, handle_of
 from aiodaft.group import Group
 from aiodaft.html import page, table
 from aiodaft.info import ActorInfo, look_at
-from aiodaft.owned import Owned
 from aiodaft.placement import Mesh, Spawner
 from aiodaft.service import Service
 
@@ -30,12 +30,12 @@ class Scope(Spawner):
     refs in an ExceptionGroup. A `Runtime` does not cancel its body.
     """
 
-    def __init__(self, owned: Owned) -> None:
-        self._owned = owned
-        self._controller = owned.controller
+    def __init__(self, actors: ScopeActors) -> None:
+        self._actors = actors
+        self._controller = actors.owner
 
     async def __aenter__(self) -> Self:
-        self._owned.errors.begin()
+        self._actors.errors.begin()
         return self
 
     async def __aexit__(
@@ -44,19 +44,19 @@ class Scope(Spawner):
         if self._controller.is_left_behind:
             # A forked child leaves the block too, but the parent owns the actors.
             return
-        errors = self._owned.errors
+        errors = self._actors.errors
         cancelled = await errors.uncancel(error)
-        interrupted = await self._owned.close(graceful=error is None and not errors.has_cancelled)
+        interrupted = await self._actors.close(graceful=error is None and not errors.has_cancelled)
         if (group := errors.after(error)) is not None:
             raise group from None
         if error is None and interrupted is not None and not cancelled:
             raise interrupted
 
     def __repr__(self) -> str:
-        return f"<Scope with {count(len(self._owned.actors), 'actor')}>"
+        return f"<Scope with {count(len(self._actors), 'actor')}>"
 
     def _repr_html_(self) -> str:
-        actors = [target.facts() for target in self._owned.all_actors()]
+        actors = [target.facts() for target in self._actors.all_actors()]
         rows = [(*actor, self._controller.nodes.name_of(actor.process) if actor.process else "") for actor in actors]
         return page(repr(self).strip("<>"), table([*ActorFacts._fields, "node"], rows))
 
@@ -75,11 +75,11 @@ class Scope(Spawner):
         """
         if restart is not None and not isinstance(restart, Restart):
             raise TypeError(f"restart={restart!r:.80} is not an aiodaft.Restart")
-        self._owned.check_open("a scope cannot be opened")
-        return Scope(Owned(self._controller, ScopeErrors(self._controller), self._owned, restart))
+        self._actors.check_open("a scope cannot be opened")
+        return Scope(ScopeActors(self._controller, ScopeErrors(self._controller), self._actors, restart))
 
-    def _spawning(self) -> tuple[Owned, Constraints]:
-        return self._owned, Constraints()
+    def _spawning(self) -> tuple[ScopeActors, Constraints]:
+        return self._actors, Constraints()
 
     async def stop(self, what: Actor | Service[Any] | Group[Any] | Mesh) -> None:
         """Stop an actor, the members of a group, or the actors on a mesh, whose slices are free then. Idempotent.
@@ -94,18 +94,18 @@ class Scope(Spawner):
         Cancellation: the actors that are left are killed, and are gone when this raises.
         """
         if isinstance(what, Mesh):
-            await self._owned.stop_mesh(what)
+            await what._stop(self._controller)
         else:
-            await self._owned.stop_handles(list(what) if isinstance(what, Group) else [what])
+            await self._actors.stop_handles(list(what) if isinstance(what, Group) else [what])
 
     async def kill(self, actor: Actor | Service[Any]) -> None:
         """Kill an actor's process, with every actor in it. Calls under way fail with ActorDied. Idempotent.
 
         Cancellation: raised when the process has ended.
         """
-        target = self._owned.target(actor)
-        await see_through(self._controller.start_task(self._owned.actors.kill(target), f"kill {target.label}"))
+        target = self._actors.target(actor)
+        await see_through(self._controller.start_task(self._actors.kill(target), f"kill {target.label}"))
 
     async def info(self, actor: Actor | Service[Any]) -> ActorInfo:
         """The state of an actor. If its process does not answer, the result has its node's record of it."""
-        return await look_at(self._controller, self._owned.target(actor), class_of(handle_of(actor)))
+        return await look_at(self._controller, self._actors.target(actor), class_of(handle_of(actor)))

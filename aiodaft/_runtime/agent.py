@@ -81,8 +81,6 @@ class Agent(Actor):
         self._ways = ways
         self._followers = followers
         self._tracing = tracing
-        # Of supervised actors that are about to be made: whether handles follow their restarts.
-        self._supervised: dict[ActorId, bool] = {}
         self._enlisted = Enlisted()
         host.process.provide(Enlisted, self._enlisted)
 
@@ -92,6 +90,7 @@ class Agent(Actor):
         actor: int,
         label: str,
         max_queue: int | None,
+        follow: bool | None,
         origin: Origin | None,
         cls: type,
         /,
@@ -100,9 +99,9 @@ class Agent(Actor):
     ) -> None:
         """Make an actor here. Its constructor runs on the actor's own thread, so that it does not stall the loop.
 
-        The number of the attempt is the epoch of the incarnation. `origin` is where the program has the class from.
+        The number of the attempt is the epoch of the incarnation. `follow`: see `Birth`. `origin` is where the program
+        has the class from.
         """
-        follow = self._supervised.pop(ActorId(actor), None)
         if origin is not None:
             check_origin(cls, origin, label, node_of(self._host.process.id))
         epoch = serving().attempt
@@ -132,11 +131,6 @@ class Agent(Actor):
             add_note(error, f"raised while {label} was made (pid {process.pid}, {process.options.node})")
             raise
         self._host.add(hosted)
-
-    @method
-    async def supervise(self, actor: int, follow: bool) -> None:
-        """Note of an actor that the next call makes that it is supervised, and whether handles follow its restarts."""
-        self._supervised[ActorId(actor)] = follow
 
     @method
     async def enlist(self, actor: int, roster: Roster[Any], rank: int, members: tuple[Any, ...]) -> None:

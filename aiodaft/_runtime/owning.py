@@ -6,16 +6,18 @@ A controller has this from the beginning, a worker from the first time that one 
 from __future__ import annotations
 
 import asyncio
+import gc
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
 from contextvars import copy_context
-from dataclasses import replace
 from itertools import chain, count
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
-from aiodaft._protocol.calls.outgoing import Location
-from aiodaft._protocol.coordination.records import Member
+from aiodaft._protocol.calls.outgoing import NOWHERE, Location
+from aiodaft._protocol.coordination.records import Member, NamedActor
+from aiodaft._protocol.diagnostics.failures import Unhandled
 from aiodaft._protocol.ids import (
     FIRST_USER_ACTOR,
     SUPERVISOR,
@@ -26,27 +28,28 @@ from aiodaft._protocol.ids import (
     node_of,
 )
 from aiodaft._protocol.node.liveness import Patience
-from aiodaft._protocol.node.resources import Demand, Wish
-from aiodaft._protocol.supervision import Kind, Restart
 from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.process_view import Viewer, is_answered, stack_here
 from aiodaft._runtime.node.membership import watch_members
-from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.nodes import CoordinatorContact, Nodes
 from aiodaft._runtime.node.worker import Tenant, WorkerProcess
-from aiodaft._runtime.objects.ref_state import UnhandledErrors
+from aiodaft._runtime.objects.ref_state import RefState, UnhandledErrors
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.placing import FixedSites, Placing, Site
+from aiodaft._runtime.placing import Placing
+from aiodaft._runtime.platform.tasks import log_error, logger
 from aiodaft._runtime.process import Process
-from aiodaft._runtime.supervision.child_spec import Enrolment
 from aiodaft._runtime.supervision.directory import Directory, Root
-from aiodaft.exceptions import DaftError, OutcomeUnknown, PeerLost, RuntimeClosed
+from aiodaft.actor import Handle
+from aiodaft.exceptions import CallCancelled, DaftError, OutcomeUnknown, PeerLost, RuntimeClosed
 from aiodaft.stack import ProcessStack, RuntimeStack
 
 T = TypeVar("T")
+
+# Seconds after which the coordinator is asked again.
+_PAUSE: Final = 0.5
 
 
 class Owner(ABC):
@@ -174,6 +177,63 @@ class Owner(ABC):
         self._group_labels[cls.__name__] += 1
         return f"{cls.__name__}-group-{self._group_labels[cls.__name__]}@{self.process.id}"
 
+    # Names.
+
+    @asynccontextmanager
+    async def reserved(self, name: str, cls: type) -> AsyncGenerator[NamedActor]:
+        """The actor with a name; or a reservation (`.reserved`), if there is none, which ends if the block raises.
+
+        While another process makes an actor of that name, this waits.
+        """
+        tenant = self.new_tenant()
+        try:
+            yield await self.coordinator.get_or_reserve(NamedActor(name, *tenant, cls.__name__, _names_of(cls)))
+        except BaseException:
+            if not self.is_closed:
+                # Also if it is not known whether it was granted.
+                self.process.create_task(self._give_back(name, tenant), name=f"give back the name {name!r}")
+            raise
+
+    async def _give_back(self, name: str, tenant: Tenant) -> None:
+        # Others wait for it: also a coordinator that is started again has to know.
+        while not self.is_closed:
+            try:
+                await self.coordinator.unreserve(name, *tenant)
+            except DaftError as error:
+                logger.debug("the name %r is not given back yet: %s", name, error)
+                await asyncio.sleep(_PAUSE)
+            else:
+                return
+
+    async def register(self, target: Target, cls: type, name: str, epoch: int = 0) -> None:
+        """Give a name to an actor; `epoch`: that of the reservation, if there is one.
+
+        Raises:
+            NameTaken: Another actor has it.
+            LeaseLost: The reservation is over, or the actor's node is not in the cluster.
+        """
+        supervised = isinstance(target, FollowingTarget)
+        wanted = NamedActor(name, *target.identity, target.label, _names_of(cls), supervised=supervised, epoch=epoch)
+        granted = await self.coordinator.register(wanted)
+        await self.nodes.of(granted.peer).named(granted)
+
+    async def found(self, named: NamedActor, cls: type, sink: UnhandledErrors) -> Handle:
+        """A handle of the actor with a name.
+
+        Raises:
+            TypeError: It is of another class.
+            ActorDied: It is gone, and is not restarted.
+        """
+        if _names_of(cls)[0] not in named.class_names:
+            raise TypeError(f"{named.name!r} is {named.label}, which is no {cls.__name__}")
+        if not named.supervised:
+            return Handle(self.target(named.peer, named.actor, named.label, sink), cls)
+        if named.peer == self.process.id:
+            return Handle(await self.directory.address(named.actor), cls)
+        followed = self.follow(named.peer, Location(NOWHERE, named.actor), named.label, sink)
+        await followed.arrive()
+        return Handle(followed, cls)
+
     async def stack(self, patience: float) -> RuntimeStack:
         """The stacks of every process, each of which gets `patience` seconds to answer; then the kernel is asked."""
         await self.ready()
@@ -251,74 +311,106 @@ class WorkerOwner(Owner):
             self._knows_nodes = True
 
 
-class Constraints(NamedTuple):
-    """The arguments of `on(...)`; None where none was given."""
-
-    cpus: float | None = None
-    gpus: float | None = None
-    resources: Mapping[str, float] | None = None
-    node: str | None = None
-    beside: Any = None
-    patience: Patience | None = None
-    restart: Restart | Kind | None = None
-    max_queue: int | None = None
-    labels: Mapping[str, str] | None = None
-    near: tuple[Any, ...] = ()
-    apart_from: tuple[Any, ...] = ()
-    spread: bool = False
-    wait: float | None = None
-    name: str | None = None
-    lifetime: str | None = None
-    # The slices of a mesh; None: the nodes.
-    within: FixedSites[NodeAgent] | None = None
-
-    @property
-    def is_named(self) -> bool:
-        return self.name is not None or self.lifetime is not None
-
-    def demand(self, cls: type) -> Demand:
-        base: Demand = getattr(cls, "__aiodaft_demand__", Demand())
-        if self.beside is not None:
-            # An actor in another actor's process uses that process's GPUs.
-            base = replace(base, gpus=0)
-        return Demand(
-            cpus=base.cpus if self.cpus is None else self.cpus,
-            gpus=base.gpus if self.gpus is None else self.gpus,
-            custom=base.custom if self.resources is None else dict(self.resources),
-        )
-
-    def patience_with(self, cls: type) -> Patience | None:
-        """The patience with an actor of this class; None where neither `on` nor the class line gives one."""
-        return self.patience or getattr(cls, "__aiodaft_patience__", None)
+def _names_of(cls: type) -> tuple[str, ...]:
+    """The names of a class and its bases."""
+    return tuple(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
 
 
-class Blueprint(NamedTuple):
-    """An actor to be made: its class, the arguments of its constructor, and those of `on(...)`."""
+class ScopeErrors:
+    """The errors that refs and supervisors of actors report to their scope."""
 
-    cls: type
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    constraints: Constraints
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        # Set when the scope begins to close.
+        self.closing = False
+        self.kept = Unhandled()
+        # Refs with errors that no code has seen.
+        self.held: dict[RefState, None] = {}
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled_task = False
 
-    @property
-    def demand(self) -> Demand:
-        return self.constraints.demand(self.cls)
+    def fail(self, error: BaseException, what: str) -> None:
+        """Cancel the body because of an error that no code will see; the block raises the error."""
+        if not self.comes_of_closing(error):
+            self.kept.add(error)
+            self._stop_body(error, what)
+
+    def _stop_body(self, error: BaseException, what: str) -> None:
+        if self._task is None:
+            # Opened without a block.
+            log_error(what, error)
+        elif not self.closing and not self._cancelled_task:
+            self._cancelled_task = True
+            self._task.cancel()
+
+    def hold(self, state: RefState) -> None:
+        if not self.comes_of_closing(state.error):
+            self.held[state] = None
+
+    def settle(self, state: RefState) -> None:
+        """Forget a ref: code has seen its error."""
+        self.held.pop(state, None)
+
+    def comes_of_closing(self, error: BaseException | None) -> bool:
+        return self.closing and isinstance(error, OutcomeUnknown | RuntimeClosed | CallCancelled)
+
+    # The block.
+
+    def begin(self) -> None:
+        self._task = asyncio.current_task()
 
     @property
-    def max_queue(self) -> int | None:
-        return self.constraints.max_queue or getattr(self.cls, "__aiodaft_max_queue__", None)
+    def has_cancelled(self) -> bool:
+        return self._cancelled_task
+
+    async def uncancel(self, error: BaseException | None) -> bool:
+        """Take back the cancellation by `fail`; False if there was none, or if other code cancelled the task too."""
+        if not self._cancelled_task:
+            return False
+        if not isinstance(error, asyncio.CancelledError):
+            # The body ended before the scope's cancellation reached it: the cancellation arrives here.
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                logger.debug("the scope's own cancellation arrived after its body")
+        task = self._task
+        return task is None or task.uncancel() == 0
+
+    def after(self, error: BaseException | None) -> BaseExceptionGroup[BaseException] | None:
+        """The group to raise instead of the error of the body; None: raise that error as it is."""
+        for _, one in self.unseen():
+            self.kept.add(one)
+        return self.kept.group(None if isinstance(error, asyncio.CancelledError) else error)
+
+    def unseen(self) -> list[tuple[str, BaseException]]:
+        """The errors of refs that no code has seen, each with the name of the failed part; called once, at the end."""
+        if self.held and not self._owner.is_closed:
+            # A raised error refers to frames, and these to refs: only the garbage collector frees such a cycle.
+            gc.collect()
+            self._owner.objects.drop_now()
+        # Other threads may mark errors as seen meanwhile.
+        unseen = [state for state in list(self.held) if not state.seen]
+        self.held = {}
+        for state in unseen:
+            state.seen = True
+        what = "{} failed, and no code saw the error"
+        return [(what.format(state.label), state.error) for state in unseen if state.error is not None]
 
 
-class Reserved(NamedTuple):
-    """The share of an actor that is not made yet, and the node or slice that has reserved it."""
+class InnerErrors(ScopeErrors):
+    """Errors of the actors of a block that is no scope, such as a mesh, are those of the scope around it."""
 
-    site: Site[NodeAgent]
-    wish: Wish[Tenant]
+    def __init__(self, owner: Owner, around: ScopeErrors) -> None:
+        super().__init__(owner)
+        self._around = around
 
+    def fail(self, error: BaseException, what: str) -> None:
+        if not self.comes_of_closing(error):
+            self._around.fail(error, what)
 
-class Seat(NamedTuple):
-    """The place of one member in a group."""
+    def hold(self, state: RefState) -> None:
+        if not self.comes_of_closing(state.error):
+            self._around.hold(state)
 
-    label: str
-    reserved: Reserved
-    enrolment: Enrolment
+    def settle(self, state: RefState) -> None:
+        self._around.settle(state)

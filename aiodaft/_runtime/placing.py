@@ -10,11 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
-from aiodaft._protocol.node.resources import Stock
-from aiodaft._protocol.placement import NodeState, NodeView, Request, Unplaceable, explain, obstacle, plan
+from aiodaft._protocol.node.liveness import Patience
+from aiodaft._protocol.node.resources import Demand, Stock, Wish
+from aiodaft._protocol.placement import NodeView, Request, Unplaceable, explain, obstacle, plan
+from aiodaft._protocol.supervision import Kind, Restart
+from aiodaft._runtime.node.nodes import Nodes, Site
+from aiodaft._runtime.node.worker import Tenant
 from aiodaft.exceptions import DaftError, InsufficientResources, OutcomeUnknown
 
 T = TypeVar("T")
@@ -27,47 +32,81 @@ _PATIENCE: Final = 10.0
 _FEW: Final = 64
 
 
-class Agent(Protocol):
-    def state(self, within: Any) -> Awaitable[NodeState]: ...
-
-    def changed(self, revision: int) -> Awaitable[None]: ...
-
-
-AgentT = TypeVar("AgentT", bound=Agent)
-
-
-class Site(NamedTuple, Generic[AgentT]):
-    """A node, or a slice of it: its name, labels and agent, and the slice."""
-
-    name: str
-    labels: Mapping[str, str]
-    agent: AgentT
-    within: Any = None
-
-    def unseen(self) -> NodeView:
-        return NodeView(self.name, self.labels, _NOTHING)
-
-
-class Sites(Protocol[AgentT]):
-    """The nodes or slices on which something can be placed. Their names differ."""
-
-    def known(self) -> Sequence[Site[AgentT]]: ...
-
-    def differ(self, known: Sequence[Site[AgentT]]) -> Coroutine[Any, Any, None] | None:
-        """Wait until they are others than these; None if they stay the same."""
-        ...
-
-
-class FixedSites(NamedTuple, Generic[AgentT]):
+class FixedSites(NamedTuple):
     """Sites that stay the same."""
 
-    sites: tuple[Site[AgentT], ...]
+    sites: tuple[Site, ...]
 
-    def known(self) -> tuple[Site[AgentT], ...]:
+    def known(self) -> tuple[Site, ...]:
         return self.sites
 
-    def differ(self, known: Sequence[Site[AgentT]]) -> None:
+    def differ(self, known: Sequence[Site]) -> None:
         return None
+
+
+class Constraints(NamedTuple):
+    """The arguments of `on(...)`; None where none was given."""
+
+    cpus: float | None = None
+    gpus: float | None = None
+    resources: Mapping[str, float] | None = None
+    node: str | None = None
+    beside: Any = None
+    patience: Patience | None = None
+    restart: Restart | Kind | None = None
+    max_queue: int | None = None
+    labels: Mapping[str, str] | None = None
+    near: tuple[Any, ...] = ()
+    apart_from: tuple[Any, ...] = ()
+    spread: bool = False
+    wait: float | None = None
+    name: str | None = None
+    lifetime: str | None = None
+    # The slices of a mesh; None: the nodes.
+    within: FixedSites | None = None
+
+    @property
+    def is_named(self) -> bool:
+        return self.name is not None or self.lifetime is not None
+
+    def demand(self, cls: type) -> Demand:
+        base: Demand = getattr(cls, "__aiodaft_demand__", Demand())
+        if self.beside is not None:
+            # An actor in another actor's process uses that process's GPUs.
+            base = replace(base, gpus=0)
+        return Demand(
+            cpus=base.cpus if self.cpus is None else self.cpus,
+            gpus=base.gpus if self.gpus is None else self.gpus,
+            custom=base.custom if self.resources is None else dict(self.resources),
+        )
+
+    def patience_with(self, cls: type) -> Patience | None:
+        """The patience with an actor of this class; None where neither `on` nor the class line gives one."""
+        return self.patience or getattr(cls, "__aiodaft_patience__", None)
+
+
+class Blueprint(NamedTuple):
+    """An actor to be made: its class, the arguments of its constructor, and those of `on(...)`."""
+
+    cls: type
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    constraints: Constraints
+
+    @property
+    def demand(self) -> Demand:
+        return self.constraints.demand(self.cls)
+
+    @property
+    def max_queue(self) -> int | None:
+        return self.constraints.max_queue or getattr(self.cls, "__aiodaft_max_queue__", None)
+
+
+class Reserved(NamedTuple):
+    """The share of an actor that is not made yet, and the node or slice that has reserved it."""
+
+    site: Site
+    wish: Wish[Tenant]
 
 
 class Waiting(NamedTuple):
@@ -78,30 +117,30 @@ class Waiting(NamedTuple):
 
 
 # Reserves the members with these ranks on a site, all of them or none; gives a result for each.
-Attempt: TypeAlias = Callable[[Site[AgentT], Sequence[int]], Awaitable[Sequence[T]]]
+Attempt: TypeAlias = Callable[[Site, Sequence[int]], Awaitable[Sequence[T]]]
 # Has a site take that back, before its next request; also if it is not known whether it has reserved anything.
-Undo: TypeAlias = Callable[[Site[AgentT], Sequence[int]], object]
+Undo: TypeAlias = Callable[[Site, Sequence[int]], object]
 
 
-class Order(NamedTuple, Generic[AgentT, T]):
+class Order(NamedTuple, Generic[T]):
     """A request, the sites for it, and how a site carries it out."""
 
     request: Request
-    sites: Sites[AgentT]
-    attempt: Attempt[AgentT, T]
-    undo: Undo[AgentT]
+    sites: Nodes | FixedSites
+    attempt: Attempt[T]
+    undo: Undo
 
 
-class Refusal(NamedTuple, Generic[AgentT]):
+class Refusal(NamedTuple):
     """The reason why a site did not reserve the ranks planned for it."""
 
-    site: Site[AgentT]
+    site: Site
     members: int
     error: DaftError
 
 
-class _Search(Generic[AgentT]):
-    def __init__(self, request: Request, known: Sequence[Site[AgentT]], allowed: Sequence[Site[AgentT]]) -> None:
+class _Search:
+    def __init__(self, request: Request, known: Sequence[Site], allowed: Sequence[Site]) -> None:
         self.request = request
         self.known = known
         self.allowed = allowed
@@ -120,7 +159,7 @@ class _Search(Generic[AgentT]):
         self.views |= _there(answers)
         self.refused |= {name: "it is out of reach" for name, view in answers.items() if view is None}
 
-    def left(self) -> list[Site[AgentT]]:
+    def left(self) -> list[Site]:
         return [site for site in self.allowed if site.name not in self.refused]
 
     def reason(self, views: Mapping[str, NodeView]) -> str:
@@ -148,7 +187,7 @@ class Placing:
         """Something was given back on a node, or it is gone: ask it before the next plan. Idempotent."""
         self._seen.pop(node, None)
 
-    async def place(self, order: Order[AgentT, T], waiting: Waiting | None = None) -> list[tuple[Site[AgentT], T]]:
+    async def place(self, order: Order[T], waiting: Waiting | None = None) -> list[tuple[Site, T]]:
         """Reserve an order, all or nothing; returns the site and the result for each rank.
 
         Args:
@@ -183,14 +222,14 @@ class Placing:
 
     async def _change(
         self,
-        seen: Sequence[tuple[Site[AgentT], int]],
+        seen: Sequence[tuple[Site, int]],
         differ: Coroutine[Any, Any, None] | None,
         over: asyncio.Event,
         deadline: float,
     ) -> bool:
         """Wait until something was given back at one of these sites; False if that takes too long."""
 
-        async def changed(site: Site[AgentT], revision: int) -> None:
+        async def changed(site: Site, revision: int) -> None:
             # If the node is lost, its actors are, too: plan again.
             with suppress(DaftError):
                 await site.agent.changed(revision)
@@ -206,7 +245,7 @@ class Placing:
                 task.cancel()
         return bool(done)
 
-    async def _try(self, order: Order[AgentT, T], known: Sequence[Site[AgentT]]) -> list[tuple[Site[AgentT], T]]:
+    async def _try(self, order: Order[T], known: Sequence[Site]) -> list[tuple[Site, T]]:
         """Plan and reserve, until that succeeds or the nodes' own answers leave nothing to be planned."""
         request = order.request
         allowed = [site for site in known if _is_allowed(site, request)]
@@ -231,7 +270,7 @@ class Placing:
                 raise outcome.error
             await self._look_again(search, outcome)
 
-    async def _look_again(self, search: _Search[AgentT], refusal: Refusal[AgentT]) -> None:
+    async def _look_again(self, search: _Search, refusal: Refusal) -> None:
         site = refusal.site
         self.forget(site.name)
         if isinstance(refusal.error, InsufficientResources):
@@ -241,7 +280,7 @@ class Placing:
                 return
         search.refused[site.name] = str(refusal.error)
 
-    async def _choose(self, search: _Search[AgentT]) -> dict[str, list[int]] | None:
+    async def _choose(self, search: _Search) -> dict[str, list[int]] | None:
         """The ranks for each site that is chosen; None if that depends on sites that have not answered."""
         request = search.request
         while True:
@@ -268,7 +307,7 @@ class Placing:
                 self._seen[name] = view._replace(stock=stock, actors=view.actors + len(ranks))
         return chosen
 
-    async def _look(self, sites: Sequence[Site[AgentT]], *, patient: bool = False) -> dict[str, NodeView | None]:
+    async def _look(self, sites: Sequence[Site], *, patient: bool = False) -> dict[str, NodeView | None]:
         """The views of sites, None for those that are out of reach; without those that are late, unless `patient`."""
         late = self._late
         tasks = {
@@ -288,7 +327,7 @@ class Placing:
     def _came(self, key: tuple[str, Any], _: object) -> None:
         del self._late[key]
 
-    async def _view(self, site: Site[AgentT]) -> NodeView | None:
+    async def _view(self, site: Site) -> NodeView | None:
         try:
             async with asyncio.timeout(_PATIENCE):
                 view = NodeView(site.name, site.labels, *await site.agent.state(site.within))
@@ -300,11 +339,11 @@ class Placing:
         return view
 
     async def _reserve(
-        self, order: Order[AgentT, T], sites: Sequence[Site[AgentT]], chosen: Mapping[str, Sequence[int]]
-    ) -> list[tuple[Site[AgentT], T]] | Refusal[AgentT]:
+        self, order: Order[T], sites: Sequence[Site], chosen: Mapping[str, Sequence[int]]
+    ) -> list[tuple[Site, T]] | Refusal:
         """Reserve on one site after the other, always in the same order: of two owners, one gets ahead."""
-        results: dict[int, tuple[Site[AgentT], T]] = {}
-        begun: list[Site[AgentT]] = []
+        results: dict[int, tuple[Site, T]] = {}
+        begun: list[Site] = []
         for site in sites:
             ranks = chosen[site.name]
             begun.append(site)
@@ -324,7 +363,7 @@ class Placing:
         return [results[rank] for rank in range(order.request.count)]
 
 
-def _is_allowed(site: Site[Any], request: Request) -> bool:
+def _is_allowed(site: Site, request: Request) -> bool:
     return obstacle(site.unseen(), request.where) is None
 
 

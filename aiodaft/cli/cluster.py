@@ -17,7 +17,6 @@ from aiodaft._protocol.ids import node_of
 from aiodaft._runtime.connections.far import who_listens
 from aiodaft._runtime.diagnostics.process_view import is_answered
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost
-from aiodaft.owned import found
 from aiodaft.program import run
 from aiodaft.ref import Ref
 from aiodaft.runtime import Runtime
@@ -88,7 +87,7 @@ def stop(name: str, address: str | None, key_file: str | None, as_json: bool) ->
     async def stop_actor(rt: Runtime) -> None:
         # Services have names, too, and need not be of a class derived from Actor.
         named = await rt._controller.coordinator.lookup(check_name(name))
-        await rt._owned.stop_handles([await found(rt._controller, named, object, rt._owned.errors)])
+        await rt._actors.stop_handles([await rt._controller.found(named, object, rt._actors.errors)])
         output.document = {"name": name, "stopped": named.label}
         output.end()
 

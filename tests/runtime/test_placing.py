@@ -11,7 +11,8 @@ import pytest
 
 from aiodaft._protocol.node.resources import Demand, Resources, Wish
 from aiodaft._protocol.placement import NodeState, NodeView, Request, Where
-from aiodaft._runtime.placing import FixedSites, Order, Placing, Site, Waiting
+from aiodaft._runtime.node.nodes import Site
+from aiodaft._runtime.placing import FixedSites, Order, Placing, Waiting
 from aiodaft.exceptions import InsufficientResources, PeerLost, RuntimeClosed
 from aiodaft.testing import AutojumpLoop
 
@@ -70,6 +71,11 @@ class Ledger:
         return self.resources.free()["gpus"]
 
 
+def site_of(node: Ledger, within: Any = None) -> Site:
+    agent: Any = node
+    return Site(node.name, node.labels, agent, within)
+
+
 class Cluster:
     """Nodes that come and go."""
 
@@ -78,13 +84,13 @@ class Cluster:
         self._grows = grows
         self._joined = asyncio.Event()
 
-    def known(self) -> list[Site[Ledger]]:
-        return [Site(node.name, node.labels, node) for node in self.nodes]
+    def known(self) -> list[Site]:
+        return [site_of(node) for node in self.nodes]
 
-    def differ(self, known: Sequence[Site[Ledger]]) -> Coroutine[Any, Any, None] | None:
+    def differ(self, known: Sequence[Site]) -> Coroutine[Any, Any, None] | None:
         return self._wait(known) if self._grows else None
 
-    async def _wait(self, known: Sequence[Site[Ledger]]) -> None:
+    async def _wait(self, known: Sequence[Site]) -> None:
         while self.known() == known:
             await self._joined.wait()
 
@@ -100,8 +106,8 @@ def started(coro: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
 class Owner:
     """Places actors of one GPU, which are called after it."""
 
-    def __init__(self, cluster: Cluster | FixedSites[Ledger], name: str = "owner") -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster | FixedSites, name: str = "owner") -> None:
+        self.cluster: Any = cluster
         self.name = name
         self.placing = Placing(started)
         # The turns of the loop that a request takes.
@@ -117,14 +123,14 @@ class Owner:
         self._count += 1
         wishes = [Wish(f"{self.name}-{self._count}-{rank}", f"Model[{rank}]", request.demand) for rank in range(count)]
 
-        async def attempt(site: Site[Ledger], ranks: Sequence[int]) -> list[str]:
+        async def attempt(site: Any, ranks: Sequence[int]) -> list[str]:
             for _ in range(self.delay):
                 await asyncio.sleep(0)
             site.agent.reserve([wishes[rank] for rank in ranks], site.within)
             await asyncio.sleep(0)
             return [wishes[rank].holder for rank in ranks]
 
-        def undo(site: Site[Ledger], ranks: Sequence[int]) -> None:
+        def undo(site: Any, ranks: Sequence[int]) -> None:
             site.agent.release([wishes[rank].holder for rank in ranks])
 
         waiting = None if wait is None else Waiting(wait, over or asyncio.Event())
@@ -332,7 +338,7 @@ async def test_slices_are_sites_that_are_looked_at_each_time() -> None:
     a, b = Ledger("a"), Ledger("b")
     for node in (a, b):
         node.resources.carve("slice", "mesh", Demand(gpus=2))
-    sites = tuple(Site(node.name, {}, node, "slice") for node in (a, b))
+    sites = tuple(site_of(node, "slice") for node in (a, b))
     owner = Owner(FixedSites(sites))
     assert await owner.place(3) == ["a", "a", "b"]
     a.release(["owner-1-0"])

@@ -62,8 +62,7 @@ class House(Bench, CallSink):
         )
         self.caller.next_number = self.process.next_number
         self.caller.handle = lambda remote, actor, label, cls: Handle(self.target(remote, actor, label), cls)
-        # The calls that were made and not answered: the method, its arguments, the receiver of the answer. Without the
-        # messages to a process before it makes an actor.
+        # The calls that were made and not answered: the method, its arguments, the receiver of the answer.
         self.calls: list[tuple[str, tuple[Any, ...], PendingCall]] = []
         self.failed: list[BaseException] = []
         self.sender = self
@@ -120,8 +119,7 @@ class House(Bench, CallSink):
         return located
 
     def submit(self, request: Request) -> None:
-        if request.spec.name != "supervise":
-            self.calls.append((request.spec.name, request.args, request.state))
+        self.calls.append((request.spec.name, request.args, request.state))
 
     def child(self, name: str = "Echo-1", actor: ActorId = ACTOR, beside: Target | None = None) -> Child:
         """A supervised actor that is up."""

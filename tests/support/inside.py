@@ -79,24 +79,24 @@ def timeouts_of(rt: aiodaft.Runtime) -> Timeouts:
 
 def actors_of(rt: aiodaft.Runtime) -> ScopeActors:
     """The actors that the runtime stops at its end."""
-    return rt._owned.actors
+    return rt._actors
 
 
 async def up_again(rt: aiodaft.Runtime, actor: aiodaft.Actor) -> None:
     """Wait until a supervised actor is up; raises ActorDied if it is gone."""
-    target = rt._owned.target(actor)
+    target = rt._actors.target(actor)
     assert isinstance(target, FollowingTarget)
     await rt._controller.directory.address(target.number)
 
 
 def errors_kept_by(rt: aiodaft.Runtime) -> Sized:
     """The errors that the runtime raises at its end."""
-    return rt._owned.errors.kept
+    return rt._actors.errors.kept
 
 
 def failed_refs_of(rt: aiodaft.Runtime) -> Collection[object]:
     """The refs with errors that no code has looked at yet."""
-    return rt._owned.errors.held
+    return rt._actors.errors.held
 
 
 async def awaited(spawned: Awaitable[T]) -> T:

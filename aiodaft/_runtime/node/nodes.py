@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from aiodaft._protocol.connections.address import is_name, parse_address
 from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.ids import COORDINATOR, NODE, ActorId, PeerId, node_of
+from aiodaft._protocol.node.resources import Stock
 from aiodaft._protocol.numbers import Latest
+from aiodaft._protocol.placement import NodeView
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.connections.far import Network, who_listens
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.node.node_agent import NodeAgent
+from aiodaft._runtime.node.worker import Tenant
 from aiodaft._runtime.peer import NodeContact
-from aiodaft._runtime.placing import Site
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost, RuntimeClosed, VersionMismatch
 
@@ -125,6 +127,18 @@ class Absence(NamedTuple):
 
     process: PeerId
     errands: list[Errand]
+
+
+class Site(NamedTuple):
+    """A node, or a slice of it: its name, labels and agent, and the slice."""
+
+    name: str
+    labels: Mapping[str, str]
+    agent: NodeAgent
+    within: Tenant | None = None
+
+    def unseen(self) -> NodeView:
+        return NodeView(self.name, self.labels, Stock({}, {}, ()))
 
 
 class Nodes:
@@ -302,19 +316,19 @@ class Nodes:
         """The name, for users, of the node of a process, which may be gone."""
         return node_of(peer) or self._here
 
-    def site_of(self, peer: PeerId) -> Site[NodeAgent]:
+    def site_of(self, peer: PeerId) -> Site:
         return self._site(self._member(peer))
 
     # The sites for actors.
 
-    def known(self) -> list[Site[NodeAgent]]:
+    def known(self) -> list[Site]:
         return [self._site(member) for member in self.members()]
 
-    def differ(self, known: Sequence[Site[NodeAgent]]) -> Coroutine[Any, Any, None] | None:
+    def differ(self, known: Sequence[Site]) -> Coroutine[Any, Any, None] | None:
         """Wait until there are other nodes than these; None in a runtime of one machine."""
         return None if "" in self._members else self._wait_others(known)
 
-    async def _wait_others(self, known: Sequence[Site[NodeAgent]]) -> None:
+    async def _wait_others(self, known: Sequence[Site]) -> None:
         while self.known() == known:
             await self._changed.wait()
 
@@ -324,7 +338,7 @@ class Nodes:
             raise ActorDied(f"there is no process {peer}: its node is not in the cluster", executed=False)
         return member
 
-    def _site(self, member: Member) -> Site[NodeAgent]:
+    def _site(self, member: Member) -> Site:
         return Site(member.name or self._here, member.labels, self._agent(member))
 
     def _agent(self, member: Member) -> NodeAgent:

@@ -106,7 +106,7 @@ class ChildSpec:
         self._kwargs = kwargs
         self._enrolment = enrolment
         # If it is supervised: whether handles follow its restarts.
-        self.follow = True
+        self.follow: bool | None = None
         self._origin: Origin | None = None
         self._request: Request | None = None
 
@@ -115,15 +115,13 @@ class ChildSpec:
             self.begin_anew()
             # Before it is made: its constructor may ask for its rank.
             state_of(self.catch_up(caller, remote, actor)).mark_seen()
-        if again:
-            agent_of(caller, remote).supervise.tell(actor, self.follow)
         target, spec = Target(caller, remote, AGENT, f"agent of {remote}", None), host_spec(self.cls)
         number = caller.process.next_number()
         state = CallState(target, spec, number)
         if node_of(remote) and self._origin is None:
             # Once: a file that is changed later must not keep the actor from being restarted.
             self._origin = origin_of(self.cls)
-        arguments = (actor, self.label, self._max_queue, self._origin, self.cls, *self._args)
+        arguments = (actor, self.label, self._max_queue, self.follow, self._origin, self.cls, *self._args)
         request = Request(target, spec, arguments, self._kwargs, number, WANT_REPLY, state)
         request.again, request.attempt, request.stored = again, epoch_of(actor), self._stored
         self._request = request
@@ -219,4 +217,4 @@ async def _wait_until(ref: Ref[None], deadline: float) -> bool:
 def host_spec(cls: type) -> MethodSpec:
     """The method that makes an actor, named in errors by the actor's class."""
     spec = specs_of(Agent)["host"]
-    return MethodSpec(cls.__name__, spec.name, spec.fn, Options(spec.rules), hidden=5)
+    return MethodSpec(cls.__name__, spec.name, spec.fn, Options(spec.rules), hidden=6)

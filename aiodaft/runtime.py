@@ -24,9 +24,8 @@ from aiodaft._protocol.numbers import count, is_count, is_number
 from aiodaft._runtime.connections.route import Traffic
 from aiodaft._runtime.controller import Controller, ControllerOptions
 from aiodaft._runtime.diagnostics.tracing import packed_setup
-from aiodaft._runtime.node.local_node import Machine
 from aiodaft._runtime.node.shipped_code import ShippedCode
-from aiodaft._runtime.node.worker import NodeOptions
+from aiodaft._runtime.node.worker import Machine, NodeOptions
 from aiodaft._runtime.owning import Owner, ScopeErrors
 from aiodaft._runtime.platform.capabilities import has_fork_server
 from aiodaft._runtime.platform.env import Env

@@ -25,8 +25,9 @@ from aiodaft._runtime.diagnostics.tracing import begin_telemetry, set_up_telemet
 from aiodaft._runtime.logs.console import Console, ConsoleThread
 from aiodaft._runtime.logs.log_files import Recent
 from aiodaft._runtime.logs.options import LevelWatch, Logs
-from aiodaft._runtime.node.local_node import LocalNode, Machine
-from aiodaft._runtime.node.worker import NodeOptions
+from aiodaft._runtime.node.local_node import LocalNode
+from aiodaft._runtime.node.membership import Attachment, Cluster, find_cluster
+from aiodaft._runtime.node.worker import Machine, NodeOptions
 from aiodaft._runtime.node.workers import is_of_a_user
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.peer import Peer
@@ -38,7 +39,6 @@ from aiodaft_transport import Key
 
 if TYPE_CHECKING:
     from aiodaft._runtime.connections.far import Network
-    from aiodaft._runtime.node.membership import Attachment, Cluster
 
 T = TypeVar("T")
 
@@ -91,8 +91,6 @@ class Controller(Owner):
             PeerLost: No node of this cluster answers there.
         """
         if self.options.cluster is not None:
-            from aiodaft._runtime.node.membership import find_cluster  # noqa: PLC0415 - TLS is slow to load
-
             process = self.options.process
             cluster = self._cluster = await find_cluster(*self.options.cluster, process.id)
             welcome = cluster.welcome
@@ -146,11 +144,9 @@ class Controller(Owner):
             self.nodes.add(Member("", process.id, "", options.labels))
             site = self.site = LocalNode(peer, self.nodes, self.contact, self._machine, options.node, console)
             site.launcher.on_visit = visits.begin
-            site.owners.here = self.directory
+            site.agent.on_own_ended = self.directory.ended
             peer.add_actor(COORDINATOR, "coordinator", Coordinator())
         else:
-            from aiodaft._runtime.node.membership import Attachment  # noqa: PLC0415 - TLS is slow to load
-
             self.site = Attachment(peer, self.nodes, self.contact, cluster, ConsoleThread(process, console))
             self.site.on_back = self._node_back
             self.directory.on_shown = self.site.console.show

@@ -22,9 +22,8 @@ from aiodaft._runtime.connections.dialing import TcpNetwork
 from aiodaft._runtime.connections.identity import Identity, load_identity, receive_identity
 from aiodaft._runtime.coordination.coordinator import LEASE, Coordinator
 from aiodaft._runtime.coordination.sqlite_store import store_at
-from aiodaft._runtime.node.local_node import Machine
 from aiodaft._runtime.node.node_process import NodeProcess, NodeProcessOptions
-from aiodaft._runtime.node.worker import NodeOptions
+from aiodaft._runtime.node.worker import Machine, NodeOptions
 from aiodaft._runtime.platform.capabilities import has_fork_server
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.linux import interface_to

@@ -24,8 +24,8 @@ from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.connections.connection import Connection, Handler
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.local_node import LocalNode
-from aiodaft._runtime.node.worker import Heartbeat, HeartbeatWatch, Worker
-from aiodaft._runtime.node.worker_main import WorkerMain
+from aiodaft._runtime.node.worker import HeartbeatWatch, Worker
+from aiodaft._runtime.node.worker_main import Heartbeat, WorkerMain
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.linux import SEES_PROCESSES, is_stopped, status_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.node.introductions import Introductions
+from aiodaft._runtime.node.workers import Introductions
 from aiodaft.exceptions import ActorDied, ResourceExhausted
 
 NODE, A, B = PeerId("controller-1"), PeerId("worker-a"), PeerId("worker-b")

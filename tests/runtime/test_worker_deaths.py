@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rooms import Bench
 
-from aiodaft._protocol.calls.outgoing import Location
 from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId
 from aiodaft._protocol.node.liveness import LastHeartbeat
@@ -109,7 +108,7 @@ class Machine(Bench):
         self.agent = NodeAgent(
             self.process,
             links,
-            self,
+            self.owner_of,
             others,
             launcher,
             machine,
@@ -130,21 +129,12 @@ class Machine(Bench):
     async def fetch(self, source: PeerId, digest: str) -> bytes:
         raise AssertionError("no code was shipped")
 
-    # As its owners.
-
-    def locate(self, owner: PeerId, number: int, *, wait: bool) -> Awaitable[Location]:
-        raise NotImplementedError
-
-    def process_ended(self, owner: PeerId, peer: PeerId, error: BaseException, *, wanted: bool) -> None:
+    def owner_of(self, owner: PeerId) -> Any:
         assert owner == OWNER
-        self.ended.append((peer, wanted))
-
-    def actor_died(self, owner: PeerId, peer: PeerId, actor: ActorId, error: BaseException) -> None:
-        assert owner == OWNER
-        self.unheld.append(actor)
-
-    def node_draining(self, owner: PeerId, node: PeerId, grace: float) -> None:
-        raise AssertionError("no node is drained here")
+        return SimpleNamespace(
+            process_ended=SimpleNamespace(tell=lambda peer, error, wanted: self.ended.append((peer, wanted))),
+            actor_died=SimpleNamespace(tell=lambda peer, actor, error: self.unheld.append(actor)),
+        )
 
     async def blame_time_over(self) -> None:
         """The time passes in which callers report their lost calls."""

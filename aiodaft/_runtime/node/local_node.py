@@ -2,84 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Final, Protocol
+from collections.abc import Callable
+from typing import Final
 from weakref import WeakValueDictionary
 
-from aiodaft._protocol.calls.outgoing import Location
-from aiodaft._protocol.ids import NODE, ActorId, PeerId, is_attached, node_of
-from aiodaft._protocol.node.resources import Resources, device_named, gpu_names
+from aiodaft._protocol.ids import NODE, PeerId, is_attached, node_of
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.logs.console import Console, Relay
 from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.nodes import CoordinatorContact, Nodes
 from aiodaft._runtime.node.shipped_code import host_code
-from aiodaft._runtime.node.worker import NodeOptions, Tenant
+from aiodaft._runtime.node.worker import Machine, NodeOptions
 from aiodaft._runtime.node.workers import ExecLauncher, Launcher
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.capabilities import has_fork_server
-from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.platform.gpu_claims import GpuClaims
-from aiodaft.exceptions import DaftError, OutcomeUnknown, ProtocolError
-from aiodaft_transport.system import usable_cpus
+from aiodaft.exceptions import DaftError, ProtocolError
 
 # Seconds that a controller gets to connect again after its connection broke.
 _ORPHAN_GRACE: Final = 2.0
-
-
-class Machine:
-    """The resources that a machine offers to actors.
-
-    Args:
-        cpus: CPUs to offer. Default: the process's affinity.
-        gpus: GPUs to offer. Default: all that the process may use.
-        share_gpus: Whether other runtimes may use the same GPUs at the same time.
-    """
-
-    def __init__(
-        self, env: Env, cpus: float | None, gpus: int | None, custom: Mapping[str, float] | None, *, share_gpus: bool
-    ) -> None:
-        machine = env.gpus()
-        # The names of the GPUs in CUDA_VISIBLE_DEVICES.
-        self.gpu_names = gpu_names(machine, os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
-        self.claims = GpuClaims([] if share_gpus else [device_named(name, machine) for name in self.gpu_names])
-        self.resources: Resources[Tenant] = Resources(
-            cpus=usable_cpus() if cpus is None else cpus,
-            gpus=len(self.gpu_names) if gpus is None else gpus,
-            custom=custom,
-            claims=self.claims,
-        )
-
-
-class LocalOwner(Protocol):
-    """The owner in this process. It is told at once: callers that hear of an end find the actors being restarted."""
-
-    def ended(self, peer: PeerId, error: OutcomeUnknown, *, wanted: bool) -> None: ...
-
-
-class TellOwners:
-    """Tells owners by messages, but for the one in this process."""
-
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self.here: LocalOwner | None = None
-
-    def process_ended(self, owner: PeerId, peer: PeerId, error: OutcomeUnknown, *, wanted: bool) -> None:
-        if self.here is not None and owner == self._peer.process.id:
-            self.here.ended(peer, error, wanted=wanted)
-        else:
-            self._peer.owner(owner).process_ended.tell(peer, error, wanted)
-
-    def actor_died(self, owner: PeerId, peer: PeerId, actor: ActorId, error: OutcomeUnknown) -> None:
-        self._peer.owner(owner).actor_died.tell(peer, actor, error)
-
-    def locate(self, owner: PeerId, number: int, *, wait: bool) -> Awaitable[Location]:
-        return self._peer.owner(owner).locate(number, wait)
-
-    def node_draining(self, owner: PeerId, node: PeerId, grace: float) -> None:
-        self._peer.owner(owner).node_draining.tell(node, grace)
 
 
 class LocalNode:
@@ -106,9 +47,8 @@ class LocalNode:
         # To programs on other machines, while workers write to them.
         self._relays: WeakValueDictionary[PeerId, Relay] = WeakValueDictionary()
         self.launcher.relay_to = self._relay_to
-        self.owners = TellOwners(peer)
         self._code = host_code(peer)
-        self.agent = NodeAgent(process, peer.connections, self.owners, nodes, self.launcher, machine, options)
+        self.agent = NodeAgent(process, peer.connections, peer.owner, nodes, self.launcher, machine, options)
         self.agent.draining.unneeded = lambda worker: peer.agent_of(worker).unneeded()
         self.agent.tell_levels = lambda worker, levels: peer.agent_of(worker).set_levels.tell(levels)
         self._coordinator = coordinator

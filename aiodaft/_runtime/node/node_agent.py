@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from aiodaft._protocol.calls.outgoing import Location
 from aiodaft._protocol.connections import messages as m
@@ -24,12 +24,11 @@ from aiodaft._runtime.actors.hosted_actor import serving
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.diagnostics.await_chains import take_dump
 from aiodaft._runtime.node.environment import WorkerSettings
-from aiodaft._runtime.node.introductions import FarOwners, Introductions, Owners
 from aiodaft._runtime.node.shipped_code import ShippedCode
 from aiodaft._runtime.node.worker import (
     Conditions,
+    Machine,
     NodeOptions,
-    Offer,
     OtherNodes,
     Place,
     Tenant,
@@ -38,6 +37,7 @@ from aiodaft._runtime.node.worker import (
 )
 from aiodaft._runtime.node.workers import (
     Draining,
+    Introductions,
     Launcher,
     activity,
     died,
@@ -47,11 +47,14 @@ from aiodaft._runtime.node.workers import (
     was_oom_kill,
     watch_oom_kills,
 )
-from aiodaft._runtime.peer import NodeContact
+from aiodaft._runtime.peer import NodeContact, OwnerContact
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost, SpawnFailed
 from aiodaft.methods import method
+
+# Seconds before a node that could not be asked is asked again.
+_PAUSE: Final = 0.5
 
 
 class NodeAgent(NodeContact):
@@ -59,15 +62,17 @@ class NodeAgent(NodeContact):
         self,
         process: Process,
         connections: Connections,
-        owners: Owners,
+        owner_of: Callable[[PeerId], OwnerContact],
         others: OtherNodes,
         launcher: Launcher,
-        machine: Offer,
+        machine: Machine,
         options: NodeOptions,
     ) -> None:
         self._process = process
         self._connections = connections
-        self._owners = owners
+        self._owner_of = owner_of
+        # Takes the end of a process that this one owns, at once: callers that hear of it find its actors restarting.
+        self.on_own_ended: Callable[..., object] | None = None
         self._others = others
         self._launcher = launcher
         # Assigned to an actor's owner and number, which restarts do not change.
@@ -87,9 +92,13 @@ class NodeAgent(NodeContact):
         self._ended = Latest[PeerId, Worker](process.env.remembered)
         why_gone = partial(self._why_ended, executed=False)
         self._introductions = Introductions(process.id, connections, others, self._workers, why_gone)
-        self._far_owners = FarOwners(process.tasks, others, self.owner_lost)
-        self.draining = Draining(process, self._resources, self._workers, self._restartable, self._end)
-        self.draining.tell = owners.node_draining
+        # Workers of other nodes that own actors here.
+        self._far_owners: set[PeerId] = set()
+
+        def tell_draining(owner: PeerId, grace: float) -> None:
+            owner_of(owner).node_draining.tell(process.id, grace)
+
+        self.draining = Draining(process, self._resources, self._workers, self._restartable, self._end, tell_draining)
         # Called with a process that ended: names that it has are free.
         self.on_ended: Callable[[PeerId], object] = lambda peer: None
         # Called with an actor that left its process to others: its names are free, too.
@@ -158,9 +167,25 @@ class NodeAgent(NodeContact):
         if not is_worker(owner):
             return
         if node_of(owner) != node_of(self._process.id):
-            self._far_owners.add(owner)
+            if owner not in self._far_owners:
+                self._far_owners.add(owner)
+                self._process.create_task(self._wait_far_end(owner), name=f"wait for the end of {owner}")
         elif owner not in self._workers:
             raise self._why_ended(owner, executed=False)
+
+    async def _wait_far_end(self, owner: PeerId) -> None:
+        while True:
+            try:
+                await self._others.contact(owner).wait_end(owner)
+                break
+            except ActorDied:
+                # Its node is gone.
+                break
+            except DaftError as error:
+                logger.debug("the node of %s is not heard: %s", owner, error)
+                await asyncio.sleep(_PAUSE)
+        self._far_owners.remove(owner)
+        self.owner_lost(owner, f"its owner {owner} is gone")
 
     def _give_back(self, tenant: Tenant, *, keep_gpus: bool = False) -> None:
         self._resources.give_back(tenant, keep_gpus=keep_gpus)
@@ -377,7 +402,7 @@ class NodeAgent(NodeContact):
         controller = PeerId(owner)
         if node_of(controller) != node_of(self._process.id):
             return await self._others.contact(controller).locate(controller, number, wait)
-        return await self._owners.locate(controller, number, wait=wait)
+        return await self._owner_of(controller).locate(number, wait)
 
     @method
     async def wait_end(self, peer: str) -> None:
@@ -503,7 +528,10 @@ class NodeAgent(NodeContact):
         for actor in worker.placed:
             self._free(Tenant.of(worker.maker, actor))
         self.owner_lost(worker.id, f"its owner {worker} is gone")
-        self._owners.process_ended(worker.owner, worker.id, error, wanted=wanted)
+        if self.on_own_ended is not None and worker.owner == self._process.id:
+            self.on_own_ended(worker.id, error, wanted=wanted)
+        else:
+            self._owner_of(worker.owner).process_ended.tell(worker.id, error, wanted)
         if worker.state is WorkerState.DIED:
             self._process.loop.call_later(self._process.env.timeouts.blame, self._blame_over, worker, error)
 
@@ -511,7 +539,7 @@ class NodeAgent(NodeContact):
         worker.handle(WorkerEvent.BLAME_OVER)
         if worker.state is WorkerState.UNHANDLED and self._process.closed is None:
             for actor in worker.actors:
-                self._owners.actor_died(worker.owner, worker.id, actor, error)
+                self._owner_of(worker.owner).actor_died.tell(worker.id, actor, error)
 
     def _post_mortem(self, worker: Worker, ending: Ending) -> ActorDied:
         killed = worker.state is not WorkerState.STOPPING and ending.signal == "SIGKILL"

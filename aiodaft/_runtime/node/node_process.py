@@ -20,17 +20,18 @@ from aiodaft._runtime.diagnostics.attach import Greeting, Visits
 from aiodaft._runtime.diagnostics.process_view import is_answered
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.options import Logs
-from aiodaft._runtime.node.introductions import KeptActors
-from aiodaft._runtime.node.local_node import LocalNode, Machine
+from aiodaft._runtime.node.local_node import LocalNode
 from aiodaft._runtime.node.membership import Membership, watch_members
 from aiodaft._runtime.node.nodes import CoordinatorContact, Nodes
-from aiodaft._runtime.node.worker import NodeOptions
+from aiodaft._runtime.node.worker import Machine, NodeOptions
 from aiodaft._runtime.node.workers import Launcher
-from aiodaft._runtime.peer import Peer
+from aiodaft._runtime.peer import OwnerContact, Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import ProcessOptions, closed, opened
-from aiodaft.exceptions import DaftError
+from aiodaft._runtime.serialization.errors import encoded_text
+from aiodaft.exceptions import DaftError, OutcomeUnknown
+from aiodaft.methods import method
 from aiodaft.ref import Ref
 
 
@@ -127,6 +128,27 @@ class Fencing:
             return False
         # It is stopped, or busy.
         return True
+
+
+class KeptActors(OwnerContact):
+    """Owns the actors of a node that outlive their programs: the log tells how they fail."""
+
+    @method
+    async def process_ended(self, peer: str, error: OutcomeUnknown, wanted: bool) -> None:
+        """Do nothing: callers have the error."""
+
+    @method
+    async def actor_died(self, peer: str, actor: int, error: OutcomeUnknown) -> None:
+        logger.error("an actor died while no call was under way: %s", error)
+
+    @method
+    async def node_draining(self, node: str, grace: float) -> None:
+        """Do nothing: they run on until the grace is over."""
+
+    @method
+    async def unheld(self, encoded: bytes, what: str) -> None:
+        # The exception itself may be of a class that no node can import.
+        logger.error("%s\n%s", what, encoded_text(encoded))
 
 
 # Seconds that the other nodes have to leave.

@@ -1,35 +1,29 @@
-"""A worker process, as its node sees it, and its heartbeats: the node asks once a period, and a thread answers.
-
-The thread also answers while the loop, a method or an import is busy. It is silent only if the process is stopped, or C
-code holds the GIL; `_protocol/node/liveness.py` decides what follows from that.
-"""
+"""The machine of a node, and a worker process as the node sees it, with its heartbeats."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple, Protocol
 
 from aiodaft._protocol.coordination.records import Member
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId, number_of
+from aiodaft._protocol.ids import ActorId, PeerId, number_of
 from aiodaft._protocol.node.liveness import Answer, LastHeartbeat, Liveness, Order, Patience
-from aiodaft._protocol.node.resources import Resources
+from aiodaft._protocol.node.resources import Resources, device_named, gpu_names
 from aiodaft._protocol.node.worker import TRANSITIONS, Code, Ending, WorkerEvent, WorkerState
 from aiodaft._protocol.numbers import next_state
-from aiodaft._runtime.actors.host import Host
-from aiodaft._runtime.actors.hosted_actor import InboundCall
-from aiodaft._runtime.diagnostics.attach import is_debugged
-from aiodaft._runtime.diagnostics.wait_graph import on_loop
 from aiodaft._runtime.logs.console import Relay
 from aiodaft._runtime.logs.worker_output import WorkerOutput
 from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.peer import Addresses, NodeContact
+from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.gpu_claims import GpuClaims
 from aiodaft._runtime.process import ProcessOptions
 from aiodaft.exceptions import OutcomeUnknown, SpawnFailed
+from aiodaft_transport.system import usable_cpus
 
 
 class Tenant(NamedTuple):
@@ -171,19 +165,33 @@ class NodeOptions(NamedTuple):
     uvloop: bool
 
 
-class Offer(Protocol):
-    """The offer of a machine to actors."""
+class Machine:
+    """The resources that a machine offers to actors.
 
-    @property
-    def resources(self) -> Resources[Tenant]: ...
-    @property
-    def gpu_names(self) -> Sequence[str]: ...
+    Args:
+        cpus: CPUs to offer. Default: the process's affinity.
+        gpus: GPUs to offer. Default: all that the process may use.
+        share_gpus: Whether other runtimes may use the same GPUs at the same time.
+    """
 
-    @property
-    def claims(self) -> GpuClaims: ...
+    def __init__(
+        self, env: Env, cpus: float | None, gpus: int | None, custom: Mapping[str, float] | None, *, share_gpus: bool
+    ) -> None:
+        machine = env.gpus()
+        # The names of the GPUs in CUDA_VISIBLE_DEVICES.
+        self.gpu_names = gpu_names(machine, os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
+        self.claims = GpuClaims([] if share_gpus else [device_named(name, machine) for name in self.gpu_names])
+        self.resources: Resources[Tenant] = Resources(
+            cpus=usable_cpus() if cpus is None else cpus,
+            gpus=len(self.gpu_names) if gpus is None else gpus,
+            custom=custom,
+            claims=self.claims,
+        )
 
 
 class OtherNodes(Addresses, Protocol):
+    """The nodes of the cluster, as a node agent asks for them."""
+
     def members(self) -> list[Member]: ...
 
     def is_member(self, name: str) -> bool: ...
@@ -196,67 +204,13 @@ class OtherNodes(Addresses, Protocol):
         """
         ...
 
-    def contact(self, peer: PeerId) -> NodeContact: ...
+    def contact(self, peer: PeerId) -> NodeContact:
+        """The agent of the node of a process. Raises as `process_of`."""
+        ...
 
 
-_QUESTION: Final = b"?"
+QUESTION: Final = b"?"
 _MAX_ANSWER: Final = 1 << 12
-
-
-class Heartbeat:
-    def __init__(self, connection: socket.socket, host: Host) -> None:
-        """Created in the thread of the process's loop."""
-        self._connection = connection
-        self._process = host.process
-        self._host = host
-        self._loop_thread = threading.get_ident()
-        self._lag = 0.0
-        # When a callback was scheduled on the loop; None once it has run.
-        self._asked: float | None = None
-        # The longest running call, as its caller and number, and when it was first seen.
-        self._oldest: tuple[PeerId, CallId] | None = None
-        self._name = ""
-        self._since = 0.0
-
-    def start(self) -> None:
-        threading.Thread(target=self._answer_all, name="aiodaft heartbeat", daemon=True).start()
-
-    def _answer_all(self) -> None:
-        with suppress(OSError):
-            while self._connection.recv(len(_QUESTION)):
-                self._connection.send(self._answer(self._process.env.monotonic()))
-
-    def _answer(self, now: float) -> bytes:
-        culprit = line = ""
-        if self._asked is None:
-            self._asked = now
-            self._process.call_soon(self._turned)
-        else:
-            self._lag = now - self._asked
-            culprit, line = ("", "") if is_debugged() else self._find_culprit()
-        # Raised if the loop changes its calls at this moment, and so is not blocked.
-        with suppress(RuntimeError):
-            call = next((call for call in self._host.calls() if _runs(call)), None)
-            key = None if call is None else (call.caller, call.number)
-            if key != self._oldest:
-                self._oldest, self._name, self._since = key, "" if call is None else call.label, now
-        name = f"{self._name} (in the debugger)" if is_debugged() else self._name
-        return Answer(self._lag, now - self._since, name, culprit, line).pack()
-
-    def _find_culprit(self) -> tuple[str, str]:
-        """The call that blocks the loop and the line where it does so, if that is user code."""
-        call, line = on_loop(self._loop_thread)
-        if call is None:
-            return "", line
-        if call.hosted.id < FIRST_USER_ACTOR:
-            # The agent makes an actor: imports may take long.
-            return "", ""
-        return f"{call.label} of {call.hosted.name}", line
-
-    def _turned(self) -> None:
-        if self._asked is not None:
-            self._lag = self._process.env.monotonic() - self._asked
-            self._asked = None
 
 
 class HeartbeatWatch:
@@ -302,7 +256,7 @@ class HeartbeatWatch:
         if order is Order.ASK:
             # The connection reports the end of the process.
             with suppress(OSError):
-                self._connection.send(_QUESTION)
+                self._connection.send(QUESTION)
         elif order is not None:
             self.on_order(order)
         self._schedule()
@@ -328,7 +282,3 @@ class HeartbeatWatch:
         order = self.liveness.heard(now)
         if order is not None:
             self.on_order(order)
-
-
-def _runs(call: InboundCall) -> bool:
-    return call.begun and call.hosted.id >= FIRST_USER_ACTOR

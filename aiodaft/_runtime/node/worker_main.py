@@ -18,22 +18,25 @@ from functools import partial
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn, TextIO, cast
 
-from aiodaft._protocol.ids import FIRST_USER_ACTOR
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
+from aiodaft._protocol.node.liveness import Answer
 from aiodaft._protocol.node.worker import Code
-from aiodaft._runtime.actors.host import Enlisted
-from aiodaft._runtime.actors.hosted_actor import current_call
+from aiodaft._runtime.actors.host import Enlisted, Host
+from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.agent import acting
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.dialing import TcpNetwork
 from aiodaft._runtime.connections.far import FarConnections, Network
 from aiodaft._runtime.connections.identity import Identity
+from aiodaft._runtime.diagnostics.attach import is_debugged
 from aiodaft._runtime.diagnostics.await_chains import offer_dump
 from aiodaft._runtime.diagnostics.breakpoints import debug_at
 from aiodaft._runtime.diagnostics.tracing import begin_telemetry, end_telemetry, set_up_telemetry
+from aiodaft._runtime.diagnostics.wait_graph import on_loop
 from aiodaft._runtime.logs.options import trace_ids
 from aiodaft._runtime.logs.worker_output import send_records
 from aiodaft._runtime.node.environment import BY_KERNEL, WorkerSettings
-from aiodaft._runtime.node.worker import Heartbeat
+from aiodaft._runtime.node.worker import QUESTION
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.linux import FOR_PROGRAM, die_with_parent, finish, kill_group, leave_signals, when_forked
@@ -113,6 +116,72 @@ def _loaded() -> tuple[Any, Any]:
 
 # Seconds that the orderly end of a worker may take.
 _EXIT_GRACE = 1.0
+
+
+class Heartbeat:
+    """Answers the node, which asks once a period, in a thread: also while the loop, a method or an import is busy.
+
+    It is silent only if the process is stopped, or C code holds the GIL; `_protocol/node/liveness.py` decides what
+    follows from that.
+    """
+
+    def __init__(self, connection: socket.socket, host: Host) -> None:
+        """Created in the thread of the process's loop."""
+        self._connection = connection
+        self._process = host.process
+        self._host = host
+        self._loop_thread = threading.get_ident()
+        self._lag = 0.0
+        # When a callback was scheduled on the loop; None once it has run.
+        self._asked: float | None = None
+        # The longest running call, as its caller and number, and when it was first seen.
+        self._oldest: tuple[PeerId, CallId] | None = None
+        self._name = ""
+        self._since = 0.0
+
+    def start(self) -> None:
+        threading.Thread(target=self._answer_all, name="aiodaft heartbeat", daemon=True).start()
+
+    def _answer_all(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._connection.recv(len(QUESTION)):
+                self._connection.send(self._answer(self._process.env.monotonic()))
+
+    def _answer(self, now: float) -> bytes:
+        culprit = line = ""
+        if self._asked is None:
+            self._asked = now
+            self._process.call_soon(self._turned)
+        else:
+            self._lag = now - self._asked
+            culprit, line = ("", "") if is_debugged() else self._find_culprit()
+        # Raised if the loop changes its calls at this moment, and so is not blocked.
+        with contextlib.suppress(RuntimeError):
+            call = next((call for call in self._host.calls() if _runs(call)), None)
+            key = None if call is None else (call.caller, call.number)
+            if key != self._oldest:
+                self._oldest, self._name, self._since = key, "" if call is None else call.label, now
+        name = f"{self._name} (in the debugger)" if is_debugged() else self._name
+        return Answer(self._lag, now - self._since, name, culprit, line).pack()
+
+    def _find_culprit(self) -> tuple[str, str]:
+        """The call that blocks the loop and the line where it does so, if that is user code."""
+        call, line = on_loop(self._loop_thread)
+        if call is None:
+            return "", line
+        if call.hosted.id < FIRST_USER_ACTOR:
+            # The agent makes an actor: imports may take long.
+            return "", ""
+        return f"{call.label} of {call.hosted.name}", line
+
+    def _turned(self) -> None:
+        if self._asked is not None:
+            self._lag = self._process.env.monotonic() - self._asked
+            self._asked = None
+
+
+def _runs(call: InboundCall) -> bool:
+    return call.begun and call.hosted.id >= FIRST_USER_ACTOR
 
 
 class WorkerMain:

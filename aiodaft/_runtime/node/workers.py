@@ -1,4 +1,4 @@
-"""The workers of a node, however they are started: their descriptors, ends, reports of these, and the node's drain."""
+"""The workers of a node, however they are started: their ends, reports of these, their connections, and the drain."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import socket
 import subprocess
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Final, NamedTuple
 
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId, is_worker, node_of
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId, can_share_memory, is_worker, node_of
 from aiodaft._protocol.node.resources import Resources
 from aiodaft._protocol.node.worker import (
     Activity,
@@ -31,14 +32,24 @@ from aiodaft._protocol.node.worker import (
 )
 from aiodaft._runtime.calls.call import CallState, PendingCall
 from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.logs.console import Console, Relay
 from aiodaft._runtime.logs.options import Source
 from aiodaft._runtime.logs.worker_output import OutputReader
 from aiodaft._runtime.node.environment import Spawn, WorkerEnvironment, WorkerSettings, start_fresh
 from aiodaft._runtime.node.worker import HeartbeatWatch, NodeOptions, Tenant, Worker
+from aiodaft._runtime.peer import Addresses
 from aiodaft._runtime.platform.capabilities import message_pair
 from aiodaft._runtime.platform.env import Timeouts
-from aiodaft._runtime.platform.linux import UNKNOWN, describe_exit, is_stopped, kill_group, refusal, status_of
+from aiodaft._runtime.platform.linux import (
+    UNKNOWN,
+    describe_exit,
+    exhausted,
+    is_stopped,
+    kill_group,
+    refusal,
+    status_of,
+)
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process, ProcessOptions
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost, SpawnFailed
@@ -372,6 +383,7 @@ class Draining:
 
     Args:
         restartable: Its actors that may be restarted, also those without a process.
+        tell: Tells an owner that the node is being drained, and how many seconds its actors have.
     """
 
     def __init__(
@@ -381,6 +393,7 @@ class Draining:
         workers: Mapping[PeerId, Worker],
         restartable: Iterable[Tenant],
         end: Callable[[Worker, str], Awaitable[object]],
+        tell: Callable[[PeerId, float], object],
     ) -> None:
         self._process = process
         self._clock = process.env.monotonic
@@ -388,8 +401,7 @@ class Draining:
         self._workers = workers
         self._restartable = restartable
         self._end = end
-        # Tells an owner that this node is being drained, and how many seconds its actors have.
-        self.tell: Callable[[PeerId, PeerId, float], object] = lambda owner, node, grace: None
+        self._tell = tell
         self._drain = Drain()
         self._changed = asyncio.Event()
         self.over = asyncio.Event()
@@ -415,7 +427,7 @@ class Draining:
             self._resources.refusal = f"node {self._name!r} is being drained"
             self._process.tasks.create_task(self._run(), name="drain the node")
         for owner in {worker.owner for worker in self._workers.values()} | {one.owner for one in self._restartable}:
-            self.tell(owner, self._process.id, grace)
+            self._tell(owner, grace)
 
     def note(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -462,3 +474,77 @@ class Draining:
             worker.given_up = ActorDied(f"{worker} was ended: {reason}")
             worker.given_up.actor = worker.names
         await self._end(worker, reason)
+
+
+class Introductions:
+    """Connects processes with each other."""
+
+    def __init__(
+        self,
+        here: PeerId,
+        connections: Connections,
+        nodes: Addresses,
+        workers: Container[PeerId],
+        why_ended: Callable[[PeerId], DaftError],
+    ) -> None:
+        self._here = here
+        self._connections = connections
+        self._nodes = nodes
+        self._workers = workers
+        self._why_ended = why_ended
+        # How many connections each pair has got from here.
+        self._connected: Counter[frozenset[PeerId]] = Counter()
+
+    def introduce(self, first: PeerId, second: PeerId, known: int) -> str:
+        """Connect the first process with the second; `known`: the introductions of the second that it has got.
+
+        Returns:
+            The address to connect to; "" if a socket comes instead, because both processes are on this machine.
+
+        Raises:
+            ActorDied: The second process is gone.
+            ResourceExhausted: There is no descriptor for the connection.
+        """
+        if node_of(second) != node_of(self._here):
+            return self._nodes.address_of(second)
+        if not (second in self._workers or self.is_attached(second)):
+            raise self._why_ended(second)
+        if self.is_attached(first) or self.is_attached(second):
+            return self._nodes.address_of(second)
+        pair = frozenset((first, second))
+        # Both processes may ask at the same time: they get one connection, and another one when they have lost it.
+        if known >= self._connected[pair]:
+            try:
+                self._connections.to(first).introduce(self._connections.to(second))
+            except OSError as error:
+                raise exhausted(error, f"{first} and {second} cannot be connected") from error
+            self._connected[pair] += 1
+        return ""
+
+    def is_attached(self, peer: PeerId) -> bool:
+        connection = self._connections.get(peer)
+        return connection is not None and connection.far and connection.lost is None
+
+    def open_stream(self, first: PeerId, second: PeerId, number: int) -> str:
+        """Give the first process, under a number, and the second one the ends of a stream for payload.
+
+        Returns:
+            The address to connect to; "" if a socket comes instead, because both processes are on this machine.
+
+        Raises:
+            ActorDied: The second process is gone.
+            ResourceExhausted: There is no descriptor for it.
+        """
+        if not can_share_memory(first, second) or not can_share_memory(second, self._here):
+            return self._nodes.address_of(second)
+        if second not in self._workers and second != self._here:
+            raise self._why_ended(second)
+        try:
+            self._connections.join_by_stream(first, second, number)
+        except OSError as error:
+            raise exhausted(error, f"there is no stream from {first} to {second}") from error
+        return ""
+
+    def forget(self, peer: PeerId) -> None:
+        for pair in [pair for pair in self._connected if peer in pair]:
+            del self._connected[pair]

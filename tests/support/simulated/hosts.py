@@ -10,9 +10,8 @@ from aiodaft._protocol.coordination.records import Change, Kind, Record
 from aiodaft._protocol.coordination.registry import Stored
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.coordination.coordinator import Coordinator
-from aiodaft._runtime.node.local_node import Machine
 from aiodaft._runtime.node.node_process import NodeProcess, NodeProcessOptions
-from aiodaft._runtime.node.worker import NodeOptions
+from aiodaft._runtime.node.worker import Machine, NodeOptions
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import ProcessOptions

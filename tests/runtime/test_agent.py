@@ -86,7 +86,7 @@ async def office() -> Office:
 
 
 async def test_an_actor_is_made_on_its_own_thread_and_described(office: Office) -> None:
-    await office.ask(office.agent.host(ACTOR, "Desk-1", None, None, Desk, "made"))
+    await office.ask(office.agent.host(ACTOR, "Desk-1", None, None, None, Desk, "made"))
     hosted = office.host.actors[ACTOR]
     assert (hosted.name, hosted.instance.happened) == ("Desk-1", ["made"])
     assert "Desk-1" in office.threads
@@ -96,27 +96,27 @@ async def test_an_actor_is_made_on_its_own_thread_and_described(office: Office) 
 
 
 async def test_a_later_incarnation_is_told_its_epoch(office: Office) -> None:
-    await office.ask(office.agent.host(ACTOR, "Desk-1", None, None, Desk, "made"), attempt=2)
+    await office.ask(office.agent.host(ACTOR, "Desk-1", None, None, None, Desk, "made"), attempt=2)
     assert office.host.actors[incarnation(ACTOR, 2)].instance.happened == ["made", "epoch 2"]
 
 
 async def test_an_actor_that_cannot_be_made_is_not_there_and_its_error_says_where(office: Office) -> None:
     with pytest.raises(ValueError, match="it cannot be made") as raised:
-        await office.ask(office.agent.host(ACTOR, "Desk-1", None, None, Desk, "fail"))
+        await office.ask(office.agent.host(ACTOR, "Desk-1", None, None, None, Desk, "fail"))
     assert raised.value.__notes__ == [f"raised while Desk-1 was made (pid {office.process.pid}, node)"]
     assert dict(office.host.actors) == {}
 
 
 async def test_a_plain_class_has_a_limit_only_if_it_is_asked_for(office: Office) -> None:
-    await office.ask(office.agent.host(ACTOR, "Plain-1", None, None, Plain))
-    await office.ask(office.agent.host(ActorId(ACTOR + 1), "Plain-2", 5, None, Plain))
+    await office.ask(office.agent.host(ACTOR, "Plain-1", None, None, None, Plain))
+    await office.ask(office.agent.host(ActorId(ACTOR + 1), "Plain-2", 5, None, None, Plain))
     assert [hosted.bounds is None for hosted in office.host.actors.values()] == [True, False]
 
 
 async def test_an_actor_that_cannot_leave_is_gone_all_the_same(
     office: Office, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await office.ask(office.agent.host(ACTOR, "Desk-1", None, None, Desk, "made"))
+    await office.ask(office.agent.host(ACTOR, "Desk-1", None, None, None, Desk, "made"))
     desk = office.host.actors[ACTOR].instance
     await office.ask(office.agent.stop(ACTOR, "a test", 0.0))
     assert "leaving Desk-1 failed" in caplog.text

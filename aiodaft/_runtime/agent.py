@@ -47,8 +47,6 @@ attended: ContextVar[HostedActor | None] = ContextVar("aiodaft_attended", defaul
 
 
 class Ways(Protocol):
-    """The ways from this process to others of a cluster, also those that cannot connect to it."""
-
     def connect(self, remote: PeerId) -> None: ...
 
     async def answer_with_stream(self, remote: PeerId, number: int) -> None: ...
@@ -62,8 +60,6 @@ class Ways(Protocol):
 
 
 class Agent(Actor):
-    """Serves the other processes of the runtime, by ordinary calls."""
-
     def __init__(
         self,
         host: Host,
@@ -193,7 +189,6 @@ class Agent(Actor):
 
     @method
     async def left(self, owner: str, actor: int) -> None:
-        """An actor leaves the calling process for another one, as its owner wants."""
         self._followers.left(PeerId(owner), ActorId(actor), serving().caller)
 
     @method
@@ -208,8 +203,7 @@ class Agent(Actor):
         return self._host.process.part(Viewer).look()
 
     @method(ordered=False)
-    async def answer(self) -> None:
-        """Answer, which shows that this process and the connection to it work."""
+    async def answer(self) -> None: ...
 
     @method(ordered=False)
     async def connect(self, remote: str) -> None:
@@ -223,7 +217,6 @@ class Agent(Actor):
 
     @method(ordered=False)
     async def lose_node(self, name: str, process: str | None) -> None:
-        """A node is no member any more; the node agent tells its workers."""
         await self._ways.lose_node(name, None if process is None else PeerId(process))
 
     @method(ordered=False)
@@ -255,7 +248,6 @@ class Agent(Actor):
 
     @method(ordered=False)
     async def give_up(self, at: CallAt, waiting: Waiting, story: str, cycle: tuple[WaitingCall, ...]) -> None:
-        """End a deadlock: fail a call of this process, if it still waits."""
         self._deadlocks.give_up(at, waiting, story, cycle)
 
     @method(ordered=False)
@@ -269,8 +261,6 @@ class Agent(Actor):
         if visits is not None:
             visits.begin(fork_server)
 
-    # Traces.
-
     @method
     async def begin_trace(self, collector: str, number: int, limit: int) -> bool | None:
         """Record for a process; before the first actor is made here if that process, or one that it told, makes it.
@@ -282,7 +272,6 @@ class Agent(Actor):
 
     @method(ordered=False)
     async def end_trace(self, collector: str, number: int) -> ProcessTrace | None:
-        """End a trace. None if that was done before, or another process has begun another one."""
         return self._tracing.end() if self._tracing.session == (collector, number) else None
 
     @method(ordered=False)
@@ -293,8 +282,6 @@ class Agent(Actor):
     @method(ordered=False)
     async def clock(self) -> tuple[str, float]:
         return clock_id(), self._host.process.env.monotonic()
-
-    # Graphs.
 
     @method
     async def install(self, number: int, plan: Opaque) -> None:
@@ -314,19 +301,15 @@ class Agent(Actor):
 
     @method(ordered=False)
     async def edge_cut(self, number: int, receiver: str, why: DaftError) -> None:
-        """The calling process cannot send values of a graph of this process to another one."""
         self._graphs.edge_cut(number, serving().caller, PeerId(receiver), why)
 
     @method(ordered=False)
     async def edge_failed(self, number: int, sender: str, why: DaftError) -> None:
-        """Another process sends no values of a graph of the calling process any more."""
         self._graphs.edge_failed(serving().caller, number, PeerId(sender), why)
 
     @method
     async def graph_notes(self, number: int) -> dict[int, ValueNote]:
         return self._graphs.notes(serving().caller, number)
-
-    # Refs that this process owns, and values that it stores.
 
     @method
     async def borrow(self, number: int) -> None:

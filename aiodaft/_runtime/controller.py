@@ -51,11 +51,8 @@ class Stage(Enum):
 
 
 class ControllerOptions(NamedTuple):
-    """The arguments of `Runtime(...)`, with the defaults filled in."""
-
     process: ProcessOptions
     node: NodeOptions
-    # Of this machine.
     labels: Mapping[str, str]
     env: Env
     logs: Logs
@@ -64,8 +61,6 @@ class ControllerOptions(NamedTuple):
 
 
 class Controller(Owner):
-    """Peer, node, coordinator and directory of one runtime."""
-
     site: LocalNode | Attachment
 
     def __init__(self, options: ControllerOptions, machine: Machine) -> None:
@@ -109,7 +104,6 @@ class Controller(Owner):
         """Do nothing: `join_cluster` has learned of them."""
 
     async def join_cluster(self) -> None:
-        """Learn of the nodes of the cluster, once this is open. Raises DaftError if that is not possible."""
         if self._cluster is not None:
             await cast("Attachment", self.site).ready()
 
@@ -161,8 +155,6 @@ class Controller(Owner):
             offer_dump()
             self._watch = LoopWatch(process, self._has_calls, LevelWatch(self._spread_levels).look)
 
-    # Closing.
-
     def _end(self, why: str, stage: Stage = Stage.ENDED) -> bool:
         was_open = self._stage is Stage.OPEN
         if self._stage in {Stage.NEW, Stage.OPEN}:
@@ -194,8 +186,6 @@ class Controller(Owner):
     def _stay_behind(self) -> None:
         if self._end("it stayed behind in the process that this one was forked from", Stage.LEFT_BEHIND):
             self.site.stay_behind()
-
-    # The stage.
 
     @property
     def name(self) -> str:
@@ -234,11 +224,6 @@ class Controller(Owner):
         )
 
     def start_task(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Start a task that does not end with the task that asks for it.
-
-        Raises:
-            RuntimeClosed: The runtime is not open.
-        """
         if self._stage is not Stage.OPEN:
             coro.close()
             raise RuntimeClosed(self._why_closed)

@@ -111,8 +111,6 @@ class Owner(ABC):
         self.connections.lose_node(name, self.nodes.server_of(name))
         self.directory.node_gone(name, error)
 
-    # The stage.
-
     @property
     @abstractmethod
     def is_open(self) -> bool: ...
@@ -123,8 +121,7 @@ class Owner(ABC):
 
     @property
     @abstractmethod
-    def is_left_behind(self) -> bool:
-        """Whether this process was forked from the one that owns the actors."""
+    def is_left_behind(self) -> bool: ...
 
     @property
     @abstractmethod
@@ -136,25 +133,17 @@ class Owner(ABC):
         """Raise RuntimeClosed unless this is open; RuntimeError unless this is its loop."""
 
     @abstractmethod
-    def start_task(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Start a task that does not end with the task that asks for it.
-
-        Raises:
-            RuntimeClosed: This is not open.
-        """
+    def start_task(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]: ...
 
     @abstractmethod
     async def ready(self) -> None:
         """Know the nodes. Raises DaftError if that is not possible."""
-
-    # For scopes.
 
     @property
     def coordinator(self) -> Coordinator:
         return self.contact.now
 
     def target(self, remote: PeerId, actor: ActorId, label: str, sink: UnhandledErrors | None = None) -> Target:
-        """An actor, as this process calls it; `sink` gets the errors that no code sees."""
         return Target(self.peer.caller, remote, actor, label, sink)
 
     @property
@@ -169,15 +158,12 @@ class Owner(ABC):
         return Tenant(self.process.id, ActorId(next(self._actor_numbers)))
 
     def new_label(self, cls: type) -> str:
-        """The name of the next actor of a class, such as "Model-2"."""
         self._labels[cls.__name__] += 1
         return f"{cls.__name__}-{self._labels[cls.__name__]}"
 
     def new_group(self, cls: type) -> str:
         self._group_labels[cls.__name__] += 1
         return f"{cls.__name__}-group-{self._group_labels[cls.__name__]}@{self.process.id}"
-
-    # Names.
 
     @asynccontextmanager
     async def reserved(self, name: str, cls: type) -> AsyncGenerator[NamedActor]:
@@ -248,7 +234,6 @@ class Owner(ABC):
             try:
                 return await asked
             except DaftError:
-                # The process has ended.
                 return None
 
         found = await asyncio.gather(*(node.processes() for node in self.nodes.agents()))
@@ -261,7 +246,6 @@ class WorkerOwner(Owner):
     """A worker as the owner of the actors that its actors spawn. They end with it."""
 
     def __init__(self, peer: Peer, root: Root, actor: ActorId) -> None:
-        """`actor` is one that this process hosts."""
         super().__init__(first_number_beside(actor))
         self._own(peer, root)
         self._learning = asyncio.Lock()
@@ -312,16 +296,12 @@ class WorkerOwner(Owner):
 
 
 def _names_of(cls: type) -> tuple[str, ...]:
-    """The names of a class and its bases."""
     return tuple(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
 
 
 class ScopeErrors:
-    """The errors that refs and supervisors of actors report to their scope."""
-
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
-        # Set when the scope begins to close.
         self.closing = False
         self.kept = Unhandled()
         # Refs with errors that no code has seen.
@@ -348,13 +328,10 @@ class ScopeErrors:
             self.held[state] = None
 
     def settle(self, state: RefState) -> None:
-        """Forget a ref: code has seen its error."""
         self.held.pop(state, None)
 
     def comes_of_closing(self, error: BaseException | None) -> bool:
         return self.closing and isinstance(error, OutcomeUnknown | RuntimeClosed | CallCancelled)
-
-    # The block.
 
     def begin(self) -> None:
         self._task = asyncio.current_task()

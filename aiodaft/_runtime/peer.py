@@ -189,7 +189,6 @@ class NodeContact(Actor):
 
     @method
     async def locate(self, owner: str, number: int, wait: bool) -> Location:
-        """Ask a controller, to which other controllers cannot connect; see `OwnerContact`."""
         raise NotImplementedError
 
     @method
@@ -198,14 +197,12 @@ class NodeContact(Actor):
 
     @method
     async def exit_report(self, peer: str, in_flight: int) -> DaftError:
-        """Return the error for the callers of a process that ended with `in_flight` calls of them."""
         raise NotImplementedError
 
     @method
     async def vacate(
         self, owner: str, peer: str, actor: int, reason: str, keep: bool = False, answers: bool = True
     ) -> None:
-        """Remove an actor of `owner` from its process, and end the process if no other actor is there."""
         raise NotImplementedError
 
 
@@ -237,12 +234,10 @@ class OwnerContact(Actor):
 
     @method
     async def node_draining(self, node: str, grace: float) -> None:
-        """A node, served by this process, is being drained: its actors have so many seconds to go to others."""
         raise NotImplementedError
 
     @method
     async def unheld(self, encoded: bytes, what: str) -> None:
-        """An error that no code in a worker saw; `what` says what failed."""
         raise NotImplementedError
 
     @method
@@ -251,8 +246,6 @@ class OwnerContact(Actor):
 
 
 class Addresses(Protocol):
-    """The addresses of a cluster's nodes, as a process knows them."""
-
     def address_of(self, peer: PeerId) -> str:
         """The address at which the node of a process listens.
 
@@ -331,8 +324,6 @@ class Peer:
         self.host.gate_for = self.turns.gate_for
         self.add_actor(TURNS, "turns of calls", self.turns)
 
-    # Actors.
-
     def add_actor(self, actor: ActorId, name: str, instance: Any) -> HostedActor:
         hosted = HostedActor(self.host, actor, name, specs_of(type(instance)).get)
         hosted.instance = instance
@@ -353,8 +344,6 @@ class Peer:
         if is_attached(owner) and is_attached(self.process.id) and owner != self.process.id:
             return self.node.locate(owner, number, wait)
         return self.owner(owner).locate(number, wait)
-
-    # For the connections.
 
     def introduce(self, remote: PeerId, known: int) -> Awaitable[str]:
         return self.node.introduce(remote, known) if self.nodes is None else self._address_of(remote)
@@ -411,7 +400,6 @@ class Peer:
             self.store.transport_named(transport).note_received(route, note, fds)
 
     def connection_lost(self, connection: Connection) -> None:
-        """A connection is lost; it is not known yet why."""
         remote = connection.remote
         self.inbound.connection_lost(connection)
         self.graphs.owner_lost(remote)
@@ -469,8 +457,6 @@ class Peer:
         }
         return [table.get(kind, _unexpected) for kind in range(m.KINDS)]
 
-    # For the parts.
-
     def running_call(self, owner: PeerId, number: CallId) -> InboundCall | None:
         return self.inbound.find(owner, number)
 
@@ -481,8 +467,6 @@ class Peer:
         call = self.inbound.local.calls.get(number)
         if call is not None:
             call.add_credit(count)
-
-    # For the objects.
 
     def borrow(self, owner: PeerId, number: CallId) -> Awaitable[object]:
         return self.agent_of(owner).borrow(number)

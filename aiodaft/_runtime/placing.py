@@ -33,8 +33,6 @@ _FEW: Final = 64
 
 
 class FixedSites(NamedTuple):
-    """Sites that stay the same."""
-
     sites: tuple[Site, ...]
 
     def known(self) -> tuple[Site, ...]:
@@ -81,7 +79,6 @@ class Constraints(NamedTuple):
         )
 
     def patience_with(self, cls: type) -> Patience | None:
-        """The patience with an actor of this class; None where neither `on` nor the class line gives one."""
         return self.patience or getattr(cls, "__aiodaft_patience__", None)
 
 
@@ -123,8 +120,6 @@ Undo: TypeAlias = Callable[[Site, Sequence[int]], object]
 
 
 class Order(NamedTuple, Generic[T]):
-    """A request, the sites for it, and how a site carries it out."""
-
     request: Request
     sites: Nodes | FixedSites
     attempt: Attempt[T]
@@ -132,8 +127,6 @@ class Order(NamedTuple, Generic[T]):
 
 
 class Refusal(NamedTuple):
-    """The reason why a site did not reserve the ranks planned for it."""
-
     site: Site
     members: int
     error: DaftError
@@ -155,7 +148,6 @@ class _Search:
         return any(site.within is not None for site in self.known)
 
     def take(self, answers: Mapping[str, NodeView | None]) -> None:
-        """Note the answers of sites; None: they are out of reach."""
         self.views |= _there(answers)
         self.refused |= {name: "it is out of reach" for name, view in answers.items() if view is None}
 
@@ -169,8 +161,6 @@ class _Search:
 
 
 class Placing:
-    """Places the orders of one owner."""
-
     def __init__(self, start: Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]) -> None:
         self._start = start
         # The last view of each node, with the plans made since.

@@ -75,8 +75,6 @@ class ProcessOptions(NamedTuple):
 
 
 class Process:
-    """One process of a runtime. The controller and the workers are alike."""
-
     # Why the process is closed; None while it is open.
     closed: str | None = None
     # While a trace is recorded, or telemetry is on.
@@ -85,7 +83,6 @@ class Process:
     def __init__(self, options: ProcessOptions, key: Key, env: Env) -> None:
         self.options = options
         self.id = options.id
-        # Opens a stream to a process, for a transport; Peer fills it in.
         self.connect: Callable[[str], Awaitable[socket.socket]]
         # Another process, after the coordinator was started again.
         self.coordinator = options.coordinator
@@ -108,7 +105,6 @@ class Process:
 
     @property
     def runtime_name(self) -> str:
-        """The name, in errors, of the runtime that this process is part of."""
         return self.options.owner if self.closed is None else f"{self.options.owner}, which is closed"
 
     @property
@@ -155,7 +151,6 @@ class Process:
 
     @property
     def closing(self) -> RuntimeClosed:
-        """The error of calls and values that end with the process."""
         return RuntimeClosed(self.closed or "the runtime is closed")
 
     def check_open(self, what: str) -> None:

@@ -69,14 +69,12 @@ class ScopeActors:
         if parent is not None:
             parent._children.append(self)
         self._restart = restart
-        # Supervises actors by the scope's own policy; made for the first of them.
         self._supervisor: Supervisor | None = None
         self._targets: dict[tuple[PeerId, ActorId], Target] = {}
         # For each actor that is being spawned: the timeout that ends that, and the future of its end.
         self._spawning: dict[asyncio.Timeout, asyncio.Future[None]] = {}
         # The tasks that take back actors whose spawn has failed or was cancelled.
         self._undoing: set[asyncio.Task[None]] = set()
-        # The slices of a mesh, if this is the scope of one.
         self._slices: list[Reserved] = []
         # Set when nothing waits for resources any more.
         self._over = asyncio.Event()
@@ -93,7 +91,6 @@ class ScopeActors:
         return [*self._targets.values(), *(target for child in self._children for target in child.all_actors())]
 
     def check_open(self, what: str) -> None:
-        """Raise RuntimeClosed unless the scope is open."""
         if self.errors.closing:
             raise RuntimeClosed(f"{what}: its scope is closed")
         self.owner.check_running(what)
@@ -113,10 +110,7 @@ class ScopeActors:
             raise ValueError(f"{target.label} belongs to another runtime, that of {target.caller.process.runtime_name}")
         return followed(target)
 
-    # Messages to the outermost scope.
-
     def fail(self, error: BaseException, what: str) -> None:
-        """Take an error that no code will see."""
         self.errors.fail(error, what)
 
     def actor_died(self, remote: PeerId, actor: ActorId, error: OutcomeUnknown) -> None:
@@ -134,8 +128,6 @@ class ScopeActors:
         for child in list(self._children):
             child.node_gone(name, error, idle)
 
-    # Making.
-
     async def spawn_one(
         self, what: Blueprint, reserved: Reserved | None = None, enrolment: Enrolment | None = None
     ) -> Handle:
@@ -150,7 +142,6 @@ class ScopeActors:
         return await self._spawn(what, reserved, enrolment)
 
     async def get_or_spawn(self, what: Blueprint) -> Handle:
-        """Find the actor with the name among the constraints, or make it; awaiting `get_or_create` does this."""
         return await self._spawn_named(what, anew=False)
 
     async def _spawn_named(self, what: Blueprint, *, anew: bool) -> Handle:
@@ -303,10 +294,7 @@ class ScopeActors:
         return tuple(found)
 
     def beside(self, constraints: Constraints) -> Target | None:
-        """The actor of which new ones share the process."""
         return None if constraints.beside is None else self.target(constraints.beside)
-
-    # Placing.
 
     async def _find_place(self, wish: Wish[Tenant], request: Request, constraints: Constraints, start: Start) -> Place:
         async def attempt(site: Site, ranks: Sequence[int]) -> list[Place]:
@@ -406,8 +394,6 @@ class ScopeActors:
         within = [site._replace(within=wish.holder) for site, wish in inner._slices]
         return inner, [(site, gpus) for site, (_, gpus) in zip(within, placed, strict=True)]
 
-    # Hosting.
-
     async def _host(self, target: Target, spec: ChildSpec, *, again: bool = False) -> None:
         try:
             self.check_spawning(spec.cls)
@@ -434,8 +420,6 @@ class ScopeActors:
     def _note_undoing(self, task: asyncio.Task[None]) -> None:
         self._undoing.add(task)
         task.add_done_callback(self._undoing.discard)
-
-    # Stopping.
 
     async def end_block(self, handles: list[Any], graceful: bool) -> None:
         """Stop the actors of a block in this scope that ends: the last one first, or all at once.
@@ -484,7 +468,6 @@ class ScopeActors:
             try:
                 target.move(await target.locate(wait=True))
             except ActorDied:
-                # Its owner is gone.
                 return False
             return target.ended is None
         return True
@@ -496,7 +479,6 @@ class ScopeActors:
             if not await self._is_there(target):
                 return
         except RuntimeClosed:
-            # The end of the runtime is that of its actors.
             return
         child = owner.directory.retire(target)
         peer = target.remote if child is None else child.place.peer
@@ -509,7 +491,6 @@ class ScopeActors:
         """Close everything, even if the task is cancelled meanwhile; returns that cancellation."""
         self.errors.closing = True
         if self.owner.is_closed:
-            # The runtime has stopped all actors.
             return None
 
         async def kill_all() -> None:

@@ -27,8 +27,6 @@ class Arguments:
         self._store = host.store
         self._transfer = transfer
 
-    # Refs among plain arguments.
-
     def expect(self, call: InboundCall, awaited: tuple[Awaited, ...], recall: Callable[[CallId], Place | None]) -> None:
         """Put the values of refs in their places when they come; the call is delivered after this.
 
@@ -135,8 +133,6 @@ class Arguments:
         if not call.awaited:
             self._ready(call)
 
-    # Encoded arguments, and those of calls in this process.
-
     def fetch(self, call: InboundCall, args: Delivery, slots: tuple[Any, ...]) -> None:
         args.in_place = call.spec.read_only
         fetching = self._fetch(call, args, slots)
@@ -165,7 +161,6 @@ class Arguments:
                 value.cancel()
             await asyncio.gather(*values, return_exceptions=True)
             if not isinstance(error, Exception):
-                # The call was cancelled.
                 raise
             self._fail(call, error)
             # The frames lead to the values that came: a circle would keep them.

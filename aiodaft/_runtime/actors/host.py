@@ -25,7 +25,6 @@ from aiodaft.exceptions import DaftError, DeadlineExceeded, GroupChanged, LeaseL
 from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref
 
-# The number of stopped actors that a process remembers by name.
 _REMEMBERED: Final = 1024
 
 
@@ -157,7 +156,6 @@ class Enlisted:
         self._standings: dict[ActorId, Standing] = {}
         # Told of each actor whose group has changed, or whose members have become known.
         self.on_told: list[Callable[[ActorId], object]] = []
-        # Told of each actor that is gone.
         self.on_forgotten: list[Callable[[ActorId], object]] = []
 
     def find(self, actor: ActorId) -> Standing | None:
@@ -167,7 +165,6 @@ class Enlisted:
         return any(number_of(other) == number_of(actor) for other in self._standings)
 
     def has_several_of(self, group: str) -> bool:
-        """Whether several members of a group are in this process."""
         return sum(standing.roster.id == group for standing in self._standings.values()) > 1
 
     def enlist(self, actor: ActorId, roster: Roster[Any], rank: int) -> None:
@@ -221,8 +218,6 @@ AskOwner: TypeAlias = Callable[[Roster[Any]], Ref[Roster[Any] | None]]
 
 
 class RosterCell:
-    """The newest roster of a group that this process knows."""
-
     def __init__(self, roster: Roster[Any]) -> None:
         self.roster = roster
         # Whether changes come here.

@@ -89,7 +89,6 @@ class Responder(Protocol):
 class InboundCall(Life, Paced):
     # Defaults live in the class: most calls set only the fields that they need.
     kwargs: Mapping[str, Any] = _NO_KWARGS
-    # They have its deadline, too.
     terms: Terms | None = None
     # Arguments that are not decoded yet, small ones as they came, and the values of the refs among them; or those of
     # some positions.
@@ -195,8 +194,6 @@ class Shared:
 
 
 class HostedActor:
-    """One actor: its instance, its mailbox and its thread."""
-
     def __init__(
         self, shared: Shared, actor: ActorId, name: str, find_spec: Callable[[str], MethodSpec | None]
     ) -> None:
@@ -209,7 +206,6 @@ class HostedActor:
         self.instance: Any = None
         # None for an actor of the runtime.
         self.birth: Birth | None = None
-        # The context manager that was entered for the instance.
         self._manager: Any = None
         self.stop_spawned: Callable[[], Awaitable[None]] | None = None
         self.background: set[asyncio.Task[Any]] = set()
@@ -222,7 +218,6 @@ class HostedActor:
         # Calls that have started and not ended, in order; how many have ended; how many, or steps of graphs, failed.
         self.running: dict[InboundCall, None] = {}
         self.done = self.failed = 0
-        # Running calls that were cancelled.
         self.abandoned: set[InboundCall] = set()
         self.stopping: str | None = None
         # It moves to another process, where calls that have not begun are made again.
@@ -275,7 +270,6 @@ class HostedActor:
         `at_once` lets methods begin in this turn of the loop; only for code that handles messages.
         """
         if self._starting:
-            # A call that starts in the loop below may end at once and call this: the loop looks again.
             return
         self._starting = True
         try:
@@ -301,8 +295,6 @@ class HostedActor:
         # These wait for earlier callbacks of the loop; others begin at once.
         in_turn = call.behind or self.abandoned or call.spec.is_stream or self.id < FIRST_USER_ACTOR
         self._shared.starter.start(call, self.run(call), at_once=at_once and not in_turn)
-
-    # Running.
 
     async def run(self, call: InboundCall) -> None:
         """Run the method of a call and answer: the only place that calls methods and handles their errors.
@@ -401,8 +393,6 @@ class HostedActor:
             values = [store.decode_now(slot, refs=slot.refs, patient=patient) for slot in slots] if slots else []
             args, call.kwargs = store.decode_now(received, values, received.refs, patient=patient)
         call.args = tuple(args)
-
-    # Ending.
 
     def cancel(self, call: InboundCall) -> None:
         what = f"{call.label} of {self.name} was cancelled"

@@ -43,7 +43,6 @@ class RemoteResponder:
         self._connection = connection
         self._store = store
         self._refs = refs
-        # Its calls that are not answered.
         self.calls: dict[CallId, InboundCall] = {}
         # Refs inside results that the caller has not registered yet, by call: they must not be freed meanwhile.
         self.pins: dict[CallId, deque[list[Any]]] = {}
@@ -52,7 +51,6 @@ class RemoteResponder:
         self._before: dict[CallId, Any] = {}
 
     def forget(self) -> None:
-        """The caller is gone. A task that began in the context of one of its calls may keep this object for long."""
         self.calls, self.pins, self._last, self._before = {}, {}, {}, {}
 
     def answer(self, call: InboundCall, result: Any) -> None:
@@ -90,7 +88,6 @@ class RemoteResponder:
                     self._remember(call, ReceivedValue(payload, None, [], []))
             return
         if not call.handle(ANSWER) or self._connection.lost is not None:
-            # The caller has its answer, or is gone: processes that pull the result hear from it, or of its end.
             stored.release()
             call.tell_pullers(call.caller)
             return
@@ -129,7 +126,6 @@ class RemoteResponder:
         if call.handle(ANSWER):
             self.calls.pop(call.number, None)
             self._connection.send(m.away(call.number))
-        # They hear of it from the caller.
         call.tell_pullers(call.caller)
 
     def _remember(self, call: InboundCall, result: Any) -> None:
@@ -156,7 +152,6 @@ class RemoteResponder:
                 blobs = stored.blobs_for(self._connection)
                 self._connection.send(m.item(call.number, (stored.payload, blobs, self._pinned(call, stored))))
         finally:
-            # The grant keeps the block until the consumer is done with it.
             stored.release()
 
     def adopted(self, number: CallId) -> None:
@@ -183,8 +178,6 @@ class LocalCaller(Protocol):
 
 
 class LocalResponder:
-    """Answers the calls of this process: results are the objects themselves."""
-
     is_local = True
 
     def __init__(self) -> None:

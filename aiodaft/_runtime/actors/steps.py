@@ -15,8 +15,6 @@ from aiodaft._runtime.platform.threads import HelperThread
 
 
 class Paced:
-    """A call that gives items, paced by its consumer."""
-
     # The number of items that the consumer still takes.
     credit = 0
     # The step of its generator that is on the actor's thread, or waits for it.
@@ -96,7 +94,6 @@ async def in_steps(
     Cancellation: the generator is closed at its next item, because a thread cannot be interrupted.
     """
     context = copy_context()
-    # An item that is not given yet.
     made: deque[Any] = deque(maxlen=1)
 
     def step() -> bool:

@@ -136,22 +136,16 @@ class Spawn(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """Send a signal to a worker."""
-
     worker: PeerId
     signal: int
 
 
 class Spawned(NamedTuple):
-    """A worker runs."""
-
     worker: PeerId
     pid: int
 
 
 class Failed(NamedTuple):
-    """A worker was not started."""
-
     worker: PeerId
     why: str
 
@@ -165,8 +159,6 @@ class Exited(NamedTuple):
 
 
 class Importing(NamedTuple):
-    """The fork server imports a module."""
-
     module: str
 
 

@@ -61,7 +61,6 @@ _MAX_FDS: Final = 4
 _LAST_GRACE: Final = 0.3
 # Seconds from the signal of a thread's end to its end, at most.
 _LAST_BREATH: Final = 0.2
-# Read by torch, which else initialises CUDA.
 # Modules that the code of actors loads when it first uses them: loaded here, once for all workers.
 _OF_ACTORS: Final = (
     "uvloop",
@@ -72,18 +71,16 @@ _OF_ACTORS: Final = (
     "aiodaft.member",
     "aiodaft.this_actor",
 )
+# Read by torch, which else initialises CUDA.
 _CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 class ForkServer:
-    """Starts workers, reports their ends, and kills their descendants."""
-
     def __init__(self, node: socket.socket, parent: int, thread: int, *, fork: bool) -> None:
         self._node = node
         self._pid = os.getpid()
         self._parent = parent
         self._thread = thread
-        # The workers that run, by their pids.
         self._workers: dict[int, PeerId] = {}
         # The folders in which the node keeps the code that programs have shipped.
         self._code: set[str] = set()
@@ -143,7 +140,6 @@ class ForkServer:
             select.select([], [], [], _LAST_BREATH / 20)
 
     def _node_is_gone(self) -> bool:
-        """Whether the node has closed its end, even if orders are still to be read."""
         poll = select.poll()
         poll.register(self._node, 0)
         return bool(poll.poll(0))
@@ -289,7 +285,6 @@ def _gpus_looked_for_without_cuda() -> Generator[None]:
 
 def _exec_worker(order: Spawn, fds: list[int]) -> int:
     process = start_fresh(order, os.environ, fds)
-    # Reaped with all others; the object must not do it as well.
     process.returncode = 0
     return process.pid
 

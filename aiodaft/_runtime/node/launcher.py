@@ -61,7 +61,6 @@ class ForkServerWatch:
         # The pid of the fork server, and those of workers: their activity is not the fork server's.
         self._pid = pid
         self._workers = workers
-        # Called with the reason when the fork server is given up.
         self._on_lost = on_lost
         self._timeouts = timeouts
         self._standstill = Standstill()
@@ -125,8 +124,6 @@ _UNFORKABLE: Final = (
 
 
 class WorkerLauncher(Launcher):
-    """Has a fork server start and end the workers of this node."""
-
     def __init__(
         self, loop: asyncio.AbstractEventLoop, options: NodeOptions, timeouts: Timeouts, console: Console
     ) -> None:
@@ -140,7 +137,6 @@ class WorkerLauncher(Launcher):
         # Whether the fork server has carried out an order, so that its first imports are done.
         self._heard = False
         self._sending = asyncio.Lock()
-        # The environment of the fork server.
         self._environment: dict[str, str] = {}
         self._writable = asyncio.Event()
 
@@ -184,8 +180,6 @@ class WorkerLauncher(Launcher):
             # The fork server has not reaped it, so the pid still belongs to it.
             kill(worker.pid, signal.SIGKILL)
             self._forget(worker, Ending(None, "SIGKILL"))
-
-    # The end.
 
     async def aclose(self) -> None:
         self._drop_socket("it was closed")
@@ -262,8 +256,6 @@ class WorkerLauncher(Launcher):
             self._loop.remove_writer(self._socket.fileno())
         self._leave()
         self._writable.set()
-
-    # Orders and reports.
 
     def _start(self) -> None:
         """Start the fork server, in the loop's thread (1 or 2 ms): it ends with the thread that starts it."""
@@ -360,8 +352,6 @@ class WorkerLauncher(Launcher):
             case Exited(_, exit_code, by):
                 self._forget(worker, Ending(exit_code, by))
 
-    # Whether the fork server makes progress.
-
     def _server_pid(self) -> int:
         assert self._process is not None
         return self._process.pid
@@ -389,7 +379,6 @@ class WorkerLauncher(Launcher):
 
     def _server_lost(self, why: str) -> None:
         self._drop_socket(why)
-        # The workers die with it.
         for worker in list(self.workers.values()):
             worker.fail(SpawnFailed(f"the fork server is gone: {why}"))
             self._forget(worker, Ending(None, "SIGKILL"))

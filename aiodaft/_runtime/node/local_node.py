@@ -24,8 +24,6 @@ _ORPHAN_GRACE: Final = 2.0
 
 
 class LocalNode:
-    """Serves the machine in which it lives, as part of a peer."""
-
     def __init__(
         self,
         peer: Peer,
@@ -118,6 +116,5 @@ class LocalNode:
         self._claims.close()
 
     def stay_behind(self) -> None:
-        """In a forked child: leave the workers to the parent."""
         self.launcher.stay_behind()
         self._claims.close()

@@ -34,8 +34,6 @@ _PAUSE: Final = 0.5
 
 
 class Membership:
-    """The lease of one node."""
-
     def __init__(self, process: Process, coordinator: CoordinatorContact, member: Member, free: FreeResources) -> None:
         self._clock = process.env.monotonic
         self._coordinator = coordinator
@@ -181,7 +179,6 @@ class Membership:
                     # Before the lease counts for the others.
                     await self.on_replaced(held)
             if self._lost.pop(name, None) is None and granted is not None:
-                # Its process has ended meanwhile.
                 self._coordinator.now.release_name.tell(name, granted.epoch)
             elif granted is not None:
                 self.note_name(granted)
@@ -269,11 +266,6 @@ class Cluster(NamedTuple):
 
 
 async def find_cluster(address: str, network: Network, local: PeerId) -> Cluster:
-    """Ask who listens at an address.
-
-    Raises:
-        PeerLost: No node of this cluster does.
-    """
     return Cluster(address, network, await who_listens(network, local, address))
 
 
@@ -292,7 +284,6 @@ class Attachment:
         peer.connections.explain = self._explain
         peer.nodes = nodes
         host_code(peer)
-        # The nodes that it connects to again.
         self._missed: set[PeerId] = set()
         # Called when a node is connected again, until it raises no DaftError: messages of the node from meanwhile are
         # lost.

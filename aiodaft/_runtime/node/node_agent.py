@@ -114,8 +114,6 @@ class NodeAgent(NodeContact):
         self.draining.on_over = lambda: self.on_end()
         launcher.on_ended = self._worker_ended
 
-    # Resources.
-
     @method
     async def state(self, within: Tenant | None = None) -> NodeState:
         held = self._resources
@@ -179,7 +177,6 @@ class NodeAgent(NodeContact):
                 await self._others.contact(owner).wait_end(owner)
                 break
             except ActorDied:
-                # Its node is gone.
                 break
             except DaftError as error:
                 logger.debug("the node of %s is not heard: %s", owner, error)
@@ -192,8 +189,6 @@ class NodeAgent(NodeContact):
         self._code.release(tenant)
         given_back, self._given_back = self._given_back, asyncio.Event()
         given_back.set()
-
-    # Actors.
 
     @method
     async def place(
@@ -274,7 +269,6 @@ class NodeAgent(NodeContact):
         cpus, gpus = self._resources.share_of(tenant)
         process = self._process
         here = process.options
-        # The other options are those of the whole runtime.
         options = (conditions.options or here)._replace(
             id=process.env.new_peer_id("worker", node_of(here.id)),
             node=here.node,
@@ -343,7 +337,6 @@ class NodeAgent(NodeContact):
             await self._end(worker, worker.stop_reason)
 
     def _leave(self, tenant: Tenant, peer: PeerId, actor: ActorId, *, keep: bool) -> Worker | None:
-        """Remove an actor from its process; returns the process if no other actor is there."""
         self.draining.note()
         worker = self._workers.get(peer)
         if worker is not None:
@@ -505,7 +498,6 @@ class NodeAgent(NodeContact):
 
     @method
     async def dump(self, peer: str) -> str:
-        """The stacks of a worker that does not answer; see `take_dump`."""
         worker = self._workers.get(PeerId(peer))
         if worker is None:
             return ""

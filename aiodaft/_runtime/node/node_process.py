@@ -36,8 +36,6 @@ from aiodaft.ref import Ref
 
 
 class NodePort:
-    """Hands on the connections that its listener accepts."""
-
     def __init__(self, peer: Peer, far: FarConnections, launcher: Launcher) -> None:
         self._peer = peer
         self._far = far
@@ -75,7 +73,6 @@ class NodePort:
             with sock:
                 self._peer.connections.to(wanted).send_fds(message, (sock.fileno(),))
         except OSError as error:
-            # The other side tries again.
             logger.warning("a connection of another machine could not be handed to %s: %s", wanted, error)
 
 
@@ -126,7 +123,6 @@ class Fencing:
                 await report
                 return True
             return False
-        # It is stopped, or busy.
         return True
 
 
@@ -174,8 +170,6 @@ class NodeProcessOptions(NamedTuple):
 
 
 class NodeProcess:
-    """Serves one machine until it is told to end."""
-
     def __init__(self, options: NodeProcessOptions, machine: Machine, coordinator: Coordinator, env: Env) -> None:
         check_node_name(options.name)
         self._options = options
@@ -185,7 +179,6 @@ class NodeProcess:
         self._over = asyncio.Event()
         # Whether it ends for that reason; see `end_when_alone`.
         self.is_alone = False
-        # Why it ends although it was not told to: it cannot start workers any more.
         self.problem: str | None = None
         # The tasks that are of no use any more once the node leaves.
         self._member_tasks: list[asyncio.Task[None]] = []
@@ -310,7 +303,6 @@ class NodeProcess:
     async def end_others(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE):
-                # Some may be gone.
                 await asyncio.gather(
                     *(self._nodes.named(name).end() for name in self._others()), return_exceptions=True
                 )

@@ -22,13 +22,10 @@ from aiodaft._runtime.peer import NodeContact
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost, RuntimeClosed, VersionMismatch
 
-# Seconds after which the coordinator is asked again.
 _PAUSE: Final = 0.5
 
 
 class CoordinatorContact:
-    """The coordinator, as a process of the cluster calls it."""
-
     def __init__(self, caller: Caller, nodes: Nodes) -> None:
         self._caller = caller
         self._nodes = nodes
@@ -53,7 +50,6 @@ class CoordinatorContact:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it is not asked any more, because this runtime is closed."""
         return self._caller.process.closed is not None
 
     def free_names(self, process: PeerId, actor: ActorId | None) -> None:
@@ -118,7 +114,6 @@ class CoordinatorContact:
 # Seconds that a node has to end a process, before this one goes on without an answer.
 _PATIENCE: Final = 10.0
 
-# Tells a node something.
 Errand: TypeAlias = Callable[[NodeAgent], object]
 
 
@@ -144,7 +139,6 @@ class Site(NamedTuple):
 class Nodes:
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
-        # The name, for users, of the node of a runtime of one machine.
         self._here = caller.process.options.node
         self._members: dict[str, Member] = {}
         self._absent = Latest[str, Absence](caller.process.env.remembered)
@@ -166,7 +160,6 @@ class Nodes:
             self._gone(before)
         absence = self._absent.pop(member.name, None)
         if absence is not None and absence.process == member.peer:
-            # Before anything else is asked of it.
             for errand in absence.errands:
                 errand(self._agent(member))
         if before is None or before.epoch != member.epoch:
@@ -313,13 +306,10 @@ class Nodes:
         return self._member(peer).peer
 
     def name_of(self, peer: PeerId) -> str:
-        """The name, for users, of the node of a process, which may be gone."""
         return node_of(peer) or self._here
 
     def site_of(self, peer: PeerId) -> Site:
         return self._site(self._member(peer))
-
-    # The sites for actors.
 
     def known(self) -> list[Site]:
         return [self._site(member) for member in self.members()]

@@ -47,7 +47,6 @@ def pack_code(path: str) -> bytes:
 
 
 def _files_in(folder: str, prefix: str) -> Iterator[tuple[str, str]]:
-    """The files of a folder: their names in an archive, and their paths."""
     root = os.path.realpath(folder)
     # Each with its real path and those of the folders above it, so that links make no endless way.
     folders: list[tuple[str, str, tuple[str, ...]]] = [(folder, prefix, (root,))]
@@ -134,8 +133,6 @@ class ShippedCode(Actor):
         self._last_folder = 0
         self._kept: dict[str, _Kept] = {}
 
-    # In a program.
-
     async def offer(self, path: str) -> None:
         """Have the workers of actors that this process spawns from now on import the present content of a path.
 
@@ -155,8 +152,6 @@ class ShippedCode(Actor):
             folder = await asyncio.shield(self._kept[digest].coming)
             found = await self._process.in_thread(partial(_read, f"{folder}/{_ARCHIVE}"))
         return found
-
-    # On a node.
 
     async def folders(self, code: Code, *users: Hashable) -> list[str]:
         """The folders of code on this machine, until the last of its users is gone.
@@ -184,7 +179,6 @@ class ShippedCode(Actor):
             archive = await self._fetch(source, digest)
             return await self._process.in_thread(partial(self._unpack, archive, digest))
         except BaseException:
-            # The next actor that needs it has it brought again.
             if self._kept.get(digest) is kept:
                 del self._kept[digest]
             raise

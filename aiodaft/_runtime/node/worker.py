@@ -36,8 +36,6 @@ class Tenant(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The process, id and GPUs of a new actor."""
-
     peer: PeerId
     actor: ActorId
     gpus: tuple[int, ...]
@@ -63,8 +61,6 @@ class Conditions(NamedTuple):
 
 
 class WorkerProcess(NamedTuple):
-    """A worker process, as the node knows it without asking it."""
-
     id: PeerId
     pid: int | None
     owner: PeerId
@@ -79,13 +75,11 @@ class Worker:
     def __init__(self, worker_id: PeerId, label: str, output: WorkerOutput, heartbeat: HeartbeatWatch) -> None:
         loop = asyncio.get_running_loop()
         self.id = worker_id
-        # The actor it was started for.
         self.label = label
         self.output = output
         # Takes its output to the program that shows it, if that is on another machine.
         self.relay: Relay | None = None
         self.heartbeat = heartbeat
-        # 0 until it has started.
         self.pid = 0
         self.started: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[Ending] = loop.create_future()
@@ -102,7 +96,6 @@ class Worker:
         # Whether its owner was given up: if that comes back, it did not want the end of this process.
         self.orphaned = False
         self.gpus: tuple[int, ...] = ()
-        # Why it was told to end, in the state STOPPING.
         self.stop_reason = ""
         # Its error if its node ends it; the error of its callers once it has ended.
         self.given_up: OutcomeUnknown | None = None
@@ -112,7 +105,6 @@ class Worker:
 
     @property
     def names(self) -> str:
-        # An actor that was restarted here was placed more than once.
         return " and ".join(dict.fromkeys(self.placed.values())) or self.label
 
     def __str__(self) -> str:
@@ -190,8 +182,6 @@ class Machine:
 
 
 class OtherNodes(Addresses, Protocol):
-    """The nodes of the cluster, as a node agent asks for them."""
-
     def members(self) -> list[Member]: ...
 
     def is_member(self, name: str) -> bool: ...
@@ -204,9 +194,7 @@ class OtherNodes(Addresses, Protocol):
         """
         ...
 
-    def contact(self, peer: PeerId) -> NodeContact:
-        """The agent of the node of a process. Raises as `process_of`."""
-        ...
+    def contact(self, peer: PeerId) -> NodeContact: ...
 
 
 QUESTION: Final = b"?"

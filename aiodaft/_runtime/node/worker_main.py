@@ -126,7 +126,6 @@ class Heartbeat:
     """
 
     def __init__(self, connection: socket.socket, host: Host) -> None:
-        """Created in the thread of the process's loop."""
         self._connection = connection
         self._process = host.process
         self._host = host
@@ -217,7 +216,6 @@ class WorkerMain:
         self._start_heartbeat(peer)
         peer.connections.attach(settings.options.agent, self._connection)
         await self._over.wait()
-        # The end of the process ends the rest.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_EXIT_GRACE):
                 sending = (asyncio.to_thread(end_telemetry),) if settings.options.telemetry else ()
@@ -285,7 +283,6 @@ def _stream(fd: int, mode: str) -> TextIO:
 
 
 def main(connection: int, settings: int, heartbeat: int, lifeline: int) -> None:
-    """Entry point of a worker that was started by exec; see `start_fresh`."""
     with open(settings, "rb") as file:
         packed = file.read()
     leave: Callable[[int], object] = os._exit
@@ -298,7 +295,6 @@ def main(connection: int, settings: int, heartbeat: int, lifeline: int) -> None:
 
 
 def _end_with(lifeline: int) -> None:
-    """Wait for the end of the parent; then end, with the processes that this one has started."""
     os.read(lifeline, 1)
     threading.Event().wait(_EXIT_GRACE)
     kill_group(os.getpid())

@@ -60,8 +60,6 @@ _REPORT_TIME: Final = 0.1
 
 
 class Launcher(ABC):
-    """Starts and ends the workers of this node."""
-
     def __init__(self, loop: asyncio.AbstractEventLoop, timeouts: Timeouts, console: Console) -> None:
         self._loop = loop
         self._timeouts = timeouts
@@ -102,8 +100,7 @@ class Launcher(ABC):
     def abandon(self) -> None: ...
 
     @abstractmethod
-    def stay_behind(self) -> None:
-        """In a forked child: leave the workers to the parent."""
+    def stay_behind(self) -> None: ...
 
     def _open_worker(
         self, options: ProcessOptions, label: str, opened: ExitStack
@@ -255,8 +252,6 @@ _LAST_GRACE: Final = 0.3
 
 
 class _Child(NamedTuple):
-    """A worker's process, and the thread that waits for it."""
-
     process: subprocess.Popen[bytes]
     waiter: threading.Thread
 
@@ -325,7 +320,6 @@ class ExecLauncher(Launcher):
             await asyncio.wait(ends, timeout=self._timeouts.fork_server_end)
         for child in children:
             if child.process.returncode is not None:
-                # It has just reported the end.
                 child.waiter.join()
         self._output.close()
         for worker in self.workers.values():
@@ -342,7 +336,6 @@ class ExecLauncher(Launcher):
     def stay_behind(self) -> None:
         self._drop()
         for child in self._children.values():
-            # Only the parent can wait for it.
             child.process.returncode = 0
 
     def _drop(self) -> None:
@@ -361,10 +354,8 @@ class ExecLauncher(Launcher):
 
     def _wait(self, worker: Worker, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
-        # The children that it has left.
         kill_group(process.pid)
         with suppress(RuntimeError):
-            # The loop is closed.
             self._loop.call_soon_threadsafe(partial(self._ended, worker, Ending(*describe_exit(code))))
 
     def _ended(self, worker: Worker, ending: Ending) -> None:
@@ -407,7 +398,6 @@ class Draining:
         self.over = asyncio.Event()
         # Waits until the values of a process are not needed any more. Raises DaftError if it ends.
         self.unneeded: Callable[[PeerId], Awaitable[object]]
-        # Called when no process is left.
         self.on_over: Callable[[], object] = lambda: None
 
     @property
@@ -477,8 +467,6 @@ class Draining:
 
 
 class Introductions:
-    """Connects processes with each other."""
-
     def __init__(
         self,
         here: PeerId,

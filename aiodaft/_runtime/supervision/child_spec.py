@@ -22,7 +22,6 @@ from aiodaft.exceptions import DaftError
 from aiodaft.methods import MethodSpec, Options, specs_of
 from aiodaft.ref import Ref
 
-# The reason that callers of a stopped actor get.
 WHY_STOPPED: Final = "stopped by its owner"
 
 
@@ -72,7 +71,6 @@ class Enrolment:
         return told
 
     def doubt(self) -> None:
-        """The actor may not know the members: something that it was told has not arrived."""
         self._known = None
 
     def begin_anew(self) -> None:
@@ -105,7 +103,6 @@ class ChildSpec:
         self._args = args
         self._kwargs = kwargs
         self._enrolment = enrolment
-        # If it is supervised: whether handles follow its restarts.
         self.follow: bool | None = None
         self._origin: Origin | None = None
         self._request: Request | None = None
@@ -137,7 +134,6 @@ class ChildSpec:
         return self._enrolment is not None and self._enrolment.is_behind
 
     def begin_anew(self) -> None:
-        """The actor is to be made again: see `Enrolment`."""
         if self._enrolment is not None:
             self._enrolment.begin_anew()
 
@@ -172,7 +168,6 @@ async def stop_actor(caller: Caller, target: Target, reason: str, grace: float, 
     """
     mover = caller.process.id if moves else ""
     stopping = agent_of(caller, target.remote).stop(target.actor, reason, grace, mover)
-    # Its error is of no interest.
     state_of(stopping).mark_seen()
     process = caller.process
     # The answer comes when the process has begun to stop the actor.

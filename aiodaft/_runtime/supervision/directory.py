@@ -26,7 +26,6 @@ from aiodaft._runtime.supervision.supervisor import Child, Supervisor
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, RestartLimitReached
 from aiodaft.methods import method
 
-# Dead actors that an owner shows.
 _MAX_DEAD: Final = 64
 
 
@@ -43,15 +42,11 @@ class Root(Protocol):
 
 
 class Directory(OwnerContact):
-    """Knows every supervised actor of its process."""
-
     def __init__(self, caller: Caller, nodes: Nodes, root: Root) -> None:
         self._caller = caller
         self._nodes = nodes
         self._root = root
-        # Called with the number of an actor that is over.
         self.on_over: Callable[[ActorId], object] = lambda number: None
-        # Shows the output of actors on other machines.
         self.on_shown: Callable[[Sequence[Written]], Awaitable[None]]
         self._children: dict[ActorId, Child] = {}
         self._ended = Latest[ActorId, DaftError](caller.process.env.remembered)

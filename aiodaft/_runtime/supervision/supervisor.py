@@ -79,7 +79,6 @@ class Child:
         self.homeless: ActorDied | None = None
         # The error that callers get once it is over: its end is no loss, or its policy allows no more restarts.
         self.final: DaftError | None = None
-        # The time of its next start.
         self.due = 0.0
         # The call or task that its restart waits for.
         self.pending: Ref[Any] | asyncio.Task[Any] | None = None
@@ -143,16 +142,13 @@ class Supervisor:
         self._caller = caller
         self._process = caller.process
         self._nodes = nodes
-        # Called with a child that is over, and why.
         self._end = end
         self.policy = policy
-        # Seconds that calls under way get when a child is stopped.
         self._grace = grace
         # Called with an error that ends children for good, and the name of the failed part.
         self._fail = fail
         self._siblings: Siblings[Child, BaseException] = Siblings(policy, self._process.env.random.random)
         self._children: list[Child] = []
-        # Called with a child that is up.
         self.on_up: Callable[[Child], object] = lambda child: None
         # Set when a task has more to do: the one of a child (one_for_one), or the one of all (None).
         self._working: dict[Child | None, asyncio.Event] = {}
@@ -183,8 +179,6 @@ class Supervisor:
             child.next = None
         if child in self._children:
             self._children.remove(child)
-
-    # Deciding.
 
     def crashed(self, child: Child, error: BaseException) -> None:
         child.last_error = error
@@ -239,8 +233,6 @@ class Supervisor:
                 sibling.interrupt()
         self._fail(error, f"{child.label} died more often than its restart policy allows")
 
-    # Leaving a node that is being drained.
-
     def depart(self, child: Child) -> None:
         """Make a child again on another node, as soon as there is a place for it. Idempotent."""
         if child.next is None:
@@ -251,7 +243,6 @@ class Supervisor:
     async def _depart(self, child: Child, finding: asyncio.Task[Place]) -> None:
         await asyncio.wait([finding])
         if child.next is not finding:
-            # It was taken for a restart, or given back.
             return
         problem = "the search was cancelled" if finding.cancelled() else finding.exception()
         if problem is not None:
@@ -286,8 +277,6 @@ class Supervisor:
             self._nodes.tell_moved(place.peer, place.actor)
         else:
             await self._nodes.vacate(place.peer, place.actor, reason, answers=False)
-
-    # Carrying out.
 
     def _key(self, child: Child) -> Child | None:
         return child if self.policy.strategy == "one_for_one" else None

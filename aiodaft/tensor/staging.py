@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import count, product
 from typing import Final, TypeAlias
 
-from aiodaft.pipeline import Schedule, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zbv
+from aiodaft.pipeline import Schedule, gpipe, interleaved, one_f_one_b, simulate, zb_h1, zb_h2, zbv
 from aiodaft.pipeline.schedule import rank_of_stages
 from aiodaft.tensor.costs import flops_of, kinds_of
 from aiodaft.tensor.instructions import Instruction, Slot, slots_of
@@ -26,7 +26,7 @@ __all__ = ["plan_stages"]
 ByRank: TypeAlias = tuple[int, ...]
 
 _SCHEDULES: Final[Mapping[str, Callable[..., Schedule]]] = {
-    one.__name__: one for one in (gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zbv)
+    one.__name__: one for one in (gpipe, interleaved, one_f_one_b, simulate, zb_h1, zb_h2, zbv)
 }
 _KINDS: Final[tuple[SegmentKind, ...]] = ("F", "B", "W", "U")
 

@@ -26,7 +26,7 @@ __all__ = ["plan_stages"]
 ByRank: TypeAlias = tuple[int, ...]
 
 _SCHEDULES: Final[Mapping[str, Callable[..., Schedule]]] = {
-    one.__name__: one for one in (gpipe, interleaved, one_f_one_b, simulate, zb_h1, zb_h2, zbv)
+    one.__name__: one for one in (gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zbv)
 }
 _KINDS: Final[tuple[SegmentKind, ...]] = ("F", "B", "W", "U")
 

@@ -15,7 +15,10 @@ from typing import Any, Final
 
 import cloudpickle
 
-from aiodaft._runtime.serialization.code import (
+from aiodaft._runtime.serialization.scripts import (
+    CACHED,
+    DISPATCHER,
+    Script,
     attributes_of,
     fill_cached,
     fill_class,
@@ -24,21 +27,16 @@ from aiodaft._runtime.serialization.code import (
     fill_object,
     fill_thing,
     globals_used,
+    importable,
     make_cached,
     make_class,
     make_dispatcher,
     make_struct,
     make_thing,
-    module_with,
-    same,
-)
-from aiodaft._runtime.serialization.scripts import (
-    CACHED,
-    DISPATCHER,
-    Script,
-    importable,
     mark_of,
+    module_with,
     reduced_of,
+    same,
     script_named,
     script_of,
 )

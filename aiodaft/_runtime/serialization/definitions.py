@@ -33,8 +33,7 @@ from weakref import WeakValueDictionary, ref
 
 from aiodaft._protocol.connections.messages import INLINE_LIMIT
 from aiodaft._runtime.process import refuses_pickle
-from aiodaft._runtime.serialization.code import codes_in, globals_used
-from aiodaft._runtime.serialization.scripts import importable
+from aiodaft._runtime.serialization.scripts import codes_in, globals_used, importable
 from aiodaft.actor import Actor
 from aiodaft.exceptions import SpawnFailed
 

@@ -25,7 +25,6 @@ from aiodaft._protocol.connections.codec import pack, pack_exts
 from aiodaft._protocol.connections.messages import FEW_ARGS, INLINE_LIMIT, PLAIN_ARGS_LIMIT, PLAIN_TEXT_LIMIT
 from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization import small as codes
-from aiodaft._runtime.serialization.code import globals_used
 from aiodaft._runtime.serialization.containers import (
     FLAT,
     builder_name,
@@ -39,6 +38,7 @@ from aiodaft._runtime.serialization.containers import (
 from aiodaft._runtime.serialization.encoded import Encoded, Source, blob_table, digest_of, lay_out
 from aiodaft._runtime.serialization.error_parts import parts_of_error
 from aiodaft._runtime.serialization.pickling import Owned, TooLong, pickle_into
+from aiodaft._runtime.serialization.scripts import globals_used
 from aiodaft._runtime.serialization.small import SmallEncoder, encode_small
 from aiodaft._runtime.serialization.tensors import Places, TensorTable, is_dense_tensor, whole_tensor
 from aiodaft.actor import Actor, Handle, target_of

@@ -19,7 +19,7 @@ from aiodaft._protocol.node.liveness import LastHeartbeat
 from aiodaft._runtime.connections.route import Traffic
 from aiodaft._runtime.diagnostics.attach import Answers
 from aiodaft._runtime.diagnostics.process_view import ChildView, ProcessView, Viewer, answer_to, class_in
-from aiodaft._runtime.logs.log_files import Recent, Said
+from aiodaft._runtime.logs.console import Recent, Said
 from aiodaft._runtime.node.worker import WorkerProcess
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.serialization.errors import decode_error

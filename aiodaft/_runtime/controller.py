@@ -22,8 +22,7 @@ from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.attach import Answers, Visits
 from aiodaft._runtime.diagnostics.await_chains import LoopWatch, offer_dump, withdraw_dump
 from aiodaft._runtime.diagnostics.tracing import begin_telemetry, set_up_telemetry
-from aiodaft._runtime.logs.console import Console, ConsoleThread
-from aiodaft._runtime.logs.log_files import Recent
+from aiodaft._runtime.logs.console import Console, ConsoleThread, Recent
 from aiodaft._runtime.logs.options import LevelWatch, Logs
 from aiodaft._runtime.node.local_node import LocalNode
 from aiodaft._runtime.node.membership import Attachment, Cluster, find_cluster

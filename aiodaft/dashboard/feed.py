@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from aiodaft._protocol.diagnostics.printing import cut, member_of
-from aiodaft._runtime.logs.log_files import Recent, Said
+from aiodaft._runtime.logs.console import Recent, Said
 from aiodaft._runtime.logs.options import Line
 from aiodaft.causes import message_of
 from aiodaft.exceptions import RuntimeClosed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.objects.stream import CREDIT_WINDOW, Consumption, Phase
+from aiodaft._protocol.objects.value import CREDIT_WINDOW, Consumption, Phase
 
 HALF = CREDIT_WINDOW // 2
 

@@ -12,7 +12,7 @@ import pytest
 from transport_probes import no_more_files
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.logs.log_files import LogFiles
+from aiodaft._runtime.logs.console import LogFiles
 from aiodaft._runtime.logs.options import Line, Source
 
 FIRST, SECOND = (Source(PeerId(f"worker-{number}"), f"Model-{number}") for number in (1, 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.logs.log_files import Recent, Said
+from aiodaft._runtime.logs.console import Recent, Said
 from aiodaft._runtime.logs.options import Line, Source
 
 

@@ -184,7 +184,7 @@ MUTANTS: Final = [
     ),
     Mutant(
         "a producer is 16 items ahead at most",
-        f"{_OBJECTS}/stream.py",
+        f"{_OBJECTS}/value.py",
         "CREDIT_WINDOW: Final = 16\n",
         "CREDIT_WINDOW: Final = 32\n",
         "tests/e2e/test_streams.py",

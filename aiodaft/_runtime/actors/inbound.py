@@ -9,7 +9,7 @@ from aiodaft._protocol.calls.mailbox import ANSWER, FETCHING
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import CALL, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
-from aiodaft._protocol.objects.stream import CREDIT_WINDOW
+from aiodaft._protocol.objects.value import CREDIT_WINDOW
 from aiodaft._runtime.actors.arguments import Arguments
 from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall

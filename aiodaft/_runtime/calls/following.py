@@ -22,8 +22,7 @@ from aiodaft._protocol.calls.outgoing import NOWHERE, Failure, Location, Whereab
 from aiodaft._protocol.connections.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, epoch_of, number_of
 from aiodaft._protocol.node.liveness import Health
-from aiodaft._protocol.objects.stream import Phase
-from aiodaft._protocol.objects.value import Status
+from aiodaft._protocol.objects.value import Phase, Status
 from aiodaft._runtime.calls.call import Caller, CallState, PendingCall, Request, Target, TellState, home_of
 from aiodaft._runtime.calls.outgoing import Backlog
 from aiodaft._runtime.connections.connection import Connection

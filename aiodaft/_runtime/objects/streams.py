@@ -1,6 +1,6 @@
 """The consumer's end of a stream: items arrive as far as there is credit, and are taken one by one.
 
-`_protocol.objects.stream` has its states.
+`_protocol.objects.value` has its states.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.diagnostics import trace
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.objects.stream import Consumption, Phase
+from aiodaft._protocol.objects.value import Consumption, Phase
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_state import RefHost, RefState, release_inputs
 from aiodaft._runtime.platform.tasks import current_task, shield_from_anyio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
@@ -28,11 +29,11 @@ from aiodaft._protocol.coordination.records import check_name
 from aiodaft._protocol.groups.roster import Axes
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.node.resources import Demand
-from aiodaft._protocol.numbers import is_count, is_number
+from aiodaft._protocol.numbers import is_count
 from aiodaft._protocol.supervision import Backoff, Kind, Restart, check_alone
 from aiodaft._runtime.node.nodes import Site
 from aiodaft._runtime.owning import Owner
-from aiodaft._runtime.placing import Blueprint, Constraints, FixedSites
+from aiodaft._runtime.placing import Blueprint, Constraints, FixedSites, check_surroundings, check_where
 from aiodaft._runtime.scope_actors import ScopeActors
 from aiodaft._runtime.serialization.errors import add_note, frames_of_program
 from aiodaft.actor import Actor, handle_of, target_of
@@ -136,6 +137,9 @@ class Spawner(ABC):
         wait: float | None = None,
         name: str | None = None,
         lifetime: Literal["cluster"] | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] = "",
+        python: str | os.PathLike[str] = "",
         **unknown: Never,
     ) -> Placement:
         """Give options for the next actors: their place, needs and policies.
@@ -165,6 +169,10 @@ class Spawner(ABC):
             name: The name of the actor, for `lookup`. Spawning raises NameTaken if another actor has it.
             lifetime: "cluster": the actor outlives its program, until it is stopped or its node ends. It needs a name,
                 and is not restarted.
+            env: Variables, added to those of the program. Actors with variables of their own start new interpreters.
+            cwd: Their working directory. Default: that of the program.
+            python: Another interpreter, such as "other-venv/bin/python", of the same version of Python: they import its
+                packages, and the program's own code. It needs aiodaft, too. Also for actors that they spawn.
 
         Raises:
             TypeError: An argument is of another type; the message names it.
@@ -178,7 +186,8 @@ class Spawner(ABC):
         if restart is not None:
             check_alone(Restart(restart) if isinstance(restart, str) else restart)
         check_max_queue(max_queue, "on")
-        _check_where(node, labels, spread, wait)
+        check_where(node, labels, spread, wait)
+        env, cwd, python = check_surroundings(env, cwd, python)
         if name is not None:
             check_name(name)
         if lifetime not in {None, "cluster"}:
@@ -186,7 +195,7 @@ class Spawner(ABC):
         constraints = Constraints(
             cpus, gpus, resources, node, with_, patience, restart, max_queue,
             None if labels is None else dict(labels), _actors_in(near, "near"), _actors_in(apart_from, "apart_from"),
-            spread, wait, name, lifetime, given.within,
+            spread, wait, name, lifetime, given.within, env, cwd, python,
         )  # fmt: skip
         if with_ is not None:
             _check_beside(constraints)
@@ -466,31 +475,6 @@ class Mesh(Spawner):
         return f"<Mesh of {', '.join(f'{one.node} with {len(one.gpus)} GPUs' for one in self.slices)}>"
 
 
-def _check_where(node: object, labels: object, spread: object, wait: object) -> None:
-    if node is not None and not isinstance(node, str):
-        raise TypeError(f"node={node!r:.80}: the name of a node is a string")
-    if labels is not None:
-        check_labels(labels)
-    if not isinstance(spread, bool):
-        raise TypeError(f"spread={spread!r:.80}: True or False is needed")
-    if wait is None:
-        return
-    if isinstance(wait, bool) or not isinstance(wait, int | float):
-        raise TypeError(f"wait={wait!r:.80}: a number of seconds is needed")
-    if not is_number(wait):
-        raise ValueError(f"wait={wait!r}: a number of seconds that is not negative is needed")
-
-
-def check_labels(labels: object) -> Mapping[str, str]:
-    """Return labels; raise TypeError unless they map strings to strings."""
-    if not isinstance(labels, Mapping):
-        raise TypeError(f"labels={labels!r:.80}: a dict is needed, such as {{'zone': 'a'}}")
-    for key, value in labels.items():
-        if not (isinstance(key, str) and isinstance(value, str)):
-            raise TypeError(f"labels: {key!r:.80}: {value!r:.80} is not a string with a string")
-    return labels
-
-
 def _actors_in(given: object, name: str) -> tuple[object, ...]:
     if given is None:
         return ()
@@ -506,9 +490,9 @@ def _actors_in(given: object, name: str) -> tuple[object, ...]:
 def _check_beside(constraints: Constraints) -> None:
     actor = constraints.beside
     _actors_in(actor if isinstance(actor, Group) else [actor], "with_")
-    for name in ("node", "labels", "near", "apart_from", "spread"):
+    for name in ("node", "labels", "near", "apart_from", "spread", "env", "cwd", "python"):
         if getattr(constraints, name):
-            raise ValueError(f"{name} cannot be combined with with_: the process of {actor!r} has its place")
+            raise ValueError(f"{name} cannot be combined with with_: the process of {actor!r} has its own")
 
 
 # The options of `on`, without `self` and unknown ones; and their names elsewhere.
@@ -519,7 +503,7 @@ _ELSEWHERE: Final = {
     "max_restarts": "rt.on(restart=aiodaft.Restart(...))",
     "max_concurrency": "@aiodaft.method(concurrency=...)",
     "max_pending_calls": "rt.on(max_queue=...)",
-    "runtime_env": "Runtime(env=...), and `await rt.ship(path)` for code",
+    "runtime_env": "rt.on(env=..., cwd=..., python=...), and `await rt.ship(path)` for code",
 }
 
 
@@ -556,7 +540,8 @@ def _check_mesh(constraints: Constraints) -> None:
         raise ValueError("a mesh is not made of slices of another one")
     given = {"gpus": constraints.gpus, "with_": constraints.beside, "patience": constraints.patience,
              "restart": constraints.restart, "max_queue": constraints.max_queue, "name": constraints.name,
-             "lifetime": constraints.lifetime}  # fmt: skip
+             "lifetime": constraints.lifetime, "env": constraints.env, "cwd": constraints.cwd or None,
+             "python": constraints.python or None}  # fmt: skip
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"on({name}=...) is for actors, not for a mesh: give it to `on` of the mesh or a slice")

@@ -27,6 +27,7 @@ from aiodaft._runtime.diagnostics.tracing import packed_setup
 from aiodaft._runtime.node.shipped_code import ShippedCode
 from aiodaft._runtime.node.worker import Machine, NodeOptions
 from aiodaft._runtime.owning import Owner, ScopeErrors
+from aiodaft._runtime.placing import check_labels
 from aiodaft._runtime.platform.capabilities import has_fork_server
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.tasks import log_error, logger, shield_from_anyio
@@ -39,7 +40,6 @@ from aiodaft.exceptions import DaftError
 from aiodaft.info import NodeInfo, look_at_nodes
 from aiodaft.logs import Logs
 from aiodaft.overview import Overview
-from aiodaft.placement import check_labels
 from aiodaft.ref import Ref
 from aiodaft.scope import Scope
 from aiodaft.service import Service

@@ -8,6 +8,7 @@ A node that does not answer at once is waited for only if there is no room elsew
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.node.resources import Demand, Stock, Wish
+from aiodaft._protocol.numbers import is_number
 from aiodaft._protocol.placement import NodeView, Request, Unplaceable, explain, obstacle, plan
 from aiodaft._protocol.supervision import Kind, Restart
 from aiodaft._runtime.node.nodes import Nodes, Site
@@ -62,6 +64,9 @@ class Constraints(NamedTuple):
     lifetime: str | None = None
     # The slices of a mesh; None: the nodes.
     within: FixedSites | None = None
+    env: Mapping[str, str] | None = None
+    cwd: str = ""
+    python: str = ""
 
     @property
     def is_named(self) -> bool:
@@ -80,6 +85,54 @@ class Constraints(NamedTuple):
 
     def patience_with(self, cls: type) -> Patience | None:
         return self.patience or getattr(cls, "__aiodaft_patience__", None)
+
+
+def check_where(node: object, labels: object, spread: object, wait: object) -> None:
+    """Raise TypeError or ValueError for constraints that no node could meet."""
+    if node is not None and not isinstance(node, str):
+        raise TypeError(f"node={node!r:.80}: the name of a node is a string")
+    if labels is not None:
+        check_labels(labels)
+    if not isinstance(spread, bool):
+        raise TypeError(f"spread={spread!r:.80}: True or False is needed")
+    if wait is None:
+        return
+    if isinstance(wait, bool) or not isinstance(wait, int | float):
+        raise TypeError(f"wait={wait!r:.80}: a number of seconds is needed")
+    if not is_number(wait):
+        raise ValueError(f"wait={wait!r}: a number of seconds that is not negative is needed")
+
+
+def check_labels(labels: object) -> Mapping[str, str]:
+    """Return labels; raise TypeError unless they map strings to strings."""
+    return _check_texts("labels", labels, {"zone": "a"})
+
+
+def _check_texts(option: str, texts: object, example: Mapping[str, str]) -> Mapping[str, str]:
+    if not isinstance(texts, Mapping):
+        raise TypeError(f"{option}={texts!r:.80}: a dict is needed, such as {example}")
+    for key, value in texts.items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise TypeError(f"{option}: {key!r:.80}: {value!r:.80} is not a string with a string")
+    return texts
+
+
+def check_surroundings(
+    env: Mapping[str, str] | None, cwd: str | os.PathLike[str], python: str | os.PathLike[str]
+) -> tuple[Mapping[str, str] | None, str, str]:
+    """Return variables, an absolute path, and one of an interpreter or its name. Raises TypeError, ValueError."""
+    if env is not None:
+        _check_texts("env", env, {"NAME": "value"})
+        for name, value in env.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise ValueError(f"env: {name!r:.80} is no name of a variable, or its value has a null character")
+    for option, path in (("cwd", cwd), ("python", python)):
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"{option}={path!r:.80}: a path is needed")
+    folder, interpreter = os.fspath(cwd), os.fspath(python)
+    # Not its real path: an environment is where the link is.
+    of_path = interpreter if os.sep not in interpreter else os.path.abspath(interpreter)
+    return env and dict(env), folder and os.path.abspath(folder), of_path
 
 
 class Blueprint(NamedTuple):

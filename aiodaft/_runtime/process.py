@@ -54,6 +54,7 @@ class ProcessOptions(NamedTuple):
         program: The controller on another machine that shows the output and logs of this process; "": its node does.
         telemetry: The function that sets up OpenTelemetry in a process, packed; b"" for none. See `begin_telemetry`.
         seed: The seed of the random numbers of actors; None for random ones.
+        python: The interpreter of actors that this process spawns; "": that of their node.
     """
 
     id: PeerId
@@ -72,6 +73,7 @@ class ProcessOptions(NamedTuple):
     program: PeerId = PeerId("")
     telemetry: bytes = b""
     seed: int | None = None
+    python: str = ""
 
 
 class Process:

@@ -210,7 +210,8 @@ class ScopeActors:
         owner, cls, constraints, label = self.owner, what.cls, what.constraints, spec.label
         watched, beside = self._supervision(cls, constraints), self.beside(constraints)
         host = None if beside is None else await owner.directory.host_of(beside)
-        environment = WorkerEnvironment.here() if host is None else None
+        python = constraints.python or owner.process.options.python
+        environment = WorkerEnvironment.here(constraints.env, constraints.cwd, python) if host is None else None
         patience = constraints.patience_with(cls) or (owner.patience if host is None else None)
         outlives = constraints.lifetime is not None
         conditions = Conditions(patience, environment, owner.process.options, owner.process.code, outlives)

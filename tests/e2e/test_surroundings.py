@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 from inside import resources_of
@@ -88,6 +90,67 @@ async def test_an_actor_that_is_restarted_gets_what_it_had_at_first(
         pass
     assert await probe.surroundings((MARK,)) == before
     assert before[:2] == ({MARK: "first"}, str(tmp_path))
+
+
+async def test_an_actor_has_variables_and_a_folder_of_its_own_also_after_a_restart(tmp_path: Path) -> None:
+    async with aiodaft.Runtime(preload=("environment_at_import",)) as rt:
+        own = rt.on(env={MARK: "own"}, cwd=tmp_path, restart=Restart(intensity=None, backoff=AT_ONCE))
+        probe, other = await own.spawn(Probe), await rt.spawn(Probe)
+        for epoch in range(2):
+            variables, folder, path, argv = await probe.surroundings((MARK, "PATH"))
+            assert (variables, folder) == ({MARK: "own", "PATH": os.environ["PATH"]}, str(tmp_path))
+            assert (path[: len(sys.path)], argv) == (sys.path, sys.argv)
+            # It also counts for code that reads it when it is imported.
+            assert await probe.seen_at_import(MARK) == "own"
+            os.kill(await probe.pid(), signal.SIGKILL)
+            while (await rt.info(probe)).epoch == epoch:
+                pass
+        assert (await other.surroundings((MARK,)))[:2] == ({MARK: None}, os.getcwd())
+
+
+async def test_an_actor_has_an_interpreter_of_its_own_with_its_packages(tmp_path: Path) -> None:
+    python = another_python(tmp_path)
+    async with aiodaft.Runtime(preload=()) as rt:
+        probe, other = await rt.on(python=python).spawn(Probe), await rt.spawn(Probe)
+        # The actors that it spawns have it, too; those of the program have not.
+        assert await probe.only_there() == await probe.from_a_child() == (2, str(python))
+        with pytest.raises(ModuleNotFoundError, match="only_there"):
+            await other.only_there()
+        # Values go from one to the other.
+        assert await other.echo(probe.echo("value")) == "value"
+
+
+def another_python(folder: Path) -> Path:
+    """A virtual environment with a module that others do not have, and the packages that aiodaft needs."""
+    own = Path(sysconfig.get_path("purelib"))
+    packages = folder / own.relative_to(sys.prefix)
+    packages.mkdir(parents=True)
+    (packages / "only_there.py").write_text("VERSION = 2")
+    (packages / "aiodaft.pth").write_text(str(own))
+    (folder / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix) / 'bin'}")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").symlink_to(Path(sys.executable).resolve())
+    return folder / "bin" / "python"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_surroundings_that_cannot_be_are_refused(rt: aiodaft.Runtime, tmp_path: Path) -> None:
+    free = await resources_of(rt)
+    wrong: Any
+    for wrong, missing in (({"cwd": tmp_path / "no"}, "folder"), ({"python": tmp_path / "no"}, "interpreter")):
+        with pytest.raises(aiodaft.SpawnFailed, match=rf"on\((cwd|python)='{tmp_path}/no'\): .* has no such {missing}"):
+            await rt.on(gpus=1, **wrong).spawn(Probe)
+    assert await resources_of(rt) == free
+    for wrong, kind, text in (
+        ({"env": {"A": 1}}, TypeError, "env: 'A': 1 is not a string with a string"),
+        ({"env": {"A=B": "1"}}, ValueError, "env: 'A=B' is no name of a variable"),
+        ({"cwd": 1}, TypeError, "cwd=1: a path is needed"),
+        ({"python": "python", "with_": await rt.spawn(Probe)}, ValueError, "python cannot be combined with with_"),
+    ):
+        with pytest.raises(kind, match=text):
+            rt.on(**wrong)
+    with pytest.raises(ValueError, match=r"on\(python=...\) is for actors, not for a mesh"):
+        rt.on(python="python").mesh(hosts=1)
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import sys
@@ -57,6 +58,15 @@ class Probe(Actor):
     async def seen_at_import(self, name: str) -> str | None:
         """A variable as it was when a module was imported."""
         return environment_at_import.SEEN.get(name)
+
+    @method
+    async def only_there(self) -> tuple[int, str]:
+        """The version of a module that only another virtual environment has, and the interpreter."""
+        return importlib.import_module("only_there").VERSION, sys.executable
+
+    @method
+    async def from_a_child(self) -> tuple[int, str]:
+        return await (await aiodaft.current_runtime().spawn(Probe)).only_there()
 
     @method
     async def has_module(self, name: str) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import site
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
@@ -19,6 +22,7 @@ from aiodaft.exceptions import SpawnFailed
 
 # Read by OpenMP, MKL, OpenBLAS and torch.
 _THREADS: Final = "OMP_NUM_THREADS"
+_WORKER: Final = "aiodaft._runtime.node.worker_main"
 
 
 class WorkerEnvironment(NamedTuple):
@@ -27,6 +31,9 @@ class WorkerEnvironment(NamedTuple):
     Attributes:
         code: The folders of the actor's machine with code that the program has shipped.
         terminal: The path of the terminal at which the program runs in the foreground; empty without one.
+        own: Variables of the actor alone, for which it gets a new interpreter.
+        cwd: The working directory that it must have; empty: that of the process that spawns it.
+        python: Its interpreter; empty: that of its node.
     """
 
     environment: dict[str, str]
@@ -36,38 +43,42 @@ class WorkerEnvironment(NamedTuple):
     code: Sequence[str] = ()
     terminal: str = ""
     levels: Levels = MappingProxyType({})
+    own: Mapping[str, str] = MappingProxyType({})
+    cwd: str = ""
+    python: str = ""
 
     @classmethod
-    def here(cls) -> WorkerEnvironment:
+    def here(cls, own: Mapping[str, str] | None = None, cwd: str = "", python: str = "") -> WorkerEnvironment:
         """These in this process now.
 
         Raises:
             SpawnFailed: The working directory does not exist any more.
         """
         try:
-            directory = os.getcwd()
+            directory = cwd or os.getcwd()
         except OSError as error:
             raise SpawnFailed(
                 f"an actor needs the working directory of this process, which is gone ({error}): "
                 "call os.chdir() with one that exists, and spawn again"
             ) from error
         argv = [str(argument) for argument in sys.argv]
-        levels = levels_here()
-        return cls(dict(os.environ), directory, importable_path(), argv, terminal=_terminal(), levels=levels)
+        path = _path_of_program() if python else importable_path()
+        return cls(dict(os.environ), directory, path, argv, (), _terminal(), levels_here(), own or {}, cwd, python)
 
     def as_far_as_it_is_here(self) -> WorkerEnvironment:
         """The same for another machine or an actor: its folders where they exist, and the variables of this process."""
-        directory = self.directory if os.path.isdir(self.directory) else os.getcwd()
+        directory = self.directory if self.cwd or os.path.isdir(self.directory) else os.getcwd()
         path = [entry for entry in self.path if os.path.exists(entry)]
-        path += [entry for entry in importable_path() if entry not in path]
+        if not self.python:
+            path += [entry for entry in importable_path() if entry not in path]
         return self._replace(environment=dict(os.environ), directory=directory, path=path, terminal="")
 
     def for_share(self, cpus: float, gpus: Sequence[str]) -> dict[str, str]:
         """Variables that say what a worker may use of its machine; `gpus` has names for CUDA_VISIBLE_DEVICES."""
-        variables: dict[str, str] = {}
+        variables = dict(self.own)
         if gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        if cpus and _THREADS not in self.environment:
+        if cpus and _THREADS not in self.environment | variables:
             variables[_THREADS] = str(max(1, int(cpus)))
         return variables
 
@@ -75,6 +86,26 @@ class WorkerEnvironment(NamedTuple):
         changes: dict[str, str | None] = dict.fromkeys(base.keys() - self.environment.keys())
         changes.update((name, value) for name, value in self.environment.items() if base.get(name) != value)
         return changes
+
+    def interpreter(self, node: str) -> str:
+        """The interpreter that has to be started for the actor; empty if it may be forked.
+
+        Raises:
+            SpawnFailed: The machine has no such interpreter or working directory.
+        """
+        if self.cwd and not os.path.isdir(self.cwd):
+            raise SpawnFailed(f"on(cwd={self.cwd!r}): {node} has no such folder")
+        if self.python and shutil.which(self.python) is None:
+            raise SpawnFailed(f"on(python={self.python!r}): {node} has no such interpreter")
+        return self.python or (sys.executable if self.own else "")
+
+
+def _path_of_program() -> list[str]:
+    """The entries of sys.path that this interpreter, or its virtual environment, does not have of itself."""
+    of_python = {*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()}
+    inside = tuple(os.path.join(folder, "") for folder in of_python)
+    found = [entry for entry in importable_path() if os.path.exists(entry or os.curdir)]
+    return [entry for entry in found if entry not in of_python and not entry.startswith(inside)]
 
 
 def _terminal() -> str:
@@ -133,6 +164,8 @@ class Spawn(NamedTuple):
     # Variables for this worker alone.
     environment: dict[str, str]
     settings: bytes
+    # The interpreter to be started; empty: the worker may be forked.
+    python: str = ""
 
 
 class Kill(NamedTuple):
@@ -216,7 +249,9 @@ def start_fresh(
         settings.seek(0)
         numbers = connection, settings.fileno(), heartbeat, lifeline
         return subprocess.Popen(
-            fresh_python("aiodaft._runtime.node.worker_main", *numbers, front=order.code, path=order.path),
+            fresh_python(
+                "aiodaft._runtime.node.worker_main", *numbers, front=order.code, path=order.path, python=order.python
+            ),
             env={**environment, **order.environment},
             cwd=order.directory,
             pass_fds=(*kept, settings.fileno()),

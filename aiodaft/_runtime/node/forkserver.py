@@ -179,12 +179,13 @@ class ForkServer:
             why = f"the working directory that the controller had when it spawned the actor cannot be entered: {error}"
             self._send(Failed(order.worker, why))
             return
-        sys.path[:] = order.path
+        if not order.python:
+            sys.path[:] = order.path
         self._code.update(map(os.path.dirname, order.code))
         change_environment(self._environment, order.changes)
         try:
             self._import_all(order.modules)
-            pid = self._fork_worker(order, fds) if self._fork else _exec_worker(order, fds)
+            pid = self._fork_worker(order, fds) if self._fork and not order.python else _exec_worker(order, fds)
         except Exception:  # noqa: BLE001 - the node handles every failure
             self._send(Failed(order.worker, traceback.format_exc()))
         else:

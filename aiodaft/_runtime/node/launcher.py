@@ -147,6 +147,7 @@ class WorkerLauncher(Launcher):
     async def spawn(
         self, settings: WorkerSettings, inherited: WorkerEnvironment, environment: dict[str, str], label: str
     ) -> tuple[Worker, socket.socket]:
+        python = inherited.interpreter(settings.options.node)
         if self._process is None and self._lost is None:
             self._start()
         self._check_server()
@@ -154,7 +155,8 @@ class WorkerLauncher(Launcher):
             worker, ours, theirs = self._open_worker(settings.options, label, opened)
             changes = inherited.changes(self._environment)
             where = inherited.directory, inherited.path, list(inherited.code)
-            order = Spawn(worker.id, *where, changes, self._modules(), environment, settings.packed())
+            modules = [] if python else self._modules()
+            order = Spawn(worker.id, *where, changes, modules, environment, settings.packed(), python)
             try:
                 await self._send(packed(order), theirs)
             except BaseException:

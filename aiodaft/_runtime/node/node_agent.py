@@ -276,6 +276,7 @@ class NodeAgent(NodeContact):
             owner=tenant.owner,
             agent=here.agent,
             coordinator=here.coordinator,
+            python=worker_environment.python,
         )
         if conditions.outlives:
             options = options._replace(owner=here.id, program=here.program)

@@ -278,10 +278,11 @@ class ExecLauncher(Launcher):
     ) -> tuple[Worker, socket.socket]:
         if self._closed:
             raise SpawnFailed("the launcher is closed")
+        python = inherited.interpreter(settings.options.node)
         with ExitStack() as opened:
             worker, ours, theirs = self._open_worker(settings.options, label, opened)
             where = inherited.directory, inherited.path, list(inherited.code)
-            order = Spawn(worker.id, *where, {}, [], environment, settings.packed())
+            order = Spawn(worker.id, *where, {}, [], environment, settings.packed(), python)
             try:
                 process = start_fresh(order, inherited.environment, theirs, self._pipe()[0])
                 try:

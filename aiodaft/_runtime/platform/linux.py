@@ -62,19 +62,28 @@ def importable_path() -> list[str]:
     return [str(entry) for entry in sys.path]
 
 
-def fresh_python(module: str, *numbers: int, front: Sequence[str] = (), path: Sequence[str] | None = None) -> list[str]:
+def fresh_python(
+    module: str, *numbers: int, front: Sequence[str] = (), path: Sequence[str] | None = None, python: str = ""
+) -> list[str]:
     """The command of a new interpreter that calls `main(*numbers)` of a module.
 
     Args:
         front: Put before `path` when the module is loaded.
         path: Its `sys.path`. Default: that of this process.
+        python: Another interpreter, which has its own `sys.path` after `path`.
     """
     first, last = 1 + len(numbers), 1 + len(numbers) + len(front)
+    own = ""
+    if python:
+        here = tuple(sys.version_info[:2])
+        wrong = "'a program of Python %d.%d has no actors of Python %d.%d'"
+        own = f" + [*filter(None, sys.path)]; v = sys.version_info[:2]; v == {here} or sys.exit({wrong} % ({here} + v))"
     code = (
-        f"import sys; sys.path[:] = sys.argv[{last}:]; from {module} import main; "
+        f"import sys; sys.path[:] = sys.argv[{last}:]{own}; from {module} import main; "
         f"sys.path[:0] = sys.argv[{first}:{last}]; main(*map(int, sys.argv[1:{first}]))"
     )
-    return [sys.executable, "-c", code, *map(str, numbers), *front, *(importable_path() if path is None else path)]
+    path = importable_path() if path is None else path
+    return [python or sys.executable, "-c", code, *map(str, numbers), *front, *path]
 
 
 def _prctl(option: int, value: int) -> None:

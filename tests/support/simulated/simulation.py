@@ -286,7 +286,7 @@ def _alike_everywhere() -> Generator[None, None, None]:
         with (
             # Paths in tracebacks.
             patch.object(sys, "tracebacklimit", 0, create=True),
-            patch.object(WorkerEnvironment, "here", lambda: nowhere),
+            patch.object(WorkerEnvironment, "here", lambda *_: nowhere),
             patch.object(child_spec, "origin_of", lambda cls: None),
         ):
             yield

@@ -15,23 +15,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, Generic, Literal, NamedTuple, Never, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, Concatenate, Generic, Literal, NamedTuple, Never, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 from aiodaft._protocol.groups import collective
 from aiodaft._protocol.groups.collective import ALL_REDUCE, Cut
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.groups.arithmetic import check_reducer
+from aiodaft._runtime.groups.arithmetic import OfAll, check_reducer
 from aiodaft._runtime.groups.collectives import DEATHS, Members, Place, place_beside, place_of, place_of_living
+from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft.actor import target_of
 from aiodaft.ref import Ref, Refs
 
 __all__ = [
+    "First",
+    "OfAll",
     "Survivors",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "among_survivors",
     "broadcast",
+    "first_of",
     "gather",
     "reduce",
     "reduce_scatter",
@@ -42,11 +46,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
 
-Op: TypeAlias = Literal["sum", "product", "min", "max"] | Callable[[T, T], T]
+Op: TypeAlias = Literal["sum", "product", "min", "max"] | Callable[[T, T], T] | OfAll[T, T]
 Algorithm: TypeAlias = Literal["exchange", "star", "shared", "direct", "ring", "tree", "doubling"]
 
 
-def all_reduce(refs: Iterable[Ref[T]], op: Op[T] = "sum", *, algorithm: Algorithm | None = None) -> Refs[T]:
+@overload
+def all_reduce(refs: Iterable[Ref[T]], op: OfAll[T, R], *, algorithm: Algorithm | None = None) -> Refs[R]: ...
+@overload
+def all_reduce(refs: Iterable[Ref[T]], op: Op[T] = "sum", *, algorithm: Algorithm | None = None) -> Refs[T]: ...
+def all_reduce(refs: Iterable[Ref[Any]], op: Any = "sum", *, algorithm: Algorithm | None = None) -> Refs[Any]:
     """Combine the values of all members; each member gets the result.
 
     The values are tensors or arrays of one dtype and shape, or numbers; a function combines any values. All members get
@@ -56,7 +64,7 @@ def all_reduce(refs: Iterable[Ref[T]], op: Op[T] = "sum", *, algorithm: Algorith
     Args:
         refs: The values, one for each member.
         op: "sum", "product", "min", "max", or a function of two values, which must not change them. It runs in the
-            members' processes, has to be associative, and gets whole values.
+            members' processes, has to be associative, and gets whole values. Or an `OfAll`, for exchange and star.
         algorithm: The way to combine. Default: exchange, star, shared or direct, by the number of members, by the size
             of the values if they exist already, and by whether the members are on one machine.
 
@@ -86,10 +94,16 @@ def all_reduce(refs: Iterable[Ref[T]], op: Op[T] = "sum", *, algorithm: Algorith
         raise ValueError(f"algorithm is one of {', '.join(ALL_REDUCE)}, not {algorithm!r}")
     elif by_function and algorithm in {"shared", "direct", "ring"}:
         raise ValueError(f"{algorithm} combines parts of values, and a function is for whole ones: use star or tree")
+    elif isinstance(reducer, OfAll) and algorithm not in {"exchange", "star"}:
+        raise ValueError(f"{algorithm} combines values in pairs, and {reducer} needs all of them: use star or exchange")
     return Refs(members.carry_out(ALL_REDUCE[algorithm](count), reducer, "all_reduce"))
 
 
-def reduce(refs: Iterable[Ref[T]], op: Op[T] = "sum", *, root: int = 0) -> Ref[T]:
+@overload
+def reduce(refs: Iterable[Ref[T]], op: OfAll[T, R], *, root: int = 0) -> Ref[R]: ...
+@overload
+def reduce(refs: Iterable[Ref[T]], op: Op[T] = "sum", *, root: int = 0) -> Ref[T]: ...
+def reduce(refs: Iterable[Ref[Any]], op: Any = "sum", *, root: int = 0) -> Ref[Any]:
     """Combine the values of all members in the order of ranks; one member gets the result.
 
     Args:
@@ -199,6 +213,68 @@ def _hand_out(ref: Ref[Any], to: Iterable[Any], cut: Cut, title: str) -> Refs[An
     )
 
 
+class First(NamedTuple, Generic[T]):
+    """The values that have come first.
+
+    Attributes:
+        ranks: Their places among the refs that were given, in this order.
+        refs: Their refs, in the same order.
+        late: By their places, the refs of the values that had not come, if they are kept.
+    """
+
+    ranks: tuple[int, ...]
+    refs: Refs[T]
+    late: dict[int, Ref[T]]
+
+
+async def first_of(refs: Iterable[Ref[T]], k: int, *, late: Literal["cancel", "keep"] = "cancel") -> First[T]:
+    """Wait for the first k values, for a collective among their members: `all_reduce((await first_of(refs, 3)).refs)`.
+
+    A value that a death has taken is left out. No value comes here.
+
+    Args:
+        refs: The values, one for each member.
+        k: Their number.
+        late: "cancel": the calls of the other values are cancelled. "keep": they go on, and you have their refs for the
+            next round.
+
+    Raises:
+        ValueError: There are fewer refs than k, k is not positive, or `late` is another word.
+        ActorDied, PeerLost: So many have died that k values cannot come.
+        Exception: The error of a value that has come.
+
+    Cancellation: the values go on.
+    """
+    waited = dict(enumerate(_listed(refs)))
+    if not 1 <= k <= len(waited):
+        raise ValueError(f"k is the number of values to wait for, 1 to {len(waited)}, not {k}")
+    if late not in {"cancel", "keep"}:
+        raise ValueError(f'late is "cancel" or "keep", not {late!r}')
+    came: asyncio.Queue[int] = asyncio.Queue()
+    watches = [(state_of(ref), lambda _, rank=rank: came.put_nowait(rank)) for rank, ref in waited.items()]
+    for state, watch in watches:
+        state.watch(watch, interested=True)
+    first: dict[int, Ref[T]] = {}
+    try:
+        while len(first) < k:
+            rank = await came.get()
+            ref = waited.pop(rank)
+            error = ref.exception()
+            if error is None:
+                first[rank] = ref
+            elif not isinstance(error, DEATHS) or len(first) + len(waited) < k:
+                raise error
+    finally:
+        for state, watch in watches:
+            state.unwatch(watch)
+    if late == "cancel":
+        for ref in waited.values():
+            state_of(ref).mark_seen()
+            ref.cancel()
+        waited = {}
+    return First(tuple(sorted(first)), Refs([first[rank] for rank in sorted(first)]), waited)
+
+
 class Survivors(NamedTuple, Generic[R]):
     """The result of a collective among survivors.
 
@@ -258,13 +334,17 @@ def _members(refs: Iterable[Ref[Any]], *others: Never) -> Members:
             "a collective takes the refs of all members together, such as `group.all(...)` gives them; "
             "`await asyncio.gather(*refs)` gives the values of refs"
         )
+    return Members(_listed(refs))
+
+
+def _listed(refs: Iterable[Ref[T]]) -> list[Ref[T]]:
     listed = list(refs)
     for ref in listed:
         if not isinstance(ref, Ref):
             raise TypeError(f"a collective takes refs, one for each member, not {type(ref).__name__}")
     if not listed:
         raise ValueError("a collective needs at least one ref")
-    return Members(listed)
+    return listed
 
 
 def _rank(root: int, count: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-from aiodaft._runtime.groups.arithmetic import check_reducer
+from aiodaft._runtime.groups.arithmetic import OfAll, check_reducer
 from aiodaft.ref import Ref
 
 __all__ = ["How", "Key", "MemberCollectives"]
@@ -13,7 +13,7 @@ __all__ = ["How", "Key", "MemberCollectives"]
 T = TypeVar("T")
 
 Key: TypeAlias = str | int | tuple[Any, ...] | None
-Op: TypeAlias = Literal["sum", "product", "min", "max"] | Callable[[T, T], T]
+Op: TypeAlias = Literal["sum", "product", "min", "max"] | Callable[[T, T], T] | OfAll[T, T]
 
 
 class How(NamedTuple):
@@ -98,7 +98,7 @@ class MemberCollectives:
 
         Args:
             value: A tensor or an array, of one dtype and shape at all members, or a number; with a function, anything.
-            op: "sum", "product", "min", "max", or a function of two values, which must not change them.
+            op: "sum", "product", "min", "max", a function of two values, which must not change them, or an `OfAll`.
             key: See the class.
             timeout: See the class.
             out: See the class.

@@ -11,7 +11,19 @@ import pytest
 from run_blocks import BLOCK
 
 import aiodaft
-from aiodaft import exceptions, logs, memory, pipeline, policies, resharding, state, supervision, telemetry, typing
+from aiodaft import (
+    exceptions,
+    logs,
+    memory,
+    pipeline,
+    policies,
+    resharding,
+    state,
+    supervision,
+    telemetry,
+    typing,
+)
+from aiodaft.tensor import aggregation
 
 ROOT = Path(__file__).parent.parent
 PROMISES = ROOT / "docs" / "promises.md"
@@ -20,7 +32,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 PAGES = [page for page in DOCUMENTS if BLOCK.search(page.read_text())]
 
 # Each of them lists its names.
-PUBLIC = [aiodaft, logs, memory, pipeline, policies, resharding, state, supervision, telemetry, typing]
+PUBLIC = [aiodaft, aggregation, logs, memory, pipeline, policies, resharding, state, supervision, telemetry, typing]
 
 LINK = re.compile(r"\[([^]]*)\]\(([^)]+)\)")
 

@@ -12,10 +12,14 @@ import pytest
 import torch
 from collective_actors import Member, longest, made
 from inside import producer_of
+from keyed_members import Keyer
 from torch import Tensor
 
 import aiodaft
 from aiodaft import ActorDied, Ref
+from aiodaft.collectives import OfAll
+from aiodaft.tensor import aggregation
+from aiodaft.tensor.aggregation import Encoder, Int8, median
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -127,6 +131,55 @@ async def test_a_function_of_ones_own_reduces_whole_values(rt: aiodaft.Runtime) 
     assert await aiodaft.reduce(refs(), longest, root=1) == "thine"
     with pytest.raises(ValueError, match="ring combines parts of values, and a function is for whole ones"):
         aiodaft.all_reduce([members[0].give("x")], longest, algorithm="ring")
+
+
+@pytest.mark.parametrize("algorithm", [None, "exchange", "star"])
+async def test_an_op_of_all_gets_all_values_once_in_the_order_of_ranks(rt: aiodaft.Runtime, algorithm: Any) -> None:
+    members = list(await rt.group(3, Member))
+    refs = [member.make(seed, *LARGE) for seed, member in enumerate(members)]
+    found = await aiodaft.all_reduce(refs, OfAll(median), algorithm=algorithm)
+    assert same(found, torch.stack([made(seed, *LARGE) for seed in range(3)]).median(0).values)
+    assert (
+        await aiodaft.reduce([member.give(word) for member, word in zip(members, "abc", strict=True)], OfAll(len)) == 3
+    )
+
+
+async def test_an_op_of_all_gets_parts_to_scatter_and_is_not_for_pairs(rt: aiodaft.Runtime) -> None:
+    members = list(await rt.group(3, Member))
+    refs = [member.make(seed, 7, 2) for seed, member in enumerate(members)]
+    rows = torch.stack([made(seed, 7, 2) for seed in range(3)]).median(0).values.tensor_split(3)
+    for part, expected in zip(await aiodaft.reduce_scatter(refs, OfAll(median)), rows, strict=True):
+        assert torch.equal(part, expected)
+    with pytest.raises(ValueError, match=r"tree combines values in pairs, and OfAll\(.*\) needs all of them"):
+        aiodaft.all_reduce(refs, OfAll(median), algorithm="tree")
+    with pytest.raises(ValueError, match="ring combines parts of values"):
+        aiodaft.all_reduce(refs, OfAll(median), algorithm="ring")
+
+
+async def test_members_that_meet_have_to_have_the_same_op_of_all(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Keyer)
+    found = await group.all(Keyer.on_tensor, "all_reduce", LARGE, op=OfAll(median))
+    assert same(found, torch.stack([made(seed, *LARGE) for seed in range(3)]).median(0).values)
+    ops = [OfAll(median), OfAll(aggregation.total), OfAll(median)]
+    wrong = [member.do("all_reduce", torch.ones(1), op) for member, op in zip(group, ops, strict=True)]
+    for error in await asyncio.gather(*wrong, return_exceptions=True):
+        assert "disagree: rank" in str(error)
+        assert "aiodaft.tensor.aggregation.median" in str(error)
+
+
+async def test_codes_are_added_up_where_they_are_wanted(rt: aiodaft.Runtime) -> None:
+    members = list(await rt.group(3, Member))
+    codes = [Encoder(Int8()).encode(made(seed, 600, 600)) for seed in range(3)]
+    refs = [member.give(code) for member, code in zip(members, codes, strict=True)]
+    await asyncio.gather(*(ref.ready() for ref in refs))
+    before = [await member.received() for member in members]
+    sums = aiodaft.all_reduce(refs, OfAll(aggregation.total), algorithm="exchange")
+    await asyncio.gather(*(ref.ready() for ref in sums))
+    # A byte for each element of the others, and the scales.
+    assert [await member.received() - one for member, one in zip(members, before, strict=True)] == [
+        2 * (600 * 600 + 4)
+    ] * 3
+    assert same(await sums, in_order([code.decode() for code in codes]))
 
 
 async def test_parameters_give_plain_tensors(rt: aiodaft.Runtime) -> None:

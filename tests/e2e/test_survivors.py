@@ -16,7 +16,8 @@ from supervised import AT_ONCE
 from torch import Tensor
 
 import aiodaft
-from aiodaft import ActorDied, Group, Ref, Refs, Restart
+from aiodaft import ActorDied, CallCancelled, Group, Ref, Refs, Restart
+from aiodaft.collectives import first_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -150,3 +151,70 @@ async def test_a_collective_ends_when_a_member_is_not_restarted(rt: aiodaft.Runt
     for result in results:
         with pytest.raises(ActorDied):
             await result
+
+
+def hold(group: Group[Member], ranks: tuple[int, ...]) -> list[Ref[float]]:
+    """Values of members, of which those at some ranks come only when a gate is opened."""
+    return [
+        member.after_gate(float(rank)) if rank in ranks else member.give(float(rank))
+        for rank, member in enumerate(group)
+    ]
+
+
+async def test_the_first_k_of_n_are_combined_and_the_late_ones_cancelled(rt: aiodaft.Runtime) -> None:
+    group = await mortals(rt, 4)
+    refs = hold(group, (0, 2))
+    first = await first_of(refs, 2)
+    assert (first.ranks, first.late) == ((1, 3), {})
+    assert [producer_of(ref) for ref in first.refs] == [producer_of(refs[rank]) for rank in first.ranks]
+    assert await aiodaft.all_reduce(first.refs) == [4.0, 4.0]
+    for rank in (0, 2):
+        with pytest.raises(CallCancelled):
+            await refs[rank]
+    # The members go on.
+    assert await group.all(Member.give, 1) == [1] * 4
+
+
+async def test_values_that_were_late_are_those_of_the_next_round(rt: aiodaft.Runtime) -> None:
+    group = await mortals(rt, 3)
+    first = await first_of(hold(group, (1,)), 2, late="keep")
+    assert (first.ranks, list(first.late)) == ((0, 2), [1])
+    await group[1].open_gate()
+    values = [first.late[rank] if rank in first.late else group[rank].give(10.0 + rank) for rank in range(3)]
+    assert await aiodaft.all_reduce((await first_of(values, 3)).refs) == [23.0] * 3
+
+
+async def test_the_first_k_leave_out_values_that_a_death_has_taken_if_they_can(rt: aiodaft.Runtime) -> None:
+    group = await mortals(rt, 3)
+    refs = [group[0].die(), group[1].give(1.0), group[2].after_gate(2.0)]
+    await refs[0].ready()
+    waiting = asyncio.get_running_loop().create_task(first_of(refs, 2))
+    await group[2].open_gate()
+    assert (await waiting).ranks == (1, 2)
+    with pytest.raises(ActorDied, match="SIGKILL"):
+        await first_of(refs, 3)
+
+
+async def test_an_error_among_the_first_is_raised_and_a_cancelled_wait_cancels_no_call(rt: aiodaft.Runtime) -> None:
+    group = await mortals(rt, 2)
+    refs = [group[0].after_gate(torch.ones(1)), group[1].fail()]
+    with pytest.raises(LookupError, match="no gradient"):
+        await first_of(refs, 1)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await first_of(refs[:1], 1)
+    await group[0].open_gate()
+    assert torch.equal(await refs[0], torch.ones(1))
+
+
+async def test_a_wrong_number_of_first_values_is_refused_before_anything_waits(rt: aiodaft.Runtime) -> None:
+    group = await mortals(rt, 2)
+    refs = hold(group, (0, 1))
+    for k in (0, 3):
+        with pytest.raises(ValueError, match=f"k is the number of values to wait for, 1 to 2, not {k}"):
+            await first_of(refs, k)
+    with pytest.raises(ValueError, match='late is "cancel" or "keep", not \'drop\''):
+        await first_of(refs, 1, late="drop")  # type: ignore[arg-type]  # the mistake under test
+    assert not any(ref.done() for ref in refs)
+    await group.all(Member.open_gate)
+    assert await asyncio.gather(*refs) == [0.0, 1.0]

@@ -38,6 +38,10 @@ class Member(Actor):
         return os.getpid()
 
     @method
+    async def received(self) -> int:
+        return aiodaft.current_runtime().traffic().payload_received
+
+    @method
     async def count_questions(self) -> int:
         """The number of values that its process has asked others for since this was called first."""
         if self.asked is None:

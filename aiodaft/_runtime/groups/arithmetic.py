@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, reduce
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from aiodaft._protocol.groups.collective import QUICK, Cut, Parts
 from aiodaft._runtime.serialization.tensors import loaded_torch
@@ -19,8 +19,27 @@ SERIAL: Final = 1 << 15
 # Ops that numpy computes as fast as torch, and to the same bits; of two NaNs, it may give the other one.
 _SAME_OPS: Final = frozenset({"sum", "product"})
 _SAME_DTYPES: Final = frozenset({"torch.float32", "torch.float64", "torch.int32", "torch.int64"})
-# The name of a reducer below, or a function of two values.
-Reducer: TypeAlias = str | Callable[[Any, Any], Any]
+# The name of a reducer below, a function of two values, or an `OfAll`.
+Reducer: TypeAlias = str | Callable[..., Any]
+
+
+T = TypeVar("T")
+R_co = TypeVar("R_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class OfAll(Generic[T, R_co]):
+    """An op of the values of all members together, such as a median: `all_reduce(gradients, OfAll(median))`.
+
+    Attributes:
+        function: Takes the list of the values, in the order of ranks, and must not change them. It runs in members'
+            processes, on whole values; in `reduce_scatter` on parts.
+    """
+
+    function: Callable[[list[T]], R_co]
+
+    def __call__(self, values: list[T]) -> R_co:
+        return self.function(values)
 
 
 @dataclass(frozen=True)
@@ -184,6 +203,8 @@ def written(out: Any, value: Any) -> Any:
 
 
 def _combined(values: Sequence[Any], op: Reducer, allocate: Allocate) -> Any:
+    if isinstance(op, OfAll):
+        return op(list(values))
     if callable(op):
         return reduce(op, values)
     number, *_ = _REDUCERS[op]

@@ -16,7 +16,7 @@ from aiodaft._runtime.actors.host import Standing
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.graphs.graph_value import Opaque
-from aiodaft._runtime.groups.arithmetic import Reducer, kind_of, nbytes_of
+from aiodaft._runtime.groups.arithmetic import OfAll, Reducer, kind_of, nbytes_of
 from aiodaft._runtime.groups.collectives import Collectives, Members
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
@@ -150,6 +150,8 @@ class Taking:
 
 
 def _name_of(function: Callable[..., Any]) -> str:
+    if isinstance(function, OfAll):
+        function = function.function
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 

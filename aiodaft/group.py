@@ -35,8 +35,7 @@ from typing import (
 from aiodaft._protocol.groups.roster import Axes, Roster, even_shares
 from aiodaft._runtime.actors.host import RosterCell, Rosters
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.groups.group_map import GroupMap, is_asynchronous
-from aiodaft._runtime.groups.member_calls import MemberCalls, Unit
+from aiodaft._runtime.groups.member_calls import GroupMap, MemberCalls, Unit, is_asynchronous
 from aiodaft._runtime.serialization.containers import builder
 from aiodaft.actor import ActorFacts, CallTarget, handle_of, target_of
 from aiodaft.html import facts, page, table

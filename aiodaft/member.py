@@ -18,9 +18,9 @@ from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.groups.arithmetic import written
 from aiodaft._runtime.groups.inboxes import Inboxes, Mail
 from aiodaft._runtime.groups.keyed import Keyed, belongs_to
+from aiodaft._runtime.groups.line import Opening, Planning
 from aiodaft._runtime.groups.part import Part
 from aiodaft._runtime.groups.planned import Exchange, Planned
-from aiodaft._runtime.groups.planning import Opening, Planning
 from aiodaft._runtime.groups.process_group import Membership, process_group
 from aiodaft._runtime.process import Process
 from aiodaft.actor import handle_of, target_of

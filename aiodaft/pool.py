@@ -11,8 +11,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast, overloa
 
 from aiodaft._protocol.numbers import is_count
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.groups.group_map import GroupMap
-from aiodaft._runtime.groups.member_calls import TaskQueue, Unit
+from aiodaft._runtime.groups.member_calls import GroupMap, TaskQueue, Unit
 from aiodaft.actor import Actor, target_of
 from aiodaft.group import Group
 from aiodaft.methods import MethodSpec, method, specs_of

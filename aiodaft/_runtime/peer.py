@@ -49,7 +49,7 @@ from aiodaft._runtime.groups.blocks import Blocks
 from aiodaft._runtime.groups.collectives import Collectives, cut_up
 from aiodaft._runtime.groups.inboxes import Inboxes
 from aiodaft._runtime.groups.keyed import Keyed
-from aiodaft._runtime.groups.planning import PLANS, Planning
+from aiodaft._runtime.groups.line import PLANS, Planning
 from aiodaft._runtime.groups.resharding import Resharding
 from aiodaft._runtime.groups.turns import TurnKeeper
 from aiodaft._runtime.logs.options import Written

@@ -16,11 +16,10 @@ from torch import Tensor
 import aiodaft
 from aiodaft import Actor, current_group, method
 from aiodaft._runtime.actors.hosted_actor import current_call
-from aiodaft._runtime.groups import line, planning
+from aiodaft._runtime.groups import line
 from aiodaft._runtime.groups.keyed import Keyed
-from aiodaft._runtime.groups.line import Line
+from aiodaft._runtime.groups.line import Line, Planning
 from aiodaft._runtime.groups.planned import Planned
-from aiodaft._runtime.groups.planning import Planning
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.process import current_process
 
@@ -46,7 +45,7 @@ class Planner(Actor):
     @method
     async def live_apart(self) -> None:
         """From now on, this member takes others for those of other hosts."""
-        planning.can_share_memory = lambda first, second: False
+        line.can_share_memory = lambda first, second: False
 
     @method
     def check_in_thread(self, size: int, dtype: torch.dtype, op: Any) -> None:

@@ -8,7 +8,7 @@ import sys
 import torch
 
 from aiodaft import current_group, method
-from aiodaft._runtime.groups import planning
+from aiodaft._runtime.groups import line
 from aiodaft.tensor.worker import Worker
 
 
@@ -18,7 +18,7 @@ class Extended(Worker):
     @method
     def live_apart(self) -> None:
         """From now on, this member takes others for those of other hosts."""
-        planning.can_share_memory = lambda first, second: False
+        line.can_share_memory = lambda first, second: False
 
     @method
     def pid(self) -> int:

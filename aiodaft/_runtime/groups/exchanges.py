@@ -24,10 +24,10 @@ from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, curre
 from aiodaft._runtime.groups.arithmetic import Reducer
 from aiodaft._runtime.groups.inboxes import Inboxes, Mail
 from aiodaft._runtime.groups.keyed import Keyed
+from aiodaft._runtime.groups.line import Planning
 from aiodaft._runtime.groups.meeting_place import target_of_member
 from aiodaft._runtime.groups.part import Part
 from aiodaft._runtime.groups.planned import Exchange, Planned
-from aiodaft._runtime.groups.planning import Planning
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.exceptions import CallCancelled, ResourceExhausted

@@ -20,9 +20,8 @@ from aiodaft._protocol.groups.roster import even_shares
 from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.groups.arithmetic import Allocate, check_reducer, reduced
 from aiodaft._runtime.groups.keyed import apart
-from aiodaft._runtime.groups.line import Line
+from aiodaft._runtime.groups.line import Line, Planning
 from aiodaft._runtime.groups.line_steps import Disagreement, LineSteps, Room, Steps, parts_of
-from aiodaft._runtime.groups.planning import Planning
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import add_note, copy_error

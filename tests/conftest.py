@@ -23,6 +23,7 @@ from host_devices import HostDriver, use_host_devices
 from inside import actors_of, open_runtimes
 from leaks import Snapshot
 from terminals import Terminal
+from warm_servers import WarmServers, warm_servers
 
 import aiodaft
 from aiodaft._runtime.diagnostics.await_chains import frames_of
@@ -194,8 +195,14 @@ def what_is_loaded_is_no_garbage() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def fork_servers() -> Iterator[WarmServers]:
+    with warm_servers() as servers:
+        yield servers
+
+
 @pytest.fixture(scope="module", autouse=True)
-def preloaded(request: pytest.FixtureRequest) -> Iterator[None]:
+def preloaded(request: pytest.FixtureRequest, fork_servers: WarmServers) -> Iterator[None]:
     """Runtimes of this process preload the modules in PRELOAD of the test module, without it none.
 
     By default they would import torch, which some test has loaded, for actors that do not use it: a second each time.
@@ -205,6 +212,7 @@ def preloaded(request: pytest.FixtureRequest) -> Iterator[None]:
     default = defaults["preload"]
     arrays = ["numpy"] * ("np" in module) + ["numpy", "torch"] * ("torch" in module)
     defaults["preload"] = module.get("PRELOAD", (*arrays, *_modules_of_actors(module)) if arrays else ())
+    fork_servers.start(*(name for name in ("numpy", "torch") if name in defaults["preload"]))
     yield
     defaults["preload"] = default
 

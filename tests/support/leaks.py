@@ -18,8 +18,12 @@ _LOOKS: Final = 40
 _OURS: Final = ("aiodaft", "ucx_")
 
 
+# Processes that are there for all tests.
+STANDING: Final[set[int]] = set()
+
+
 def descendants(pid: int | None = None) -> set[int]:
-    """Every living process below this one."""
+    """Every living process below this one, without those that stand by for all tests."""
     found: set[int] = set()
     root = Path(f"/proc/{pid or os.getpid()}/task")
     try:
@@ -32,7 +36,7 @@ def descendants(pid: int | None = None) -> set[int]:
         except OSError:
             continue
         for child in children:
-            if is_alive(child):
+            if child not in STANDING and is_alive(child):
                 found.add(child)
                 found |= descendants(child)
     return found

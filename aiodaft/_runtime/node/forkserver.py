@@ -62,7 +62,7 @@ _LAST_GRACE: Final = 0.3
 # Seconds from the signal of a thread's end to its end, at most.
 _LAST_BREATH: Final = 0.2
 # Modules that the code of actors loads when it first uses them: loaded here, once for all workers.
-_OF_ACTORS: Final = (
+OF_ACTORS: Final = (
     "uvloop",
     "tblib.pickling_support",
     "aiodaft._runtime.serialization.code_pickler",
@@ -298,7 +298,7 @@ def main(fd: int, parent: int, thread: int, fork: int) -> None:
     # Imports the modules of every worker; an import has no side effects.
     from aiodaft._runtime.node import worker_main as worker  # noqa: F401, PLC0415 - loaded for the children
 
-    for name in _OF_ACTORS:
+    for name in OF_ACTORS:
         with suppress(ImportError):
             importlib.import_module(name)
     server.run()

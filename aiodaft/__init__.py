@@ -33,6 +33,7 @@ _NAMES = {
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 # Modules with the other names, which `import aiodaft` is enough for.
 _MODULES = (
+    "checkpoint",
     "collectives",
     "dashboard",
     "exceptions",

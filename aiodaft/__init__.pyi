@@ -1,6 +1,9 @@
 """Distributed actors, futures and tasks for asyncio: one plain async program drives many processes and GPUs."""
 
 from aiodaft import (
+    checkpoint as checkpoint,
+)
+from aiodaft import (
     collectives as collectives,
 )
 from aiodaft import (

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from aiodaft._protocol.groups.reshard import Grid, Rule, bundle, lay_out, plan
 from aiodaft._protocol.groups.roster import Axes
@@ -21,9 +21,7 @@ from aiodaft.ref import Ref, Refs
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Layout", "ReshardPlan", "Sharding", "reshard"]
-
-T = TypeVar("T")
+__all__ = ["Layout", "ReshardPlan", "Sharded", "Sharding", "reshard"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +103,63 @@ class Layout:
         boxes = ((grid, grid.box(rank)) for grid in self._grids.values())
         return sum(grid.bytes_in(box) for grid, box in boxes if box is not None)
 
+    def _targets(self, group: Group[Any]) -> list[Target]:
+        """The members of a group that has this layout."""
+        _check_count(len(group), self.size, "members")
+        if group.axes and dict(group.axes) != dict(self.axes):
+            raise ValueError(f"the group has axes {dict(group.axes)}, and the layout has {dict(self.axes)}")
+        return [cast("Target", target_of(member)) for member in group._roster.members]
+
     def _expected(self, rank: int) -> list[Expected]:
         shapes = ((name, grid.dtype, grid.shard_shape(rank)) for name, grid in self._grids.items())
         return [(name, dtype, shape) for name, dtype, shape in shapes if shape is not None]
+
+
+class Sharded(Refs[dict[str, "torch.Tensor"]]):
+    """A state in shards: the refs of one call of a group, in the order of ranks, and their layout.
+
+    As other refs of a group, they are arguments: `group.each(Model.load, state)`.
+
+    Args:
+        refs: The shards by rank, each a dict of names and tensors.
+        layout: The part of each tensor that each rank has.
+
+    Attributes:
+        layout: The layout.
+
+    Raises:
+        ValueError: There is not one shard for each rank.
+    """
+
+    __slots__ = ("layout",)
+
+    def __init__(self, refs: Iterable[Ref[Mapping[str, torch.Tensor]]], layout: Layout) -> None:
+        super().__init__(cast("Sequence[Ref[dict[str, torch.Tensor]]]", tuple(refs)))
+        _check_count(len(self), layout.size, "shards")
+        self.layout = layout
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Sharded, (self._refs, self.layout)
+
+    @property
+    def _caller(self) -> Caller:
+        return state_of(self[0]).process.part(Caller)
+
+    async def _sources(self) -> list[Source]:
+        """The shards and their processes, once all exist and fit."""
+        for ref in self:
+            await ref.ready()
+            if ref.exception() is not None:
+                await ref
+        sources = [Source(state_of(ref).producer, f"rank {rank} of the source", ref) for rank, ref in enumerate(self)]
+        checks = [
+            resharding_of(self._caller, peer, label).check(Opaque(shard), rank, self.layout._expected(rank))
+            for rank, (peer, label, shard) in enumerate(sources)
+        ]
+        for result in await asyncio.gather(*checks, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+        return sources
 
 
 class ReshardPlan:
@@ -143,7 +195,7 @@ class ReshardPlan:
     def __repr__(self) -> str:
         return f"<ReshardPlan: {self.bytes:,} bytes from {self.source.size} to {self.destination.size} ranks>"
 
-    async def move(self, shards: Refs[Mapping[str, torch.Tensor]], *, to: Group[Any]) -> Refs[dict[str, torch.Tensor]]:
+    async def move(self, shards: Refs[Mapping[str, torch.Tensor]], *, to: Group[Any]) -> Sharded:
         """Move tensors to the members of a group. Returns one ref per member when the old shards are known to fit.
 
         The new shards are made in the processes of the members, in CPU memory; parts come straight from the processes
@@ -168,23 +220,17 @@ class ReshardPlan:
 
         Cancellation: no move begins. To end a move, cancel its refs.
         """
-        self._check_count(len(shards), self.source.size, "shards")
-        self._check_count(len(to), self.destination.size, "members")
-        if to.axes and dict(to.axes) != dict(self.destination.axes):
-            raise ValueError(f"the group has axes {dict(to.axes)}, and the layout has {dict(self.destination.axes)}")
-        targets = [cast("Target", target_of(member)) for member in to._roster.members]
-        caller = targets[0].caller
-        sources = [
-            Source(peer, f"rank {rank} of the source", ref) for rank, (peer, ref) in enumerate(await _located(shards))
-        ]
+        state = Sharded(shards, self.source)
+        targets = self.destination._targets(to)
+        sources = await state._sources()
         for rank in range(self._together):
             if sources[rank].peer != targets[rank].remote:
                 raise ValueError(
                     f"the plan is for ranks that share processes (colocated=True), and {targets[rank].label} is in "
                     f"another process than the shard of rank {rank}"
                 )
-        await _all_fit(caller, sources, self.source)
-        return Refs([self._receive(target, rank, sources) for rank, target in enumerate(targets)])
+        moved = (self._receive(target, rank, sources) for rank, target in enumerate(targets))
+        return Sharded(moved, self.destination)
 
     def _receive(self, target: Target, rank: int, sources: Sequence[Source]) -> Ref[dict[str, torch.Tensor]]:
         new, kept, parcels, bound, ranks = self._orders[rank]
@@ -198,11 +244,6 @@ class ReshardPlan:
         parcels = [[tuple(piece) for piece in parcel] for parcel in made.schedule(rank)]
         ranks = sorted({piece.source for piece in (*made.sent[rank], *made.kept[rank])})
         return self.destination._expected(rank), kept, parcels, made.bound, ranks
-
-    @staticmethod
-    def _check_count(found: int, expected: int, what: str) -> None:
-        if found != expected:
-            raise ValueError(f"there are {found} {what}, and the layout has {expected} ranks")
 
 
 def reshard(source: Layout, destination: Layout, *, colocated: bool = False) -> ReshardPlan:
@@ -223,20 +264,6 @@ def reshard(source: Layout, destination: Layout, *, colocated: bool = False) -> 
     return ReshardPlan(source, destination, colocated=colocated)
 
 
-async def _located(shards: Refs[T]) -> list[tuple[Any, Ref[T]]]:
-    """The processes that have the values of refs, once all exist."""
-    for ref in shards:
-        await ref.ready()
-        if ref.exception() is not None:
-            await ref
-    return [(state_of(ref).producer, ref) for ref in shards]
-
-
-async def _all_fit(caller: Caller, sources: Sequence[Source], layout: Layout) -> None:
-    checks = [
-        resharding_of(caller, peer, label).check(Opaque(shard), rank, layout._expected(rank))
-        for rank, (peer, label, shard) in enumerate(sources)
-    ]
-    for result in await asyncio.gather(*checks, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
+def _check_count(found: int, expected: int, what: str) -> None:
+    if found != expected:
+        raise ValueError(f"there are {found} {what}, and the layout has {expected} ranks")

@@ -12,6 +12,7 @@ from run_blocks import BLOCK
 
 import aiodaft
 from aiodaft import (
+    checkpoint,
     exceptions,
     logs,
     memory,
@@ -32,7 +33,20 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 PAGES = [page for page in DOCUMENTS if BLOCK.search(page.read_text())]
 
 # Each of them lists its names.
-PUBLIC = [aiodaft, aggregation, logs, memory, pipeline, policies, resharding, state, supervision, telemetry, typing]
+PUBLIC = [
+    aiodaft,
+    aggregation,
+    checkpoint,
+    logs,
+    memory,
+    pipeline,
+    policies,
+    resharding,
+    state,
+    supervision,
+    telemetry,
+    typing,
+]
 
 LINK = re.compile(r"\[([^]]*)\]\(([^)]+)\)")
 

@@ -171,7 +171,7 @@ def test_a_process_loads_only_the_modules_of_the_package_that_it_uses() -> None:
     assert loaded_by_methods == []
     assert len(imported) < 10, imported
     assert not {"aiodaft.runtime", "aiodaft.graph", "aiodaft.web", "aiodaft._runtime.node.node_agent"} & set(worker)
-    assert not {"aiodaft.web", "aiodaft.resharding"} & set(controller)
+    assert not {"aiodaft.web", "aiodaft.checkpoint", "aiodaft.resharding"} & set(controller)
     # Each module costs half a millisecond of each start.
     assert len(worker) <= 262
     assert len(controller) <= 310

@@ -27,6 +27,7 @@ INBOXES: Final = ActorId(9)
 KEYED: Final = ActorId(10)
 PLANNING: Final = ActorId(11)
 TURNS: Final = ActorId(12)
+CHECKPOINTS: Final = ActorId(13)
 FIRST_USER_ACTOR: Final = ActorId(16)
 # No actor has this number: the actor of a call is chosen later.
 NOBODY: Final = ActorId(-1)

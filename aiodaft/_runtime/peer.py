@@ -15,6 +15,7 @@ from aiodaft._protocol.ids import (
     AGENT,
     BLOCKS,
     CHANNELS,
+    CHECKPOINTS,
     COLLECTIVES,
     INBOXES,
     KEYED,
@@ -46,6 +47,7 @@ from aiodaft._runtime.diagnostics.watchdog import Watchdog
 from aiodaft._runtime.graphs.graph_value import GraphContext
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.groups.blocks import Blocks
+from aiodaft._runtime.groups.checkpoints import Checkpoints
 from aiodaft._runtime.groups.collectives import Collectives, cut_up
 from aiodaft._runtime.groups.inboxes import Inboxes
 from aiodaft._runtime.groups.keyed import Keyed
@@ -305,7 +307,9 @@ class Peer:
 
     def _serve_groups(self) -> None:
         process, enlisted = self.process, self.process.part(Enlisted)
-        self.add_actor(RESHARDING, "resharding", Resharding(self.caller, self.store))
+        resharding = Resharding(self.caller, self.store)
+        self.add_actor(RESHARDING, "resharding", resharding)
+        self.add_actor(CHECKPOINTS, "checkpoints", Checkpoints(self.caller, self.store, resharding))
         collectives = Collectives(self.store)
         self.add_actor(COLLECTIVES, "collectives", collectives)
         blocks = Blocks(process, enlisted)

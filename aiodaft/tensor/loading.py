@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import weakref
-from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Container, Generator, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 from uuid import uuid4
@@ -13,19 +14,20 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from aiodaft.checkpoint import Saved
 from aiodaft.exceptions import DaftError, OutcomeUnknown
 from aiodaft.group import Group
 from aiodaft.placement import Spawned, Spawner
 from aiodaft.ref import Ref, Refs
-from aiodaft.resharding import Layout, reshard
+from aiodaft.resharding import Layout, Sharded, reshard
 from aiodaft.tensor.handles import DistTensor, ModuleT, distribute, handle, random
 from aiodaft.tensor.operations import Input
 from aiodaft.tensor.plan import Plan, routine_of
 from aiodaft.tensor.recorder import Recorder, values_of
 from aiodaft.tensor.specs import Meta, Placement, Placements, Spec, checked, cut, holders, joined, placed
 from aiodaft.tensor.strategy import Strategy
-from aiodaft.tensor.transfers import adopted, sharding_of
-from aiodaft.tensor.worker import Filled, Measure, Order, Program, Progress, Worker
+from aiodaft.tensor.transfers import RANDOM, adopted, layout_once, saved_numbers, sharding_of
+from aiodaft.tensor.worker import SEED, STEP, Counted, Filled, Measure, Order, Program, Progress, Worker
 
 __all__ = ["Run", "Step", "Workers", "workers"]
 
@@ -85,7 +87,7 @@ class Workers:
     async def load(
         self,
         plan: Plan,
-        state: Mapping[str, Tensor] | Step | None = None,
+        state: Mapping[str, Tensor] | Step | str | os.PathLike[str] | None = None,
         *,
         seed: int = 0,
         compile: bool = False,  # noqa: A002 - the word of torch
@@ -97,7 +99,8 @@ class Workers:
             state: Whole tensors by name: parameters and buffers, as `model.state_dict()` gives them, and states of the
                 optimizer, which otherwise are as at its beginning. Also what `Step.state()` gives, of a step with any
                 plan of the same program. Other names are ignored. Or a step, also of other workers and with any plan:
-                each rank gets its parts from the workers that have them, and nothing passes the controller.
+                each rank gets its parts from the workers that have them, and nothing passes the controller. Or the path
+                of a checkpoint, of which each rank reads its parts; see `aiodaft.checkpoint`.
             seed: The seed of the random numbers of all steps, unless `state` is of a step.
             compile: Whether the operations between collectives are given to torch.compile, at the first step. What it
                 cannot compile runs as it is written; `Step.usage` has the reason.
@@ -112,17 +115,25 @@ class Workers:
             raise ValueError(f"the plan is for axes {dict(plan.axes)}, and the workers have {dict(self.axes)}")
         inputs = [one for one in plan.inputs if one.role not in _PER_STEP]
         await self._refresh()
-        random, given = {_SEED: seed, _STEP: 0}, dict[str, Tensor]()
-        if isinstance(state, Step):
-            random = await state._random_now()
-        elif state is not None:
-            if not isinstance(state, Mapping):
+        random, given = {SEED: seed, STEP: 0}, dict[str, Tensor]()
+        moved: Mapping[int, Any] = {}
+        source = await Saved.at(state, self.group) if isinstance(state, str | os.PathLike) else state
+        if isinstance(source, Step):
+            random, moved = await source._random_now(), source._same(inputs, plan)
+        elif isinstance(source, Saved):
+            random |= await saved_numbers(source)
+            moved = {one.slot: name for one in inputs if (name := _name_in(source.places, one, plan)) is not None}
+            for one in inputs:
+                if one.slot in moved:
+                    place = source.places[moved[one.slot]]
+                    _check_fits(one.name, place.shape, getattr(torch, place.dtype), plan.specs[one.slot].meta)
+        elif source is not None:
+            if not isinstance(source, Mapping):
                 raise TypeError(
-                    f"state is a {type(state).__name__}: give tensors by name, as model.state_dict(), or a step"
+                    f"state is a {type(source).__name__}: give tensors by name, as model.state_dict(), a step or a path"
                 )
-            given = dict(state)
-            random |= {name: int(state[name]) for name in (_SEED, _STEP) if name in state}
-        moved = state._same(inputs, plan) if isinstance(state, Step) else {}
+            given = dict(source)
+            random |= {name: int(given[name]) for name in RANDOM if name in given}
         values = {one.slot: _first_value(one, plan, given) for one in inputs if one.slot not in moved}
         numbers = [(one, next(self._numbers)) for one in inputs]
         step = Step(self, plan, f"{self._session}/{next(self._names)}", numbers, random)
@@ -131,8 +142,8 @@ class Workers:
         for one, number in step._state:
             for at, rank in enumerate(plan.ranks_of(one.stage) if one.slot in values else ()):
                 parts[rank][number] = _part(values[one.slot], plan, one.slot, at)
-        if isinstance(state, Step):
-            await state._hand_over(step, moved)
+        if moved:
+            await step._take_over(source, moved)
         await values_of([
             *self.group.each(Worker.put, parts, self._session),
             *self.group.each(Worker.load, step._programs(compile), self._session, step.name),
@@ -264,8 +275,8 @@ class Step:
         self._ranks = {stage: plan.ranks_of(stage) for stage in plan.stages}
         self._numbers = {one.name: (number, one.stage) for one, number in state}
         self._arguments = [one for one in plan.inputs if one.role == "argument"]
-        self._scalars = [one for one in plan.inputs if one.role == "scalar" and one.name != _STEP]
-        self._counting = [one for one in plan.inputs if one.name == _STEP and one.role == "scalar"]
+        self._scalars = [one for one in plan.inputs if one.role == "scalar" and one.name != STEP]
+        self._counting = [one for one in plan.inputs if one.name == STEP and one.role == "scalar"]
         self._session = workers._session
         # The seed, and the number of the first step: random numbers depend on these and on the place in the program.
         self._random = random
@@ -329,7 +340,7 @@ class Step:
         whole |= {alias: whole[name] for alias, name in plan.aliases.items() if name in whole}
         if self._counting:
             done = progress.done
-            whole |= {_SEED: torch.tensor(self._random[_SEED]), _STEP: torch.tensor(self._random[_STEP] + done)}
+            whole |= {SEED: torch.tensor(self._random[SEED]), STEP: torch.tensor(self._random[STEP] + done)}
         return whole
 
     def refs(self, name: str) -> Refs[Tensor]:
@@ -346,6 +357,27 @@ class Step:
         members = self._workers.group
         return Refs([members[rank].part(self._session, number) for rank in self._ranks[stage]])
 
+    def sharded(self) -> Sharded:
+        """The state after the steps that have begun, in shards: for `aiodaft.checkpoint` and `aiodaft.resharding`.
+
+        The workers copy it while they run the next step, which waits for the copies before it changes the state. Each
+        part is there once. The random numbers go on from it, too.
+
+        Raises:
+            RuntimeError: As a call.
+        """
+        self._check()
+        kept = {one.name: (one, number) for one, number in self._state if one.role != "constant"}
+        layout = layout_once(self.plan, kept, RANDOM if self._counting else ())
+        numbers = [
+            {name: number for name, (_, number) in kept.items() if layout.part(name, rank) is not None}
+            for rank in range(layout.size)
+        ]
+        counted = Counted(self.name, self._random[SEED], self._random[STEP]) if self._counting else None
+        members, session, key = self._workers.group, self._session, uuid4().hex
+        members.each(Worker.begin_copy, numbers, session, key, counted)
+        return Sharded(members.all(Worker.copied, session, key), layout)
+
     def _same(self, inputs: Sequence[Input], plan: Plan) -> dict[int, tuple[Input, int]]:
         here = {
             (one.name, one.role, self.plan.specs[one.slot].meta.shape): (one, number) for one, number in self._state
@@ -360,18 +392,20 @@ class Step:
     async def _random_now(self) -> dict[str, int]:
         self._check()
         done = (await self._workers.group[0].progress(self._session, self.name)).done
-        return {_SEED: self._random[_SEED], _STEP: self._random[_STEP] + done}
+        return {SEED: self._random[SEED], STEP: self._random[STEP] + done}
 
-    async def _hand_over(self, to: Step, moved: Mapping[int, tuple[Input, int]]) -> None:
-        there = {str(one.slot): (one, number) for one, number in to._state if one.slot in moved}
-        here = {name: moved[one.slot] for name, (one, _) in there.items()}
-        if not there:
-            return
-        plan = reshard(_layout(self.plan, here), _layout(to.plan, there))
-        given = self._workers.group.each(Worker.give, _by_rank(self.plan, here), self._session)
-        parts = await plan.move(given, to=to._workers.group)
-        members, numbers = to._workers.group, _by_rank(to.plan, there)
-        await values_of([members[rank].take(part, numbers[rank], to._session) for rank, part in enumerate(parts)])
+    async def _take_over(self, source: Any, moved: Mapping[int, Any]) -> None:
+        """Take tensors of another step, or of a checkpoint; `moved` has their names there by slot."""
+        there = {str(one.slot): (one, number) for one, number in self._state if one.slot in moved}
+        found = {name: moved[one.slot] for name, (one, _) in there.items()}
+        members, layout = self._workers.group, _layout(self.plan, there)
+        if isinstance(source, Step):
+            given = source._workers.group.each(Worker.give, _by_rank(source.plan, found), source._session)
+            parts = await reshard(_layout(source.plan, found), layout).move(given, to=members)
+        else:
+            parts = await source.load(layout, names=found)
+        numbers = _by_rank(self.plan, there)
+        await values_of([members[rank].take(part, numbers[rank], self._session) for rank, part in enumerate(parts)])
 
     async def unload(self) -> None:
         """Free the memory of the state at the workers. Idempotent; it happens as well once nothing refers to the step.
@@ -458,7 +492,7 @@ class Step:
             names=tuple(one.name for one, _ in state),
             outs=tuple(numbers.get((one.name, one.role, one.stage)) for one in outputs),
             returns=tuple(at for at, one in enumerate(outputs) if one.role == "result" and gives[one.stage]),
-            first=self._random[_STEP] if self._counting else None,
+            first=self._random[STEP] if any(one.stage in gives for one in self._counting) else None,
             numbers=tuple(one.slot for one in (*self._counting, *self._scalars)),
             parameters=frozenset(one.slot for one, _ in state if one.role == "parameter"),
         )
@@ -497,21 +531,16 @@ class Run(Awaitable[Any]):
 
 # The roles of inputs that come anew with each step.
 _PER_STEP = frozenset({"argument", "scalar"})
-_SEED, _STEP = "random.seed", "random.step"
 
 
 def _first_value(one: Input, plan: Plan, state: Mapping[str, Tensor]) -> Tensor | Filled:
     meta = plan.specs[one.slot].meta
-    names = [one.name, *(alias for alias, name in plan.aliases.items() if name == one.name)]
-    given = next((state[name] for name in names if name in state), None)
-    if one.role != "constant" and given is not None:
+    name = _name_in(state, one, plan)
+    if name is not None:
+        given = state[name]
         if not isinstance(given, Tensor):
             raise TypeError(f"state[{one.name!r}] is a {type(given).__name__}: give a tensor")
-        if tuple(given.shape) != meta.shape or given.dtype != meta.dtype:
-            raise ValueError(
-                f"state[{one.name!r}] is {given.dtype} {tuple(given.shape)}, and the program was captured with "
-                f"{meta.dtype} {meta.shape}"
-            )
+        _check_fits(one.name, tuple(given.shape), given.dtype, meta)
         if given.is_meta:
             raise ValueError(f"state[{one.name!r}] is on the device meta, without data: give its values")
         return given.detach()
@@ -522,6 +551,13 @@ def _first_value(one: Input, plan: Plan, state: Mapping[str, Tensor]) -> Tensor 
     raise ValueError(f"state has no {one.role} {one.name!r}: give state=model.state_dict() or that of another step")
 
 
+def _check_fits(name: str, shape: tuple[int, ...], dtype: torch.dtype, meta: Meta) -> None:
+    if shape != meta.shape or dtype != meta.dtype:
+        raise ValueError(
+            f"state[{name!r}] is {dtype} {shape}, and the program was captured with {meta.dtype} {meta.shape}"
+        )
+
+
 def _layout(plan: Plan, tensors: Mapping[str, tuple[Input, int]]) -> Layout:
     return Layout(
         plan.axes,
@@ -530,6 +566,14 @@ def _layout(plan: Plan, tensors: Mapping[str, tuple[Input, int]]) -> Layout:
             for name, (one, _) in tensors.items()
         },
     )
+
+
+def _name_in(places: Container[str], one: Input, plan: Plan) -> str | None:
+    return None if one.role == "constant" else next((name for name in _names(one, plan) if name in places), None)
+
+
+def _names(one: Input, plan: Plan) -> list[str]:
+    return [one.name, *(alias for alias, name in plan.aliases.items() if name == one.name)]
 
 
 def _by_rank(plan: Plan, tensors: Mapping[str, tuple[Input, int]]) -> list[dict[str, int]]:

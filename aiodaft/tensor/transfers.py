@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
+from aiodaft.checkpoint import Saved
 from aiodaft.ref import Ref, Refs
 from aiodaft.resharding import Layout, Sharding, reshard
 from aiodaft.tensor.blocks import Cell
+from aiodaft.tensor.operations import Input
+from aiodaft.tensor.plan import Plan
 from aiodaft.tensor.recorder import Recorder, values_of
 from aiodaft.tensor.specs import Meta, Placements, Spec, bounds, checked, coords, text
-from aiodaft.tensor.worker import Worker
+from aiodaft.tensor.worker import SEED, STEP, Worker
 
-__all__ = ["adopted", "moved", "sharding_of"]
+__all__ = ["RANDOM", "adopted", "layout_once", "moved", "saved_numbers", "sharding_of"]
+
+RANDOM = (SEED, STEP)
 
 
 def sharding_of(spec: Spec, axes: Mapping[str, int], only: Mapping[str, int] | None = None) -> Sharding:
@@ -83,6 +88,32 @@ async def adopted(recorder: Recorder, refs: Iterable[Ref[Tensor]], placements: P
     meta = Meta(tuple(whole), tuple(torch.empty(whole, device="meta").stride()), metas[0].dtype)
     made.layout = recorder.entries.layout(Spec(placements, meta))
     return made
+
+
+def layout_once(plan: Plan, tensors: Mapping[str, tuple[Input, int]], numbers: Iterable[str]) -> Layout:
+    """The layout of a state of which each part is at one rank. Of replicas, the ranks take turns."""
+    made = {name: _number(plan.axes) for name in numbers}
+    by_size = sorted(tensors.items(), key=lambda item: -plan.specs[item[1][0].slot].meta.nbytes)
+    for turn, (name, (one, _)) in enumerate(by_size):
+        spec, only = plan.specs[one.slot], dict(plan.place_of(one.stage))
+        for (axis, size), placement in zip(plan.inner.items(), spec.placements, strict=True):
+            if placement.is_replicate():
+                turn, only[axis] = divmod(turn, size)
+        made[name] = sharding_of(spec, plan.inner, only)
+    return Layout(plan.axes, made)
+
+
+def _number(axes: Mapping[str, int]) -> Sharding:
+    return Sharding(shape=(), dtype=torch.int64, only=dict.fromkeys(axes, 0))
+
+
+async def saved_numbers(saved: Saved) -> dict[str, int]:
+    names = saved.places.keys() & RANDOM
+    if not names:
+        return {}
+    axes = saved.group.axes
+    found = await (await saved.load(Layout(axes, dict.fromkeys(names, _number(axes)))))[0]
+    return {name: int(number) for name, number in found.items()}
 
 
 async def _kept(recorder: Recorder, parts: Iterable[Ref[Any]], spec: Spec) -> tuple[Cell, list[Meta]]:

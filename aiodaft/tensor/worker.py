@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -21,7 +24,11 @@ from aiodaft.tensor.stage_runs import Pipe, StagedRoutine, StageRuns
 if TYPE_CHECKING:
     from aiodaft.tensor.compiling import Compiled
 
-__all__ = ["Filled", "Measure", "Order", "Program", "Progress", "Refused", "Worker"]
+__all__ = ["SEED", "STEP", "Counted", "Filled", "Measure", "Order", "Program", "Progress", "Refused", "Worker"]
+
+# The names of the seed, and of the number of the next step, in a state.
+SEED: Final = "random.seed"
+STEP: Final = "random.step"
 
 
 class Program(NamedTuple):
@@ -90,6 +97,14 @@ class Measure(NamedTuple):
 
     peak: int
     parameters: int
+
+
+class Counted(NamedTuple):
+    """The random numbers of a step: the name of its program, their seed, and the number of the first run."""
+
+    name: str
+    seed: int
+    first: int
 
 
 class Filled(NamedTuple):
@@ -218,6 +233,20 @@ class Worker(Actor):
         return borrow({name: here.find(number) for name, number in numbers.items()})
 
     @method
+    def begin_copy(self, numbers: dict[str, int], session: str, key: str, counted: Counted | None) -> None:
+        """Begin to copy local parts beside the next runs, which wait before they change these. It never fails."""
+        self._session(session).begin_copy(numbers, key, counted)
+
+    @method
+    async def copied(self, session: str, key: str) -> dict[str, Tensor]:
+        """Return the copies of `begin_copy`, which was called before."""
+        here = self._session(session)
+        try:
+            return borrow(await asyncio.wrap_future(here.copies.setdefault(key, Future())))
+        finally:
+            here.copies.pop(key, None)
+
+    @method
     def take(self, parts: dict[str, Tensor], numbers: dict[str, int], session: str) -> None:
         """Keep parts that a move has made."""
         self._session(session).tensors.update({numbers[name]: part for name, part in parts.items()})
@@ -243,6 +272,9 @@ class _Session:
         self._failed = ""
         self.tensors: dict[int, Tensor] = {}
         self.loaded: dict[str, _Loaded] = {}
+        # Copies that `copied` will ask for, and those that are being made.
+        self.copies: dict[str, Future[dict[str, Tensor]]] = {}
+        self._copying: list[Future[dict[str, Tensor]]] = []
 
     def begin(self, attempt: int) -> None:
         if attempt > self._attempt:
@@ -261,11 +293,31 @@ class _Session:
                 if row.plan is not None:
                     row.plan.close()
 
+    def begin_copy(self, numbers: Mapping[str, int], key: str, counted: Counted | None) -> None:
+        # Of done ones, the caller has taken the result, or will not ask.
+        self.copies = {one: copies for one, copies in self.copies.items() if one == key or not copies.done()}
+        copies = self.copies.setdefault(key, Future())
+        self._copying.append(copies)
+        try:
+            parts = {name: self.find(number) for name, number in numbers.items()}
+            if counted is not None and self._rank == 0:
+                done = self.loaded[counted.name].done
+                parts |= {SEED: torch.tensor(counted.seed), STEP: torch.tensor(counted.first + done)}
+            Thread(target=_copy, args=(parts, copies), name="copy of the state", daemon=True).start()
+        except BaseException as error:  # noqa: BLE001 - `copied` raises it
+            copies.set_exception(error)
+
+    def wait_copied(self) -> None:
+        """Wait before tensors change."""
+        if self._copying:
+            wait(self._copying)
+            self._copying = []
+
     def load(self, name: str, program: Program) -> _Loaded:
         routine, segments = program.routine, list["Compiled"]()
         if program.compiled:
             routine, segments = self._compiled(routine, program.numbers)
-        loaded = _Loaded(program, self._code(routine, None), self._rows, segments)
+        loaded = _Loaded(program, self._code(routine, None), self._rows, segments, self.wait_copied)
         self.loaded[name] = loaded
         return loaded
 
@@ -307,8 +359,14 @@ class _Session:
 
 class _Loaded:
     def __init__(
-        self, program: Program, code: Code | StageRuns, rows: Mapping[str, _Axis], segments: Sequence[Compiled]
+        self,
+        program: Program,
+        code: Code | StageRuns,
+        rows: Mapping[str, _Axis],
+        segments: Sequence[Compiled],
+        fence: Callable[[], None],
     ) -> None:
+        self._fence = fence
         self.program = program
         self.code = code
         self._segments = segments
@@ -323,6 +381,7 @@ class _Loaded:
         self, code: Code | StageRuns, values: list[Any], tensors: dict[int, Tensor], outs: Sequence[int | None]
     ) -> tuple[Any, ...]:
         def update() -> None:
+            self._fence()
             # From here on, a failure leaves the state neither as it was nor as it is to be.
             self._changing = True
             for number in self._donated:
@@ -351,6 +410,13 @@ class _Loaded:
             len(self._segments),
             tuple(one.reason for one in self._segments if one.reason),
         )
+
+
+def _copy(parts: Mapping[str, Tensor], copies: Future[dict[str, Tensor]]) -> None:
+    try:
+        copies.set_result({name: part.clone() for name, part in parts.items()})
+    except BaseException as error:  # noqa: BLE001 - the thread has no other use
+        copies.set_exception(error)
 
 
 class _Axis:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+import threading
+from typing import Any
 
 import torch
 
 from aiodaft import current_group, method
 from aiodaft._runtime.groups import line
+from aiodaft.tensor import worker
 from aiodaft.tensor.worker import Worker
 
 
@@ -55,6 +59,34 @@ class Extended(Worker):
         """The number of collectives that all controllers have begun, by axis."""
         rows = [row for session in self._sessions.values() for row in session._rows.items()]  # noqa: SLF001 - counts of a worker
         return {axis: sum(row.begun for name, row in rows if name == axis) for axis in dict(rows)}
+
+
+class Held(Worker):
+    """A worker that copies its state when it is told to."""
+
+    @method
+    async def hold(self) -> None:
+        """Make no copy until `go_on`. For steps that are loaded after this."""
+        self._gate, self._update = threading.Event(), asyncio.Event()
+        copy, wait, loop = worker._copy, worker._Session.wait_copied, asyncio.get_running_loop()  # noqa: SLF001 - of steps
+
+        def held(*args: Any) -> None:
+            self._gate.wait()
+            copy(*args)
+
+        def told(session: Any) -> None:
+            loop.call_soon_threadsafe(self._update.set)
+            wait(session)
+
+        vars(worker)["_copy"], worker._Session.wait_copied = held, told  # type: ignore[method-assign]  # noqa: SLF001 - as above
+
+    @method
+    async def wait_update(self) -> None:
+        await self._update.wait()
+
+    @method
+    async def go_on(self) -> None:
+        self._gate.set()
 
 
 def doubled(x: torch.Tensor) -> torch.Tensor:

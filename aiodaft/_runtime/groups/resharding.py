@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import prod
@@ -218,7 +218,7 @@ class Resharding(Actor):
             for name, (grant, dtype, shape) in places.items()
         }
         pieces = [[Piece(*fields) for fields in parcel] for parcel in parcels]
-        await self._read(shard.content, pieces, partial(copy_pieces, tensors))
+        await self.read(shard.content, pieces, partial(copy_pieces, tensors))
         await self._settle(shard.content)
         route.traffic.payloads_sent += 1
         route.traffic.payload_sent += nbytes_in(pieces)
@@ -234,14 +234,14 @@ class Resharding(Actor):
         nbytes = nbytes_in([pieces])
         await self.cut_room.take(nbytes, bound)
         try:
-            flat = self._allocate((nbytes,), "uint8")
+            flat = self.allocate((nbytes,), "uint8")
         except BaseException:
             self.cut_room.give_back(nbytes)
             raise
         # With the last user of its memory; any thread may run this.
         freed = partial(self._process.call_soon, partial(self.cut_room.give_back, nbytes))
         weakref.finalize(flat.untyped_storage(), freed).atexit = False
-        await self._read(shard.content, [pieces], partial(pack, flat))
+        await self.read(shard.content, [pieces], partial(pack, flat))
         return flat
 
     @method(ordered=False)
@@ -274,11 +274,11 @@ class Resharding(Actor):
             DaftError: A source is lost, or its shard.
         """
         ranks = cast("Mapping[int, Source]", sources.content)
-        tensors = {name: self._allocate(shape, dtype) for name, dtype, shape in new}
+        tensors = {name: self.allocate(shape, dtype) for name, dtype, shape in new}
         for parcel in kept:
             pieces = [Piece(*fields) for fields in parcel]
             shard = ranks[pieces[0].source].shard
-            await self._read(shard, [pieces], partial(copy_pieces, tensors))
+            await self.read(shard, [pieces], partial(copy_pieces, tensors))
             await self._settle(shard)
         error: BaseException | None = None
         try:
@@ -374,7 +374,7 @@ class Resharding(Actor):
 
     # Memory.
 
-    def _allocate(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
+    def allocate(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
         """Memory for a tensor; a large one lies where other processes can read it."""
         import torch  # noqa: PLC0415 - optional package
 
@@ -421,12 +421,16 @@ class Resharding(Actor):
             return None
         return self._store.lend_to(self._caller.connections.route_to(target), bytes_of(given))
 
-    async def _read(
+    async def read(
         self,
         ref: Ref[Mapping[str, torch.Tensor]],
         parcels: Sequence[list[Piece]],
         copy: Callable[[Mapping[str, torch.Tensor], list[Piece]], object],
+        run: Callable[[Callable[[], object]], Awaitable[object]] | None = None,
     ) -> None:
+        async def run_copy(job: Callable[[], object], pieces: Sequence[Piece]) -> None:
+            await (run(job) if run is not None else self._copy(job, nbytes_in([pieces])))
+
         stored = self._stored(ref)
         if stored is not None and stored.in_host_memory:
             with stored.in_place() as received:
@@ -434,14 +438,14 @@ class Resharding(Actor):
                 if opened is None:
                     opened = self._opened[stored] = Opened(await self._store.decode(received), {})
                 for pieces in parcels:
-                    await self._copy(partial(copy, opened.tensors, pieces), nbytes_in([pieces]))
+                    await run_copy(partial(copy, opened.tensors, pieces), pieces)
                 stored.check_unchanged()
             return
         for pieces in parcels:
             unchanged = False
             while not unchanged:
                 opened = await self._open(ref, pieces)
-                await self._copy(partial(copy, opened.tensors, pieces), nbytes_in([pieces]))
+                await run_copy(partial(copy, opened.tensors, pieces), pieces)
                 unchanged = opened.are_unchanged(pieces)
 
     async def _settle(self, ref: Ref[Mapping[str, torch.Tensor]]) -> None:

@@ -264,7 +264,11 @@ class Store:
 
         Cancellation: raised once the job has ended.
         """
-        await self._helper_thread.run_to_end(partial(self._run_in_order, self.current_streams(), job))
+        await self._helper_thread.run_to_end(self.in_order(job))
+
+    def in_order(self, job: Callable[[], T]) -> Callable[[], T]:
+        """The job for another thread, after the work of this thread's streams."""
+        return partial(self._run_in_order, self.current_streams(), job)
 
     def decline(self, connection: Route, blobs: Any) -> None:
         for name, grant in blobs if isinstance(blobs, tuple) else ():

@@ -507,3 +507,42 @@ def test_functions_classes_and_closures() -> None:
     assert round_trip(Local(3)).value == 3
     assert round_trip(len) is len
     assert round_trip(Config) is Config
+
+
+def size_of(value: Any) -> int:
+    return encode(value, names=Names("value")).size
+
+
+def test_a_slice_of_arrow_costs_its_rows() -> None:
+    arrow = pytest.importorskip("pyarrow")
+    columns = {
+        "x": list(range(5000)),
+        "text": [f"the number {x}" for x in range(5000)],
+        "parts": [[x] for x in range(5000)],
+    }
+    table = arrow.table({**columns, "none": [None] * 5000, "kind": arrow.array(["a", "b"] * 2500).dictionary_encode()})
+    for whole in (table, table.to_batches()[0], table["text"], table["parts"].chunk(0)):
+        part = whole.slice(4000, 10)
+        assert round_trip(part).equals(part)
+        assert round_trip(whole).equals(whole)
+        assert size_of(part) < 5000 < size_of(whole)
+
+
+def test_frames_of_polars_are_as_arrow_has_them() -> None:
+    pytest.importorskip("pyarrow")
+    polars = pytest.importorskip("polars")
+    frame = polars.DataFrame(
+        {"x": range(5000), "text": [f"a text that is not short, of the number {x}" for x in range(5000)]},
+        schema_overrides={"x": polars.Int16},
+    )
+    for whole in (frame, frame["text"]):
+        assert round_trip(whole).equals(whole)
+        part = whole.slice(4000, 10)
+        assert round_trip(part).equals(part)
+        assert size_of(part) < 5000 < size_of(whole)
+    # Numbers are not pickled, but lie in memory as they are.
+    assert len(encode(frame["x"], names=Names("value")).payload) < 2000
+    # Types that arrow does not have stay as they are.
+    for dtype in (polars.Enum(["a", "b"]), polars.Categorical, polars.Int128, polars.Object):
+        odd = polars.Series("odd", [1 if dtype == polars.Int128 else "a", None], dtype=dtype)
+        assert (round_trip(odd).dtype, round_trip(odd).name) == (dtype, "odd")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import io
 import pickle
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from itertools import islice
 from types import CodeType, FunctionType, TracebackType
@@ -125,6 +126,8 @@ class NeedsCloudpickle(Exception):
     """A function or class that the receiver cannot import by name."""
 
 
+# The modules of the classes of arrow and polars.
+_FRAMES: Final = ("pyarrow.lib", "polars.dataframe.frame", "polars.series.series")
 _FILES: Final = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
 
@@ -160,6 +163,8 @@ def _reduce(aside: Aside, value: Any, *, by_value: bool) -> Any:
         return _reduce_error(value)
     if kind.__name__ == "ndarray" and kind.__module__ == "numpy" and not value.dtype.hasobject:
         return _reduce_array(value)
+    if kind.__module__.startswith(_FRAMES):
+        return _reduce_frame(kind, value)
     if isinstance(value, Actor):
         raise TypeError(
             f"an instance of {kind.__name__} stays in its process: pass the handle that spawn gave, or in its own "
@@ -384,3 +389,30 @@ def _reduce_array(array: Any) -> Any:
     if not (array.flags.c_contiguous or array.flags.f_contiguous):
         array = array.copy()
     return array.__reduce_ex__(5)
+
+
+def _reduce_frame(kind: type, value: Any) -> Any:
+    """Of arrow, a slice without the rows around it; of polars, frames and series as arrow has them."""
+    if kind.__name__ == "Series":
+        return _load_series, (value.to_frame(),)
+    if kind.__name__ == "DataFrame":
+        with suppress(Exception):
+            # A view of text refers to all text of its frame: the rows of a slice alone take other types.
+            newest = sys.modules["polars"].CompatLevel.newest()
+            table = value.to_arrow(compat_level=newest)
+            if table.nbytes > 2 * value.estimated_size() + _SMALL_BUFFER:
+                table = value.to_arrow()
+            # Some types are not the same in arrow, or not known there.
+            if _load_frame(table).schema == value.schema and len(table) == len(value):
+                return _load_frame, (table,)
+    elif hasattr(value, "offset") and 2 * value.nbytes < value.get_total_buffer_size():
+        return sys.modules["pyarrow"].concat_arrays([value]).__reduce__()
+    return NotImplemented
+
+
+def _load_frame(table: Any) -> Any:
+    return importlib.import_module("polars").from_arrow(table, rechunk=False)
+
+
+def _load_series(frame: Any) -> Any:
+    return frame.to_series()

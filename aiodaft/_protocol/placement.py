@@ -159,8 +159,8 @@ class Request:
     """A request for places: for like actors, or the slices of a mesh; all of them or none.
 
     Attributes:
-        spread: Whether they go to the emptiest nodes instead of the fullest ones that have room.
-        own_nodes: Whether each needs a node without the others, as the slices of a mesh do.
+        spread: They go to the emptiest nodes instead of the fullest ones that have room.
+        own_nodes: Each needs a node without the others, as the slices of a mesh do.
     """
 
     label: str

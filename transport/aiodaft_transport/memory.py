@@ -1,8 +1,7 @@
 """Memory to send from and to receive into.
 
-Pools: getting memory costs far more than copying into it, so blocks are reused. Values of up to 16 MiB share segments,
-one size class per segment; larger ones get a segment of their own. Free memory beyond `keep` bytes goes back to where
-it came from, oldest first.
+Getting memory costs far more than copying into it, so blocks are reused. Values of up to 16 MiB share segments, one
+size class per segment; larger ones get a segment of their own. Free memory beyond `keep` bytes goes back, oldest first.
 
 Memory of the user is read and written in place, and registered once for any number of transfers. A region stays
 registered while a block of it is referred to, a grant of such a block is out, or a transfer into it is under way. All

@@ -3,12 +3,10 @@
 The process makes the streams (see `Host.connect`), so this transport neither listens nor knows a key: between hosts a
 stream is a TCP connection whose ends have proved the cluster key, on one host a socketpair. The consumer requests the
 parts of the blocks that it was granted; a large block comes in several parts, each over a stream of its own. Bytes go
-from the block straight into the socket, and from the socket straight into the buffer of the value: Python copies
-nothing.
+from the block straight into the socket, and from the socket straight into the buffer of the value.
 
-Threads move the bytes, so that a large transfer does not keep the event loop busy: a copy into or out of the kernel
-runs without the interpreter lock. No socket is waited for alone: a peer that does not read, or sends nothing, holds up
-no other transfer.
+Threads move the bytes, because a copy into or out of the kernel runs without the interpreter lock. No socket is waited
+for alone: a peer that does not read, or sends nothing, holds up no other transfer.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ coordinator stores them, then applies them, one decision at a time. So callers a
 restart would not find.
 
 A coordinator that starts where another one was does not know which members live. For the time of one lease it expires
-none, while they join again with the epochs that they hold; their names belong to them still. If nothing was stored,
-it grants no names in that time, because any name may be held.
+none, while they join again with the epochs that they hold. If nothing was stored, it grants no names in that time,
+because any name may be held.
 """
 
 from __future__ import annotations

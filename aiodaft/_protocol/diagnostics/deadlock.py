@@ -1,12 +1,12 @@
 """Deadlocks: calls that wait only for each other. Pure.
 
 The rule is that of the communication model of Chandy, Misra and Haas ("Distributed deadlock detection", 1983): a call
-that waits for others goes on as soon as *one* of them does, so a call is deadlocked only if everything it waits for,
-directly or not, waits too. For a call that needs all of several others that is too strict by a little, never too lax.
+goes on as soon as *one* of those it waits for does, so it is deadlocked only if everything it waits for, directly or
+not, waits too. For a call that needs all of several others that is too strict by a little, never too lax.
 
-A search asks each call for the calls that it waits for, and once it knows all of them, asks again. A call that gives
-the same answer twice (the stamp says that it did not wake in between) waited at the moment between the two rounds, and
-so did all the others: the deadlock was real at one moment, and a deadlock stays one.
+A search asks each call for the calls that it waits for, and then asks again. A call that gives the same answer twice
+(the stamp says that it did not wake in between) waited at the moment between the two rounds, and so did all the others:
+the deadlock was real at one moment, and a deadlock stays one.
 """
 
 from __future__ import annotations

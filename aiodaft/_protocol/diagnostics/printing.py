@@ -64,9 +64,9 @@ def cut(text: str, limit: int) -> str:
 class Screen:
     """Chooses the texts to write so that a line of one writer never stands inside a line of another one.
 
-    At most one line is incomplete at a time, the last one. If it is a bar, complete lines of others go above it, and
-    other bars take its place, each for a while: two bars that end each other's lines would fill the screen. If it is
-    none, another writer ends it by a newline. A bar that waits for its turn is shown when its line is complete.
+    At most the last line is incomplete. If it is a bar, complete lines of others go above it, and other bars take its
+    place, each for a while: two bars that end each other's lines would fill the screen. If it is none, another writer
+    ends it by a newline. A bar that waits for its turn is shown when its line is complete.
     """
 
     def __init__(self) -> None:

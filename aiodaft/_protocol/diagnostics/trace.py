@@ -3,9 +3,8 @@
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 Events are plain tuples, because traced programs make one or two of them per call. Times are seconds on the clock of the
-process that records. Slices ("X") on one track must lie beside or inside each other. Calls of one actor may overlap, so
-an actor has as many tracks as its calls need. The submissions of a call, and the steps of a strand, lie inside of their
-slice.
+process that records. Slices ("X") on one track must lie beside or inside each other, so an actor has as many tracks as
+calls overlap. The submissions of a call, and the steps of a strand, lie inside of their slice.
 """
 
 from __future__ import annotations

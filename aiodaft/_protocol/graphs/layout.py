@@ -1,12 +1,11 @@
 """The picture of a dataflow as rows and lanes, before it has coordinates. Pure, in linear time.
 
 Lane 0 is the controller's, with the inputs at the top and the outputs below their steps; each actor has a lane, in
-which its steps stand in their order. A step stands below all values that it needs, so that every arrow leads down. A
-row has at most one box of each lane.
+which its steps stand in their order. A step stands below all values that it needs, so that every arrow leads down.
 
-Two rules keep large graphs readable. Calls of the same method of one actor in a row, each of which takes only the
-result of the one before and nothing else of the graph, are one box with their number. Of more than `MOST_ROWS` rows,
-the first `FIRST_ROWS` and the last `LAST_ROWS` are shown, and a band between them for the rest.
+In large graphs, calls of the same method of one actor in a row, each of which takes only the result of the one before,
+are one box with their number. Of more than `MOST_ROWS` rows, the first `FIRST_ROWS` and the last `LAST_ROWS` are shown,
+and a band between them for the rest.
 """
 
 from __future__ import annotations
@@ -93,8 +92,8 @@ class Layout:
     """The place of everything in the picture.
 
     Attributes:
-        travelled: The bytes that went from process to process, of all values whose size is known.
-        band: The row that stands for the rows that are left out.
+        travelled: The bytes that went from process to process, where the size is known.
+        band: The row that stands for those that are left out.
         hidden: The number of calls that are left out.
     """
 

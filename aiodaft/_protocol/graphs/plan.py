@@ -2,13 +2,12 @@
 
 The values of a dataflow have numbers: first its inputs, then the results of its steps. The plan of a process lists its
 steps in their order, the values that it needs from other processes, the receivers of each of its results, and the
-results that it reports to the owner of the graph: the outputs, and the results that no step uses. The reports tell the
-owner when a run is over.
+results that it reports to the owner of the graph: the outputs, and the results that no step uses.
 
-The steps of one actor start in their order, each when its arguments are there, as calls made one by one do. A step that
-needs the result of the step before it cannot overlap with that one. A row of such steps that waits for no value in
-between is one *segment*. Segments of which each needs the last result of the one before, through other actors or not,
-are one *strand*: a single call of the actor, which waits between them.
+The steps of one actor start in their order, each when its arguments are there. A row of steps, each of which needs the
+result of the one before and no other value that is still to come, is one *segment*. Segments of which each needs the
+last result of the one before, through other actors or not, are one *strand*: a single call of the actor, which waits
+between them.
 """
 
 from __future__ import annotations
@@ -98,7 +97,6 @@ class SubPlan(Generic[DataT]):
     """The plan of one process.
 
     Attributes:
-        segments: Its steps, in the order in which they start.
         strands: Its segments as strands, each given by its segments' positions.
         inputs: Numbers of the graph's inputs that it needs.
         receives: Values that it needs from other processes, by process.

@@ -151,8 +151,8 @@ def direct(members: int) -> Plan:
 def ring(members: int) -> Plan:
     """Parts travel round the ring of members, first to be reduced, then to be known to all.
 
-    Part k is reduced in the order k + 1, k + 2, ..., k of ranks, modulo the number of members: only for reducers whose
-    result does not depend on the order.
+    Part k is reduced in the order k + 1, k + 2, ..., k of ranks: only for reducers whose result does not depend on the
+    order.
     """
     plan = Plan(members)
     known: list[list[int]] = [[] for _ in plan.inputs]

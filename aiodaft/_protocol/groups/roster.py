@@ -223,7 +223,7 @@ class Roster(Generic[T_co]):
 
 
 def seats_after(size: int, staying: Sequence[int], n: int) -> tuple[int | None, ...]:
-    """The holders of the first ranks after a change: former ranks, None for a new member. All others are new.
+    """The holders of the first ranks after a change: former ranks, None for a new member.
 
     Args:
         staying: The ranks of those that can stay.

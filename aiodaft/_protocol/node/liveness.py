@@ -1,9 +1,9 @@
 """Whether a silent process is to be suspected or given up, judged by its heartbeats. No clock, no I/O.
 
 The watcher asks once a period and counts the periods without an answer. A look that is late, because the watcher itself
-was blocked, counts as one period: so the counted silence is never longer than the real one (except for a tenth of a
-period), and a watcher that slept for minutes suspects no process. This is a failure detector in the
-sense of Chandra and Toueg (1996), perfect where no process that lives is silent for longer than its patience.
+was blocked, counts as one period: the counted silence is never longer than the real one (except for a tenth of a
+period). This is a failure detector in the sense of Chandra and Toueg (1996), perfect where no process that lives is
+silent for longer than its patience.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Connections between machines: this process connects to another one, and takes the connections of others.
 
-Only nodes listen. A process that needs a connection to one on another machine connects to the port of that one's node,
-which hands the socket on. Both processes may do so at the same time: then the one with the smaller id refuses, and the
-other takes the connection. A controller has no node of its own that could take a connection for it; the node that it is
-attached to tells it to connect itself.
+Only nodes listen. A process connects to the port of the other one's node, which hands the socket on. Both processes may
+do so at the same time: then the one with the smaller id refuses, and the other takes the connection. A controller has
+no node of its own that could take a connection for it; the node that it is attached to tells it to connect itself.
 
 The process that was connected to answers with one message of a fixed size (`Welcome`).
 """

@@ -3,7 +3,7 @@
 A command listens on an abstract socket, writes its address where only the user of a fork server and root can, and sends
 the fork server a signal. The fork server tells its node, and that the programs that are attached to it. Each of them
 connects to the command, sends a greeting, and answers questions until the command ends. Both ends check the other's
-user (SO_PEERCRED). No file with a name in a folder can be left behind.
+user (SO_PEERCRED).
 
 Messages are lines of JSON: a `Greeting`; then, for each question `[name, arguments]`, any number of `["item", value]`,
 and `["end", null]` or `["failed", "why"]`.

@@ -244,7 +244,7 @@ def _frames(frames: Frames) -> tuple[Frame, ...]:
 
 
 async def answer_to(question: Awaitable[T], patience: float) -> T:
-    """The answer of another process to a question, which is a ref: the handles of the runtime's own actors make refs.
+    """The answer of another process to a question, which is a ref.
 
     Raises:
         DaftError: The process has ended.

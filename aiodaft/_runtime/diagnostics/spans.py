@@ -1,7 +1,7 @@
 """Spans of OpenTelemetry: of the calls that a process makes and serves, of runs of graphs, and of large values.
 
 A span of the caller and one of the actor make a call; the context of the first is sent with it, as W3C Trace Context.
-Only `tracing.py` loads this. The objects at which calls begin are told to make spans, so without it nothing is asked.
+The objects at which calls begin are told to make spans, so without telemetry nothing is asked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Planned collectives: the members of a group do the same exchanges of tensors in the same order, again and again.
 
 On one host nothing meets: each rank writes its part into its place in shared memory, signals the others, and reads
-theirs (`Line`). An exchange is a generator of steps: it writes, yields to have all ranks signal, and reads. A thread or
-a task carries it out. If members do not share memory, its one step is a keyed collective.
+theirs (`Line`). An exchange is a generator of steps, which a thread or a task carries out. If members do not share
+memory, its one step is a keyed collective.
 """
 
 # ruff: noqa: B901 - a generator of steps returns its result

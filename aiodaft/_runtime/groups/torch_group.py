@@ -1,7 +1,7 @@
 """The process group of torch whose operations are the collectives and messages of aiodaft.
 
 torch calls it in any thread. An operation begins at once and writes into the tensors that it was given when its values
-come. This file is imported by processes that open such a group.
+come.
 """
 
 from __future__ import annotations

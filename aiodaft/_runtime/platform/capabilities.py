@@ -1,7 +1,6 @@
 """The capabilities of this operating system. aiodaft is made for Linux; with less, it is good for development.
 
-Nothing asks for the name of the system: only for its capabilities. The needs of transports are in
-`aiodaft_transport.system`.
+Nothing asks for the name of the system. The needs of transports are in `aiodaft_transport.system`.
 """
 
 from __future__ import annotations

@@ -25,9 +25,8 @@ class Timeouts:
     Attributes:
         answer: For the answer of a process to the order to stop an actor, at least.
         report: For the answer of an actor's process to `rt.info`.
-        exit_report: For the exit report of a process after its connection is lost.
+        exit_report: After a connection is lost.
         blame: For callers of a dead actor to report that its end failed their calls; else its scope gets the error.
-        fork_server_look: Between two looks at a fork server that has not answered.
         silence: Between two looks at a connection to a node of another machine.
     """
 
@@ -47,14 +46,11 @@ class Env:
 
     Attributes:
         monotonic: Seconds of a clock that never jumps.
-        random: Source of choices that need not be secret.
-        token: Secret random bytes.
-        gpus: The machine's GPUs, in the order of their numbers.
+        random: Of choices that need not be secret; `token` is secret.
         thread: Makes a thread beside a loop, from the thread's name and the loop.
-        remembered: The number of ended processes that are remembered, with their ends.
-        launcher: Starts worker processes; takes the arguments of `WorkerLauncher`. None: `WorkerLauncher`, or
-            `ExecLauncher` where there is no fork server.
-        network: Leads to other machines; see `far.Network`. None: TCP, with the key of the cluster.
+        remembered: The number of ended processes that are remembered.
+        launcher: Takes the arguments of `WorkerLauncher`. None: that, or `ExecLauncher` where there is no fork server.
+        network: See `far.Network`. None: TCP, with the key of the cluster.
     """
 
     monotonic: Callable[[], float] = time.monotonic

@@ -1,8 +1,8 @@
 """Claims on GPUs, so that two runtimes of a machine do not give the same GPU to their actors.
 
 A claim is a listening unix socket, named after the GPU in the abstract namespace. The kernel gives a name to one socket
-at a time, frees it when the process ends, and tells which process listens: no file is left behind, and users need no
-rights for each other's claims. Processes in different network namespaces do not see each other's claims.
+at a time, frees it when the process ends, and tells which process listens: no file is left behind. Processes in
+different network namespaces do not see each other's claims.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class GpuClaims:
     async def given_back(self) -> None:
         """Wait until another runtime gives back a GPU that was refused here; for ever if it cannot be told when.
 
-        The wait is for the end of a connection to its socket: no process accepts it, and it ends with the claim.
+        The end of a connection to its socket tells: no process accepts it, and it ends with the claim.
         """
         loop = asyncio.get_running_loop()
         over: asyncio.Future[None] = loop.create_future()

@@ -1,11 +1,10 @@
 """Processes as Linux knows them, their forked children, and network interfaces.
 
-The loops, connections and signal handlers of a process do not belong to its forked children. A signal that reaches a
-child before it has left the parent's signal handling goes to the parent instead: the handler in C writes it to the
-wakeup socket of the loop, which both processes have, and the child forgets it. So a process with a loop that handles
-signals blocks all signals of the forking thread, from before the fork until the child has left the handling (in the
-child) or the fork is over (in the parent). `subprocess` runs these hooks only with a `preexec_fn`; without one it uses
-vfork and blocks signals itself.
+A signal that reaches a forked child before it has left the parent's signal handling goes to the parent instead: the
+handler in C writes it to the wakeup socket of the loop, which both processes have, and the child forgets it. So a
+process with a loop that handles signals blocks all signals of the forking thread, from before the fork until the child
+has left the handling (in the child) or the fork is over (in the parent). `subprocess` runs these hooks only with a
+`preexec_fn`; without one it uses vfork and blocks signals itself.
 """
 
 from __future__ import annotations

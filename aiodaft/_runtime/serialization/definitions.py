@@ -1,10 +1,9 @@
 """Classes and functions that other processes cannot import, under names of their own.
 
 They are pickled by value once. A value that has them, or their instances, has only the name; see
-`_protocol.connections.session`. Objects that may change without a new name are not named: a class with a list
-among its attributes, or a function that uses a global one. Such things are pickled by value each time, as they are
-then. So are objects that change often: each name that was told stays in other processes until the class or function
-is gone.
+`_protocol.connections.session`. Objects that may change without a new name are pickled by value each time, as they are
+then: a class with a list among its attributes, or a function that uses a global one. So are objects that change often:
+each name that was told stays in other processes until the class or function is gone.
 """
 
 from __future__ import annotations

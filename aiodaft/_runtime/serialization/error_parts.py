@@ -1,8 +1,7 @@
 """The parts of an exception, and an exception made of them without code of its class.
 
 Besides `args` and `__dict__`, an exception has fields: the values that the C code of its class keeps, such as
-`OSError.filename` and all parts of the text of a `SyntaxError` or a `UnicodeDecodeError`, and the `__slots__` of its
-class.
+`OSError.filename`, and the `__slots__` of its class.
 """
 
 from __future__ import annotations

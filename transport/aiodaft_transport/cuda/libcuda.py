@@ -1,9 +1,9 @@
 """libcuda through ctypes: only the functions that move memory between processes, one Python call per driver call.
 
-The driver API, because every machine with a GPU has this library, and because all frameworks share its primary contexts
-and streams. The library is loaded, and a context made, at the first use.
+Every machine with a GPU has this library, and all frameworks share its primary contexts and streams. It is loaded, and
+a context made, at the first use.
 
-Sources: the CUDA driver API reference, sections "Memory Management", "Event Management" and "Stream Management".
+Source: the CUDA driver API reference.
 """
 
 from __future__ import annotations

@@ -169,6 +169,9 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         then the group is destroyed and the variables are as before. To keep it for several calls, enter it into an
         `ExitStack` of the actor. Each member needs a process of its own.
 
+        A script for torchrun that runs in the block gets its group from `torch.distributed.init_process_group()`,
+        whatever backend it names; `destroy_process_group()` leaves that to the end of the block.
+
         When a member dies, is stopped or leaves the block by an error, all waits of the others fail at once. gloo
         rarely misses the end of its connections. So a process ends if its block, after a loss, stands for 5 seconds at
         one place in C code (of torch, or called by the block itself) and uses no CPU.

@@ -29,7 +29,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (z.unflatten(-1, (HEADS, -1)).transpose(1, 2) for z in (self.q(x), self.k(x), self.v(x)))
+        heads = (z.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for z in (self.q(x), self.k(x), self.v(x)))
         return self.out(functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
 
 

@@ -199,6 +199,14 @@ def test_one_state_has_four_placements() -> None:
     assert float(found[1]) < 1e-5
 
 
+@pytest.mark.timeout(180)
+def test_training_by_fsdp_and_tensor_parallelism_goes_on_after_a_death() -> None:
+    output = run_example("fsdp_tp.py")
+    losses = [float(one) for line in re.findall(r"loss (\S+) -> (\S+),", output) for one in line]
+    assert len(losses) == 6
+    assert losses[-1] < 0.1
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "options", [("long_context.py", "--ranks", "3", "--length", "50"), ("moe.py", "--ranks", "3")], ids="-".join

@@ -252,6 +252,41 @@ async def test_what_torch_distributes_gives_the_values_of_one_process(
     assert await ranks.all(TorchRank.close) == [False, False]
 
 
+SCRIPT = """
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed import destroy_process_group
+
+
+def main() -> list[float]:
+    dist.init_process_group(backend="nccl" if torch.cuda.is_available() else "gloo")
+    pair, value = dist.new_group([0, 1]), torch.tensor([float(os.environ["LOCAL_RANK"])])
+    dist.all_reduce(value, group=pair)
+    destroy_process_group(pair)
+    dist.all_reduce(value)
+    destroy_process_group()
+    return [*value.tolist(), dist.get_world_size()]
+
+
+found = main() if __name__ == "__main__" else None
+"""
+
+
+@pytest.mark.parametrize("backend", ["aiodaft", "gloo"])
+async def test_a_script_that_begins_and_ends_its_process_group_runs_as_it_is(
+    module_rt: aiodaft.Runtime, tmp_path: Path, backend: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    ranks = await module_rt.group(2, TorchRank)
+    await ranks.all(TorchRank.open, backend)
+    for _ in range(2):
+        assert await ranks.all(TorchRank.script, str(script)) == [[2.0, 2]] * 2
+    assert await ranks.all(TorchRank.close) == [False, False]
+
+
 async def test_operations_that_are_repeated_send_no_message_and_end_without_a_wait(module_rt: aiodaft.Runtime) -> None:
     ranks = await opened(module_rt, 2)
     for nbytes in (64, 1 << 22):

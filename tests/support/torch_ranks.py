@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import runpy
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,10 @@ class TorchRank(aiodaft.Actor):
     def close(self) -> bool:
         self.kept.close()
         return dist.is_initialized()
+
+    @aiodaft.method
+    def script(self, path: str) -> Any:
+        return runpy.run_path(path, run_name="__main__")["found"]
 
     @aiodaft.method
     def replicated(self) -> list[float]:

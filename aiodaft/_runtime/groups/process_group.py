@@ -291,7 +291,8 @@ def process_group(
                 # A wait on a GPU. With gloo, an operation that begins after an abort would wait for ever.
                 me.abort = dist.group.WORLD.abort
             inside = True
-            yield dist.group.WORLD
+            with _given_to_scripts(dist):
+                yield dist.group.WORLD
             block_on(process, me.wait_others(), what)
         except BaseException as error:
             failed = ConnectionError | RuntimeError if not inside else dist.DistError
@@ -409,6 +410,26 @@ def _destroy(blocks: Blocks) -> None:
         dist.destroy_process_group()
     # Groups are found in the store by their numbers. torch counts one that could not be made, too.
     dist.distributed_c10d._world.group_count = 0
+
+
+@contextmanager
+def _given_to_scripts(dist: Any) -> Generator[None]:
+    """A script for torchrun, run in the block, begins with its own process group, and ends it: that of the block."""
+    begin, destroy = dist.init_process_group, dist.destroy_process_group
+
+    def init_process_group(backend: str | None = None, *args: Any, **options: Any) -> None:
+        if not dist.is_initialized():
+            begin(backend, *args, **options)
+
+    def destroy_process_group(group: Any = None) -> None:
+        if group not in {None, dist.group.WORLD}:
+            destroy(group)
+
+    dist.init_process_group, dist.destroy_process_group = init_process_group, destroy_process_group
+    try:
+        yield
+    finally:
+        dist.init_process_group, dist.destroy_process_group = begin, destroy
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, NoReturn, Pa
 
 from aiodaft._protocol.calls.mailbox import check_max_queue
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.node.liveness import Health, Patience
 from aiodaft._protocol.node.resources import Demand
+from aiodaft._protocol.node.worker import Health, Patience
 from aiodaft._protocol.supervision import Restart, check_alone
 from aiodaft.methods import DefMethod, MethodSpec, check_overrides, signature_of, specs_of
 

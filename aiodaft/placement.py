@@ -27,8 +27,8 @@ from typing import (
 from aiodaft._protocol.calls.mailbox import check_max_queue
 from aiodaft._protocol.coordination.records import check_name
 from aiodaft._protocol.groups.roster import Axes
-from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.node.resources import Demand
+from aiodaft._protocol.node.worker import Patience
 from aiodaft._protocol.numbers import is_count
 from aiodaft._protocol.supervision import Backoff, Kind, Restart, check_alone
 from aiodaft._runtime.node.nodes import Site

@@ -22,7 +22,7 @@ from aiodaft._protocol.connections.address import parse_address
 from aiodaft._protocol.coordination.records import check_name as check_actor_name
 from aiodaft._protocol.coordination.records import check_prefix
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._protocol.node.liveness import Patience
+from aiodaft._protocol.node.worker import Patience
 from aiodaft._protocol.numbers import count, is_count, is_number
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.agent import acting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aiodaft._protocol.node.liveness import Patience
+from aiodaft._protocol.node.worker import Patience
 from aiodaft._protocol.supervision import Backoff, Restart
 from aiodaft._runtime.actors.hosted_actor import current_call
 

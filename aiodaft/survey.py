@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from aiodaft._protocol.coordination.records import Member, NamedActor
 from aiodaft._protocol.diagnostics.failures import Failure, by_cause
 from aiodaft._protocol.ids import PeerId, is_node, is_worker
-from aiodaft._protocol.node.liveness import LastHeartbeat
+from aiodaft._protocol.node.worker import LastHeartbeat
 from aiodaft._runtime.connections.route import Traffic
 from aiodaft._runtime.diagnostics.attach import Answers
 from aiodaft._runtime.diagnostics.process_view import ChildView, ProcessView, Viewer, answer_to, class_in

@@ -24,8 +24,8 @@ from aiodaft._runtime.diagnostics.await_chains import LoopWatch, offer_dump, wit
 from aiodaft._runtime.diagnostics.tracing import begin_telemetry, set_up_telemetry
 from aiodaft._runtime.logs.console import Console, ConsoleThread, Recent
 from aiodaft._runtime.logs.options import LevelWatch, Logs
-from aiodaft._runtime.node.local_node import LocalNode
 from aiodaft._runtime.node.membership import Attachment, Cluster, find_cluster
+from aiodaft._runtime.node.nodes import LocalNode
 from aiodaft._runtime.node.worker import Machine, NodeOptions
 from aiodaft._runtime.node.workers import is_of_a_user
 from aiodaft._runtime.owning import Owner

@@ -27,7 +27,7 @@ from aiodaft._protocol.ids import (
     is_attached,
     node_of,
 )
-from aiodaft._protocol.node.liveness import Patience
+from aiodaft._protocol.node.worker import Patience
 from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget

@@ -15,8 +15,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
-from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.node.resources import Demand, Stock, Wish
+from aiodaft._protocol.node.worker import Patience
 from aiodaft._protocol.numbers import is_number
 from aiodaft._protocol.placement import NodeView, Request, Unplaceable, explain, obstacle, plan
 from aiodaft._protocol.supervision import Kind, Restart

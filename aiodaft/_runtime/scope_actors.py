@@ -16,9 +16,8 @@ from aiodaft._protocol.placement import Anchor, Request, Where
 from aiodaft._protocol.supervision import Kind, Restart, supervision_of
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget, followed
-from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.node.nodes import Nodes, Site
-from aiodaft._runtime.node.worker import Conditions, Place, Tenant
+from aiodaft._runtime.node.worker import Conditions, Place, Tenant, WorkerEnvironment
 from aiodaft._runtime.owning import InnerErrors, Owner, ScopeErrors
 from aiodaft._runtime.placing import Blueprint, Constraints, FixedSites, Order, Reserved, Waiting
 from aiodaft._runtime.platform.tasks import see_through, shield_from_anyio, wait_through

@@ -22,9 +22,8 @@ from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.node.worker import Ending
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.connections.connection import Connection, Handler
-from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
-from aiodaft._runtime.node.local_node import LocalNode
-from aiodaft._runtime.node.worker import HeartbeatWatch, Worker
+from aiodaft._runtime.node.nodes import LocalNode
+from aiodaft._runtime.node.worker import HeartbeatWatch, Worker, WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.worker_main import Heartbeat, WorkerMain
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env

@@ -16,7 +16,7 @@ from supervised import Balancer, Late, Lingerer, Mortal
 
 import aiodaft
 from aiodaft import Group, Patience
-from aiodaft._protocol.node.liveness import Health
+from aiodaft._protocol.node.worker import Health
 from aiodaft.actor import target_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from aiodaft._protocol.calls.outgoing import NOWHERE, Failure, Location, Whereabouts, check_retries, failure_of
 from aiodaft._protocol.ids import ActorId, PeerId, incarnation
-from aiodaft._protocol.node.liveness import Health
+from aiodaft._protocol.node.worker import Health
 from aiodaft.exceptions import (
     ActorDied,
     DaftError,

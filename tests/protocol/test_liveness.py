@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from aiodaft._protocol.node.liveness import Answer, Health, LastHeartbeat, Liveness, Order, Patience, Stalls
+from aiodaft._protocol.node.worker import Answer, Health, LastHeartbeat, Liveness, Order, Patience, Stalls
 
 PATIENCE = Patience()
 FOREVER = float("inf")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from aiodaft._protocol.node.liveness import GIVEN_UP_AFTER, PERIOD, Order, Silence, period_of
+from aiodaft._protocol.node.worker import GIVEN_UP_AFTER, PERIOD, Order, Silence, period_of
 
 
 def looks(silence: Silence, *received: int, awaited: bool = True) -> list[Order | None]:

@@ -1,10 +1,10 @@
-"""Mirrors `_protocol/node/liveness.py`."""
+"""Mirrors `_protocol/node/worker.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from aiodaft._protocol.node.liveness import Standstill, Verdict
+from aiodaft._protocol.node.worker import Standstill, Verdict
 
 
 def verdicts(signs: Iterable[object]) -> dict[int, Verdict]:

@@ -17,8 +17,7 @@ from sim_program import failures, finds
 
 from aiodaft._protocol.coordination.registry import Registry
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.node.local_node import LocalNode
-from aiodaft._runtime.node.nodes import CoordinatorContact
+from aiodaft._runtime.node.nodes import CoordinatorContact, LocalNode
 from aiodaft._runtime.peer import Replies
 from aiodaft.exceptions import DaftError
 

@@ -21,9 +21,16 @@ from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.options import Source
 from aiodaft._runtime.logs.worker_output import OutputReader
 from aiodaft._runtime.node import launcher as launching
-from aiodaft._runtime.node.environment import Spawned, WorkerEnvironment, WorkerSettings, packed, unpacked
 from aiodaft._runtime.node.launcher import WorkerLauncher
-from aiodaft._runtime.node.worker import NodeOptions, Worker
+from aiodaft._runtime.node.worker import (
+    NodeOptions,
+    Spawned,
+    Worker,
+    WorkerEnvironment,
+    WorkerSettings,
+    packed,
+    unpacked,
+)
 from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.process import ProcessOptions
 from aiodaft.exceptions import SpawnFailed

@@ -13,7 +13,7 @@ from simulated import Simulation
 
 import aiodaft
 from aiodaft import Actor, method
-from aiodaft._protocol.node.liveness import Health
+from aiodaft._protocol.node.worker import Health
 from aiodaft.actor import target_of
 from aiodaft.policies import Load, fewest_in_flight, nearest, two_choices
 

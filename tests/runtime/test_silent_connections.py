@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.node.liveness import PERIOD
+from aiodaft._protocol.node.worker import PERIOD
 from aiodaft._runtime.connections.far import FarConnections
 from aiodaft._runtime.platform.env import Timeouts
 from aiodaft.testing import AutojumpLoop

@@ -13,13 +13,19 @@ from rooms import Bench
 
 from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId
-from aiodaft._protocol.node.liveness import LastHeartbeat
 from aiodaft._protocol.node.resources import Demand, Resources, Wish
-from aiodaft._protocol.node.worker import Ending
-from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
+from aiodaft._protocol.node.worker import Ending, LastHeartbeat
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.shipped_code import ShippedCode
-from aiodaft._runtime.node.worker import Conditions, NodeOptions, Place, Tenant, Worker
+from aiodaft._runtime.node.worker import (
+    Conditions,
+    NodeOptions,
+    Place,
+    Tenant,
+    Worker,
+    WorkerEnvironment,
+    WorkerSettings,
+)
 from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.platform.gpu_claims import GpuClaims
 from aiodaft.exceptions import ActorDied, InsufficientResources, PeerLost, SpawnFailed

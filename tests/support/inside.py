@@ -14,9 +14,9 @@ from aiodaft._runtime.controller import Controller
 from aiodaft._runtime.groups import process_group
 from aiodaft._runtime.groups.inboxes import Box, Inboxes
 from aiodaft._runtime.node.launcher import WorkerLauncher
-from aiodaft._runtime.node.local_node import LocalNode
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.node_process import NodeProcess
+from aiodaft._runtime.node.nodes import LocalNode
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Timeouts

@@ -28,7 +28,7 @@ from enum import Enum
 from typing import Final, Generic, Protocol, TypeAlias, TypeVar
 
 from aiodaft._protocol.ids import ActorId, PeerId, epoch_of
-from aiodaft._protocol.node.liveness import Health
+from aiodaft._protocol.node.worker import Health
 from aiodaft._protocol.numbers import is_count
 from aiodaft._protocol.objects.broadcast import take_first
 from aiodaft._protocol.objects.value import Key

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, Protocol, TypeAlias
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId, can_share_memory, node_of
-from aiodaft._protocol.node.liveness import Health
+from aiodaft._protocol.node.worker import Health
 from aiodaft._protocol.objects.value import FAILED, HERE, PENDING, THERE, Status
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.connections.connection import Connection

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeAlias, cast
 from aiodaft._protocol.calls.outgoing import NOWHERE, Failure, Location, Whereabouts, failure_of
 from aiodaft._protocol.connections.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, epoch_of, number_of
-from aiodaft._protocol.node.liveness import Health
+from aiodaft._protocol.node.worker import Health
 from aiodaft._protocol.objects.value import Phase, Status
 from aiodaft._runtime.calls.call import Caller, CallState, PendingCall, Request, Target, TellState, home_of
 from aiodaft._runtime.calls.outgoing import Backlog

@@ -22,7 +22,7 @@ from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.address import Address
 from aiodaft._protocol.connections.versions import Software, __version__
 from aiodaft._protocol.ids import PeerId, is_node, node_of
-from aiodaft._protocol.node.liveness import GIVEN_UP_AFTER, Order, Silence
+from aiodaft._protocol.node.worker import GIVEN_UP_AFTER, Order, Silence
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft._runtime.process import Process

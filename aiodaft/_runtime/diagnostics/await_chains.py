@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from aiodaft._protocol.diagnostics.deadlock import CallAt
-from aiodaft._protocol.node.liveness import Stalls
+from aiodaft._protocol.node.worker import Stalls
 from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Transfer

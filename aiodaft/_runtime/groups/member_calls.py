@@ -27,7 +27,7 @@ from aiodaft._protocol.connections.messages import WANT_REPLY
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.groups.turns import runs_in_turn
 from aiodaft._protocol.ids import KEYED, NOBODY, CallId, roster_at, sibling_ids
-from aiodaft._protocol.node.liveness import Health
+from aiodaft._protocol.node.worker import Health
 from aiodaft._runtime.calls.call import CallState, Request, Target
 from aiodaft._runtime.calls.following import FollowingCall, FollowingTarget, followed
 from aiodaft._runtime.calls.outgoing import Backlog

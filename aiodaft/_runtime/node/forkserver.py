@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.node.environment import (
+from aiodaft._runtime.node.worker import (
     Exited,
     Failed,
     Importing,

@@ -14,24 +14,24 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Final
 
-from aiodaft._protocol.node.liveness import Standstill, Verdict
-from aiodaft._protocol.node.worker import Ending
+from aiodaft._protocol.node.worker import Ending, Standstill, Verdict
 from aiodaft._runtime.logs.console import Console
-from aiodaft._runtime.node.environment import (
+from aiodaft._runtime.node.worker import (
     Exited,
     Failed,
     Importing,
     Kill,
+    NodeOptions,
     Spawn,
     Spawned,
     Unforkable,
     Visited,
+    Worker,
     WorkerEnvironment,
     WorkerSettings,
     packed,
     unpacked,
 )
-from aiodaft._runtime.node.worker import NodeOptions, Worker
 from aiodaft._runtime.node.workers import Launcher
 from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.platform.linux import (

@@ -15,15 +15,13 @@ from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.coordination.records import Member, NamedActor
 from aiodaft._protocol.diagnostics.failures import Subject
 from aiodaft._protocol.ids import ActorId, PeerId, incarnation, is_worker, node_of
-from aiodaft._protocol.node.liveness import Order, Patience
 from aiodaft._protocol.node.resources import Wish
-from aiodaft._protocol.node.worker import Ending, OomKills, WorkerEvent, WorkerState
+from aiodaft._protocol.node.worker import Ending, OomKills, Order, Patience, WorkerEvent, WorkerState
 from aiodaft._protocol.numbers import Latest
 from aiodaft._protocol.placement import NodeState
 from aiodaft._runtime.actors.hosted_actor import serving
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.diagnostics.await_chains import take_dump
-from aiodaft._runtime.node.environment import WorkerSettings
 from aiodaft._runtime.node.shipped_code import ShippedCode
 from aiodaft._runtime.node.worker import (
     Conditions,
@@ -34,6 +32,7 @@ from aiodaft._runtime.node.worker import (
     Tenant,
     Worker,
     WorkerProcess,
+    WorkerSettings,
 )
 from aiodaft._runtime.node.workers import (
     Draining,

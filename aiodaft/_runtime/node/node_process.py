@@ -12,7 +12,7 @@ from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.address import parse_address
 from aiodaft._protocol.coordination.records import Kind, Member, NamedActor, View, check_node_name
 from aiodaft._protocol.ids import COORDINATOR, SUPERVISOR, PeerId, is_attached, node_of
-from aiodaft._protocol.node.liveness import period_of
+from aiodaft._protocol.node.worker import period_of
 from aiodaft._runtime.connections.connections import FROM_AFAR
 from aiodaft._runtime.connections.far import ANY_NODE, Answer, Authenticated, FarConnections, Network, who_listens
 from aiodaft._runtime.coordination.coordinator import Coordinator
@@ -20,9 +20,8 @@ from aiodaft._runtime.diagnostics.attach import Greeting, Visits
 from aiodaft._runtime.diagnostics.process_view import is_answered
 from aiodaft._runtime.logs.console import Console
 from aiodaft._runtime.logs.options import Logs
-from aiodaft._runtime.node.local_node import LocalNode
 from aiodaft._runtime.node.membership import Membership, watch_members
-from aiodaft._runtime.node.nodes import CoordinatorContact, Nodes
+from aiodaft._runtime.node.nodes import CoordinatorContact, LocalNode, Nodes
 from aiodaft._runtime.node.worker import Machine, NodeOptions
 from aiodaft._runtime.node.workers import Launcher
 from aiodaft._runtime.peer import OwnerContact, Peer

@@ -1,4 +1,7 @@
-"""The nodes of a cluster, as a process of it knows them; a runtime of one machine has one, without a name."""
+"""The nodes of a cluster, as a process of it knows them, and the node of this machine, if this process serves it.
+
+A runtime of one machine has one node, without a name.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,36 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, NamedTuple, TypeAlias, cast
+from weakref import WeakValueDictionary
 
 from aiodaft._protocol.connections.address import is_name, parse_address
 from aiodaft._protocol.coordination.records import Member
-from aiodaft._protocol.ids import COORDINATOR, NODE, ActorId, PeerId, node_of
+from aiodaft._protocol.ids import COORDINATOR, NODE, ActorId, PeerId, is_attached, node_of
 from aiodaft._protocol.node.resources import Stock
 from aiodaft._protocol.numbers import Latest
 from aiodaft._protocol.placement import NodeView
 from aiodaft._runtime.calls.call import Caller
+from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.far import Network, who_listens
 from aiodaft._runtime.coordination.coordinator import Coordinator
+from aiodaft._runtime.logs.console import Console, Relay
+from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.node_agent import NodeAgent
-from aiodaft._runtime.node.worker import Tenant
-from aiodaft._runtime.peer import NodeContact
+from aiodaft._runtime.node.shipped_code import host_code
+from aiodaft._runtime.node.worker import Machine, NodeOptions, Tenant
+from aiodaft._runtime.node.workers import ExecLauncher, Launcher
+from aiodaft._runtime.peer import NodeContact, Peer
+from aiodaft._runtime.platform.capabilities import has_fork_server
 from aiodaft._runtime.platform.tasks import logger
-from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost, RuntimeClosed, VersionMismatch
+from aiodaft.exceptions import (
+    ActorDied,
+    DaftError,
+    OutcomeUnknown,
+    PeerLost,
+    ProtocolError,
+    RuntimeClosed,
+    VersionMismatch,
+)
 
 _PAUSE: Final = 0.5
 
@@ -338,3 +356,104 @@ class Nodes:
             handle = self._caller.handle(process, NODE, f"node agent of {process}", NodeAgent)
             agent = self._agents[process] = cast("NodeAgent", handle)
         return agent
+
+
+# Seconds that a controller gets to connect again after its connection broke.
+_ORPHAN_GRACE: Final = 2.0
+
+
+class LocalNode:
+    def __init__(
+        self,
+        peer: Peer,
+        nodes: Nodes,
+        coordinator: CoordinatorContact,
+        machine: Machine,
+        options: NodeOptions,
+        console: Console,
+    ) -> None:
+        env, process = peer.process.env, peer.process
+        launcher: Callable[..., Launcher] = env.launcher or (WorkerLauncher if has_fork_server() else ExecLauncher)
+        self._peer = peer
+        self._nodes = nodes
+        # The last connection of each controller that has one no more, until it connects again or is given up.
+        self._broken: dict[PeerId, Connection] = {}
+        self._claims = machine.claims
+        self.launcher = launcher(process.loop, options, env.timeouts, console)
+        self._console = console
+        # To programs on other machines, while workers write to them.
+        self._relays: WeakValueDictionary[PeerId, Relay] = WeakValueDictionary()
+        self.launcher.relay_to = self._relay_to
+        self._code = host_code(peer)
+        self.agent = NodeAgent(process, peer.connections, peer.owner, nodes, self.launcher, machine, options)
+        self.agent.draining.unneeded = lambda worker: peer.agent_of(worker).unneeded()
+        self.agent.tell_levels = lambda worker, levels: peer.agent_of(worker).set_levels.tell(levels)
+        self._coordinator = coordinator
+        self.agent.on_ended = self._process_ended
+        self.agent.on_left = coordinator.free_names
+        peer.connections.explain = self._explain
+        peer.add_actor(NODE, "node agent", self.agent)
+
+    def _relay_to(self, program: PeerId) -> Relay | None:
+        if not program:
+            return None
+        relay = self._relays.get(program)
+        if relay is None:
+            send = self._peer.owner(program).show
+            relay = self._relays[program] = Relay(self._peer.process, send, self._console)
+        return relay
+
+    def _process_ended(self, ended: PeerId) -> None:
+        self._coordinator.free_names(ended, None)
+
+    async def _explain(self, connection: Connection, reason: Exception) -> DaftError:
+        if is_attached(connection.remote):
+            self._owner_lost(connection, reason)
+        ending = await self.agent.exit_report(connection.remote, self._peer.graphs.in_flight(connection))
+        # A process that breaks the protocol is cut off and ends; callers need to know the former.
+        return reason if isinstance(reason, ProtocolError) else ending
+
+    def _owner_lost(self, connection: Connection, reason: Exception) -> None:
+        """End the workers of a controller, unless it connects again."""
+
+        def end() -> None:
+            now = connections.get(owner)
+            if self._broken.get(owner) is not connection:
+                # It connected again, and that connection, which broke as well, has a grace of its own.
+                return
+            if now is not None and now.is_awaited():
+                loop.call_later(_ORPHAN_GRACE, end)
+                return
+            del self._broken[owner]
+            if now is None or now.lost is not None:
+                self.agent.owner_lost(owner, f"its owner is gone: {reason}")
+
+        owner, connections, loop = connection.remote, self._peer.connections, self._peer.process.loop
+        self._broken[owner] = connection
+        if connection.dismissed:
+            end()
+        else:
+            loop.call_later(_ORPHAN_GRACE, end)
+
+    def node_gone(self, name: str) -> None:
+        """A node is no member any more: the processes of this one cannot wait for those of that one."""
+        if name != node_of(self._peer.process.id):
+            process, peer = self._nodes.server_of(name), self._peer
+            peer.process.create_task(peer.lose_node(name, process), name=f"lose node {name}")
+            for worker in self.launcher.workers:
+                peer.agent_of(worker).lose_node.tell(name, process)
+
+    async def aclose(self) -> None:
+        """End all workers, after the peer has closed its connections to them."""
+        await self.launcher.aclose()
+        self._code.close()
+        self._claims.close()
+
+    def abandon(self) -> None:
+        self.launcher.abandon()
+        self._code.close()
+        self._claims.close()
+
+    def stay_behind(self) -> None:
+        self.launcher.stay_behind()
+        self._claims.close()

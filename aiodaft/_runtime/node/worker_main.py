@@ -19,8 +19,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn, TextIO, cast
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
-from aiodaft._protocol.node.liveness import Answer
-from aiodaft._protocol.node.worker import Code
+from aiodaft._protocol.node.worker import Answer, Code
 from aiodaft._runtime.actors.host import Enlisted, Host
 from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.agent import acting
@@ -28,15 +27,13 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.dialing import TcpNetwork
 from aiodaft._runtime.connections.far import FarConnections, Network
 from aiodaft._runtime.connections.identity import Identity
-from aiodaft._runtime.diagnostics.attach import is_debugged
+from aiodaft._runtime.diagnostics.attach import debug_at, is_debugged
 from aiodaft._runtime.diagnostics.await_chains import offer_dump
-from aiodaft._runtime.diagnostics.breakpoints import debug_at
 from aiodaft._runtime.diagnostics.tracing import begin_telemetry, end_telemetry, set_up_telemetry
 from aiodaft._runtime.diagnostics.wait_graph import on_loop
 from aiodaft._runtime.logs.options import trace_ids
 from aiodaft._runtime.logs.worker_output import send_records
-from aiodaft._runtime.node.environment import BY_KERNEL, WorkerSettings
-from aiodaft._runtime.node.worker import QUESTION
+from aiodaft._runtime.node.worker import BY_KERNEL, QUESTION, WorkerSettings
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.linux import FOR_PROGRAM, die_with_parent, finish, kill_group, leave_signals, when_forked
@@ -121,7 +118,7 @@ _EXIT_GRACE = 1.0
 class Heartbeat:
     """Answers the node, which asks once a period, in a thread: also while the loop, a method or an import is busy.
 
-    It is silent only if the process is stopped, or C code holds the GIL; `_protocol/node/liveness.py` decides what
+    It is silent only if the process is stopped, or C code holds the GIL; `_protocol/node/worker.py` decides what
     follows from that.
     """
 

@@ -36,8 +36,16 @@ from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.logs.console import Console, Relay
 from aiodaft._runtime.logs.options import Source
 from aiodaft._runtime.logs.worker_output import OutputReader
-from aiodaft._runtime.node.environment import Spawn, WorkerEnvironment, WorkerSettings, start_fresh
-from aiodaft._runtime.node.worker import HeartbeatWatch, NodeOptions, Tenant, Worker
+from aiodaft._runtime.node.worker import (
+    HeartbeatWatch,
+    NodeOptions,
+    Spawn,
+    Tenant,
+    Worker,
+    WorkerEnvironment,
+    WorkerSettings,
+    start_fresh,
+)
 from aiodaft._runtime.peer import Addresses
 from aiodaft._runtime.platform.capabilities import message_pair
 from aiodaft._runtime.platform.env import Timeouts

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.node.liveness import PERIOD
 from aiodaft._protocol.node.resources import Gpu
+from aiodaft._protocol.node.worker import PERIOD
 from aiodaft._runtime.platform.capabilities import Sockets
 from aiodaft._runtime.platform.gpu_claims import machine_gpus
 from aiodaft._runtime.platform.threads import HelperThread

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, Protocol, cast
 from aiodaft._protocol.calls.outgoing import NOWHERE, Location
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import ActorId, PeerId, node_of
-from aiodaft._protocol.node.liveness import Health
+from aiodaft._protocol.node.worker import Health
 from aiodaft._protocol.numbers import Latest
 from aiodaft._protocol.supervision import REACHABLE, ChildEvent, ChildState, Fate, Restart, fate_of
 from aiodaft._runtime.actors.host import Rosters

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 from unittest.mock import patch
 
 from aiodaft._runtime.coordination.coordinator import LEASE
-from aiodaft._runtime.node.environment import WorkerEnvironment
+from aiodaft._runtime.node.worker import WorkerEnvironment
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import closed

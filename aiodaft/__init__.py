@@ -19,7 +19,7 @@ _NAMES = {
     ),
     "aiodaft.graph": "Graph compile",
     "aiodaft.group": "Group",
-    "aiodaft.member": "current_group",
+    "aiodaft.member": "create_task current_actor current_group",
     "aiodaft.methods": "method",
     "aiodaft.program": "run start stop",
     "aiodaft.reading": "borrow",
@@ -27,7 +27,6 @@ _NAMES = {
     "aiodaft.runtime": "Runtime current_runtime",
     "aiodaft.scope": "Scope",
     "aiodaft.supervision": "Backoff Patience Restart",
-    "aiodaft.this_actor": "create_task current_actor",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 # Modules with the other names, which `import aiodaft` is enough for.

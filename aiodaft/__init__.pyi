@@ -81,7 +81,7 @@ from aiodaft.exceptions import (
 )
 from aiodaft.graph import Graph, compile
 from aiodaft.group import Group
-from aiodaft.member import current_group
+from aiodaft.member import create_task, current_actor, current_group
 from aiodaft.methods import method
 from aiodaft.program import run, start, stop
 from aiodaft.reading import borrow
@@ -89,7 +89,6 @@ from aiodaft.ref import Ref, Refs, Stream
 from aiodaft.runtime import Runtime, current_runtime
 from aiodaft.scope import Scope
 from aiodaft.supervision import Backoff, Patience, Restart
-from aiodaft.this_actor import create_task, current_actor
 
 __all__ = [
     "Actor",

@@ -1,20 +1,23 @@
-"""The group of the actor that runs, as a member knows it."""
+"""The actor whose code runs: its handle, its background tasks, and its group, as a member knows it."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+import asyncio
+from collections.abc import Coroutine, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, cast
 from weakref import ref
 
+from aiodaft._protocol.calls.outgoing import Location
 from aiodaft._protocol.groups.inbox import BYTES, MESSAGES, Tag
 from aiodaft._protocol.groups.roster import Roster, Steps
-from aiodaft._runtime.actors.host import Enlisted, Standing, changed
+from aiodaft._runtime.actors.host import Enlisted, Standing, changed, start_background
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, current_call
 from aiodaft._runtime.agent import acting, attended
-from aiodaft._runtime.calls.call import Target
+from aiodaft._runtime.calls.call import Caller, Target
+from aiodaft._runtime.calls.following import Followers, PinnedTarget
 from aiodaft._runtime.groups.arithmetic import written
 from aiodaft._runtime.groups.inboxes import Inboxes, Mail
 from aiodaft._runtime.groups.keyed import Keyed, belongs_to
@@ -23,14 +26,16 @@ from aiodaft._runtime.groups.part import Part
 from aiodaft._runtime.groups.planned import Exchange, Planned
 from aiodaft._runtime.groups.process_group import Membership, process_group
 from aiodaft._runtime.process import Process
-from aiodaft.actor import handle_of, target_of
+from aiodaft.actor import Actor, Handle, handle_of, target_of
 from aiodaft.member_collectives import How, Key, MemberCollectives, plain_key
 from aiodaft.ref import Ref
+from aiodaft.service import Service
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["CurrentGroup", "Exchange", "Message", "Planned", "current_group"]
+
+__all__ = ["CurrentGroup", "Exchange", "Message", "Planned", "create_task", "current_actor", "current_group"]
 
 ActorT = TypeVar("ActorT")
 
@@ -393,3 +398,58 @@ def current_group() -> CurrentGroup[Any]:
     if standing is None:
         raise RuntimeError(f"{hosted.name} is no member of a group: make it by `rt.group(n, Class, ...)`")
     return CurrentGroup(hosted, standing)
+
+
+R = TypeVar("R")
+
+
+def current_actor() -> Any:
+    """The handle of the actor whose code calls this, to give to others: `me: Parent = aiodaft.current_actor()`.
+
+    It is as the handle that spawning the actor gave: calls go through its mailbox, also its own; it follows restarts if
+    that one does; it does not keep the actor. In an instance of a hosted class it is the `Service`. For methods of any
+    kind, in `def` methods, too.
+
+    Raises:
+        RuntimeError: No code of an actor runs here, or the actor is being made and takes no calls yet.
+    """
+    hosted = acting()
+    if hosted is None or hosted.birth is None:
+        raise RuntimeError("current_actor() is for the code of actors: none runs here")
+    process, (cls, owner, follow) = hosted._process, hosted.birth
+    caller = process.part(Caller)
+    if hosted.id not in caller.actors:
+        raise RuntimeError(f"{hosted.name} is being made, and takes no calls yet: ask for its handle in a method")
+    target: Target
+    if follow is None:
+        target = Target(caller, process.id, hosted.id, hosted.name, None)
+    else:
+        place = Location(process.id, hosted.id)
+        followed = process.part(Followers).get(owner, place, hosted.name)
+        target = followed if follow else PinnedTarget(followed, place)
+    handle = Handle(target, cls)
+    return handle if issubclass(cls, Actor) else Service(handle, cls)
+
+
+def create_task(coro: Coroutine[Any, Any, R], *, name: str | None = None) -> asyncio.Task[R]:
+    """Start a background task of the actor whose code calls this, for instance in `__aenter__`.
+
+    Its error is the actor's: if it raises, the process of the actor ends, with the traceback in its output. Calls fail
+    with `ActorDied`, and a supervised actor is restarted. (The error of a task of `asyncio.create_task` is seen by
+    no code.) The runtime holds the task, and cancels it when the actor has been stopped and `__aexit__` has run.
+
+    Args:
+        coro: The coroutine to run.
+        name: The name of the task. Default: that of the coroutine.
+
+    Raises:
+        RuntimeError: This is a thread, or no code of an actor runs here.
+
+    Cancellation: `task.cancel()` ends the task, which is no error of the actor.
+    """
+    hosted = acting()
+    if hosted is None or not hosted._process.is_here:
+        coro.close()
+        where = "no code of an actor runs here" if hosted is None else "this is a thread: use it in `async def` methods"
+        raise RuntimeError(f"aiodaft.create_task() starts a background task of an actor: {where}")
+    return start_background(hosted, coro, name or str(getattr(coro, "__qualname__", "task")))

@@ -16,8 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from aiodaft.exceptions import DaftError
-from aiodaft.info import ANSWERING, ActorInfo, NodeInfo
-from aiodaft.overview import Flow, Overview, ProcessInfo
+from aiodaft.overview import ANSWERING, ActorInfo, Flow, NodeInfo, Overview, ProcessInfo
 from aiodaft.runtime import Runtime
 
 __all__ = ["Metrics"]

@@ -44,9 +44,8 @@ from aiodaft._runtime.serialization.errors import add_note, give_frames, take_fr
 from aiodaft._runtime.serialization.pickling import FrameData
 from aiodaft.actor import Actor, class_of, handle_of
 from aiodaft.exceptions import DaftError, OutcomeUnknown
-from aiodaft.info import NodeInfo, look_at_nodes
 from aiodaft.logs import Logs
-from aiodaft.overview import Overview
+from aiodaft.overview import NodeInfo, Overview, look_at_nodes
 from aiodaft.ref import Ref
 from aiodaft.scope import Scope
 from aiodaft.service import Service

@@ -14,7 +14,7 @@ from aiodaft._runtime.scope_actors import ScopeActors
 from aiodaft.actor import Actor, ActorFacts, class_of, handle_of
 from aiodaft.group import Group
 from aiodaft.html import page, table
-from aiodaft.info import ActorInfo, look_at
+from aiodaft.overview import ActorInfo, look_at
 from aiodaft.placement import Mesh, Spawner
 from aiodaft.service import Service
 

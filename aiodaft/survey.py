@@ -24,8 +24,7 @@ from aiodaft._runtime.node.worker import WorkerProcess
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.serialization.errors import decode_error
 from aiodaft.exceptions import DaftError
-from aiodaft.info import ActorInfo, NodeInfo, in_process, look_at_node
-from aiodaft.overview import Flow, Overview, ProcessInfo
+from aiodaft.overview import ActorInfo, Flow, NodeInfo, Overview, ProcessInfo, in_process, look_at_node
 from aiodaft.tracing import Trace
 
 __all__ = ["answers", "look_over", "overviews"]

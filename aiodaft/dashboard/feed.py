@@ -13,8 +13,17 @@ from aiodaft._runtime.logs.console import Recent, Said
 from aiodaft._runtime.logs.options import Line
 from aiodaft.causes import message_of
 from aiodaft.exceptions import RuntimeClosed
-from aiodaft.info import ANSWERING, ActorInfo
-from aiodaft.overview import ActorRate, Failure, FlowRate, Overview, ProcessInfo, ProcessRate, Rates
+from aiodaft.overview import (
+    ANSWERING,
+    ActorInfo,
+    ActorRate,
+    Failure,
+    FlowRate,
+    Overview,
+    ProcessInfo,
+    ProcessRate,
+    Rates,
+)
 from aiodaft.runtime import Runtime
 
 Plain: TypeAlias = dict[str, Any]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft._runtime.platform.tasks import TaskOwner, logger, printable
 from aiodaft.exceptions import DaftError, DeadlineExceeded, OutcomeUnknown, Overloaded
-from aiodaft.info import ANSWERING
+from aiodaft.overview import ANSWERING
 from aiodaft.runtime import Runtime
 from aiodaft.web.admission import Admission, Counts, Heap, Outcome, admission_of
 from aiodaft.web.exchange import App, Exchange, Receive, Send, answer, answer_with

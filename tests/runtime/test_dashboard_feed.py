@@ -13,8 +13,7 @@ import pytest
 import aiodaft
 from aiodaft.dashboard.feed import MAX_ACTORS, Feed, frame_of
 from aiodaft.exceptions import RuntimeClosed
-from aiodaft.info import ActorInfo
-from aiodaft.overview import Cause, Failure, Flow, Overview, ProcessInfo
+from aiodaft.overview import ActorInfo, Cause, Failure, Flow, Overview, ProcessInfo
 from aiodaft.testing import AutojumpLoop
 
 HERE, THERE = "controller-1", "worker-1"

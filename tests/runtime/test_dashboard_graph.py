@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from aiodaft.dashboard.feed import graph_of
-from aiodaft.info import ActorInfo
-from aiodaft.overview import ActorRate, Flow, FlowRate, Overview, ProcessInfo, Rates
+from aiodaft.overview import ActorInfo, ActorRate, Flow, FlowRate, Overview, ProcessInfo, Rates
 
 PROGRAM = ProcessInfo("controller-1", 1, "host", "controller", "controller-1", (), answered=True)
 

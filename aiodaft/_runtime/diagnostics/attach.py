@@ -13,25 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import importlib.util
 import json
 import os
 import socket
-import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TextIO, TypeAlias
+from typing import Any, Final, NamedTuple, TextIO, TypeAlias
 
 from aiodaft._protocol.connections.versions import __version__
 from aiodaft._runtime.platform.command_address import address, debug_addresses, may_debug, other_end
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
-
-if TYPE_CHECKING:
-    from importlib.machinery import ModuleSpec
-
 
 ITEM: Final = "item"
 END: Final = "end"
@@ -219,39 +212,3 @@ def _to_terminal(path: str, where: str) -> int | None:
         logger.warning("%s waits until the debugger of another actor is left", where)
         fcntl.flock(terminal, fcntl.LOCK_EX)
     return terminal
-
-
-def debug_at(terminal: str) -> None:
-    loaded = sys.modules.get("pdb")
-    if loaded is None:
-        # It takes 10 ms to load, and few programs need it.
-        sys.meta_path.insert(0, _PdbFinder(terminal))
-    else:
-        _replace_pdb(loaded, terminal)
-
-
-class _PdbFinder:
-    def __init__(self, terminal: str) -> None:
-        self._terminal = terminal
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != "pdb":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            load: Callable[[ModuleType], object] = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                load(module)
-                _replace_pdb(module, self._terminal)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # as good as the method
-        return spec
-
-
-def _replace_pdb(loaded: Any, terminal: str) -> None:
-    from aiodaft._runtime.diagnostics.actor_pdb import ActorPdb  # noqa: PLC0415 - it needs pdb
-
-    ActorPdb.terminal = terminal
-    loaded.Pdb = ActorPdb

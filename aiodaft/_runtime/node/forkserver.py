@@ -69,7 +69,6 @@ OF_ACTORS: Final = (
     "aiodaft.channel",
     "aiodaft.deadlines",
     "aiodaft.member",
-    "aiodaft.this_actor",
 )
 # Read by torch, which else initialises CUDA.
 _CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"

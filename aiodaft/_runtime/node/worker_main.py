@@ -27,8 +27,9 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.dialing import TcpNetwork
 from aiodaft._runtime.connections.far import FarConnections, Network
 from aiodaft._runtime.connections.identity import Identity
-from aiodaft._runtime.diagnostics.attach import debug_at, is_debugged
+from aiodaft._runtime.diagnostics.attach import is_debugged
 from aiodaft._runtime.diagnostics.await_chains import offer_dump
+from aiodaft._runtime.diagnostics.breakpoints import debug_at
 from aiodaft._runtime.diagnostics.tracing import begin_telemetry, end_telemetry, set_up_telemetry
 from aiodaft._runtime.diagnostics.wait_graph import on_loop
 from aiodaft._runtime.logs.options import trace_ids

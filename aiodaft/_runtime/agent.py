@@ -92,16 +92,17 @@ class Agent(Actor):
         /,
         *args: Any,
         **kwargs: Any,
-    ) -> None:
+    ) -> tuple[float, tuple[str, ...]] | None:
         """Make an actor here. Its constructor runs on the actor's own thread, so that it does not stall the loop.
 
         The number of the attempt is the epoch of the incarnation. `follow`: see `Birth`. `origin` is where the program
-        has the class from.
+        has the class from. Returns `Shared.imported`.
         """
         if origin is not None:
             check_origin(cls, origin, label, node_of(self._host.process.id))
         epoch = serving().attempt
-        if all(hosted < FIRST_USER_ACTOR for hosted in self._host.actors):
+        first = not self._has_actors()
+        if first:
             self._host.on_first(label, epoch)
         specs = specs_of(cls) if issubclass(cls, Actor) else {}
         find_spec = specs.get if issubclass(cls, Actor) else PlainMethods(cls).find
@@ -127,6 +128,7 @@ class Agent(Actor):
             add_note(error, f"raised while {label} was made (pid {process.pid}, {process.options.node})")
             raise
         self._host.add(hosted)
+        return self._host.imported() if first else None
 
     @method
     async def enlist(self, actor: int, roster: Roster[Any], rank: int, members: tuple[Any, ...]) -> None:

@@ -51,6 +51,9 @@ T = TypeVar("T")
 # Seconds after which the coordinator is asked again.
 _PAUSE: Final = 0.5
 
+# Seconds until an actor is made, from which on the imports of its process are slow.
+SLOW: Final = 2.0
+
 
 class Owner(ABC):
     peer: Peer
@@ -63,6 +66,8 @@ class Owner(ABC):
         self._labels: Counter[str] = Counter()
         self._group_labels: Counter[str] = Counter()
         self._actor_numbers = count(first_number)
+        # The processes that have slowly imported the same packages.
+        self._imports: Counter[tuple[str, ...]] = Counter()
 
     def _own(self, peer: Peer, root: Root) -> None:
         """Begin, as part of this process. `root` hears of ends and errors."""
@@ -79,6 +84,16 @@ class Owner(ABC):
         self.directory.on_over = lambda number: self.contact.free_names(process.id, number)
         process.part(Viewer).supervised = self.directory.look
         peer.add_actor(SUPERVISOR, "supervisor", self.directory)
+
+    def note_imports(self, label: str, seconds: float, packages: tuple[str, ...]) -> None:
+        """Say once that several processes import the same large packages, each by itself."""
+        self._imports[packages] += 1
+        if packages and seconds >= SLOW and self._imports[packages] == 2:
+            logger.warning(
+                "%s was made in %.1f s, in which its process imported %s, as that of another actor did: "
+                "Runtime(preload=%r) has them imported once, for all actors",
+                label, seconds, " and ".join(packages), packages,
+            )  # fmt: skip
 
     def _node_joined(self, node: Member) -> None:
         if is_attached(self.process.id) and node.name == node_of(self.process.id):

@@ -397,7 +397,9 @@ class ScopeActors:
     async def _host(self, target: Target, spec: ChildSpec, *, again: bool = False) -> None:
         try:
             self.check_spawning(spec.cls)
-            await spec.make(self.owner.peer.caller, target.remote, target.actor, again=again)
+            imported = await spec.make(self.owner.peer.caller, target.remote, target.actor, again=again)
+            if imported is not None:
+                self.owner.note_imports(spec.label, *imported)
             self.check_spawning(spec.cls)
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, CallCancelled | OutcomeUnknown):

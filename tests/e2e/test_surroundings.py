@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from inside import resources_of
-from probes import Probe
+from probes import Importing, Probe
 from supervised import AT_ONCE
 
 import aiodaft
 from aiodaft import Restart
+from aiodaft._runtime import owning
 
 MARK, GONE = "AIODAFT_TEST_MARK", "AIODAFT_TEST_GONE"
 
@@ -90,6 +91,25 @@ async def test_an_actor_that_is_restarted_gets_what_it_had_at_first(
         pass
     assert await probe.surroundings((MARK,)) == before
     assert before[:2] == ({MARK: "first"}, str(tmp_path))
+
+
+@pytest.mark.parametrize("preload", [(), ("of_many",)])
+async def test_packages_that_each_actor_imports_by_itself_are_named_once(
+    preload: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    package = tmp_path / "of_many"
+    package.mkdir()
+    names = [f"part{number}" for number in range(100)]
+    for name in names:
+        (package / f"{name}.py").touch()
+    (package / "__init__.py").write_text("".join(f"from . import {name}\n" for name in names))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(owning, "SLOW", 0.0)
+    async with aiodaft.Runtime(preload=preload) as rt:
+        await rt.group(3, Importing, "of_many")
+    found = [record.getMessage() for record in caplog.records if "imported of_many" in record.getMessage()]
+    assert len(found) == (0 if preload else 1)
+    assert all("Runtime(preload=('of_many',)) has them imported once, for all actors" in text for text in found)
 
 
 async def test_an_actor_has_variables_and_a_folder_of_its_own_also_after_a_restart(tmp_path: Path) -> None:

@@ -27,6 +27,13 @@ class Thing:
         self.padding = bytes(padding)
 
 
+class Importing(Actor):
+    """Its process imports a module when it is made."""
+
+    def __init__(self, name: str) -> None:
+        importlib.import_module(name)
+
+
 class Probe(Actor):
     """Tells of its process and of its arguments."""
 

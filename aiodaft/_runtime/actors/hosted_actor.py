@@ -189,6 +189,8 @@ class Shared:
         self.gate_for: Callable[[InboundCall], Any] = lambda call: None
         # Called with the name and the epoch of the first actor of a program, before that is made.
         self.on_first: Callable[[str, int], object] = lambda name, epoch: None
+        # The seconds until the first actor was made here, and the packages that only this process imported for it.
+        self.imported: Callable[[], tuple[float, tuple[str, ...]] | None] = lambda: None
         # Called when a method raised SystemExit or KeyboardInterrupt.
         self.on_exit: Callable[[BaseException], object] = _refuse_exit
 

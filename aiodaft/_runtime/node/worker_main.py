@@ -13,7 +13,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn, TextIO, cast
@@ -114,6 +115,8 @@ def _loaded() -> tuple[Any, Any]:
 
 # Seconds that the orderly end of a worker may take.
 _EXIT_GRACE = 1.0
+# A package with so many modules is slow to import.
+_MANY_MODULES = 100
 
 
 class Heartbeat:
@@ -182,7 +185,17 @@ def _runs(call: InboundCall) -> bool:
 
 
 class WorkerMain:
-    def __init__(self, settings: WorkerSettings, sock: socket.socket, heartbeat: socket.socket, env: Env) -> None:
+    """A worker process.
+
+    Args:
+        before: The number of modules that it got from the fork server; 0 if it imports all by itself.
+    """
+
+    def __init__(
+        self, settings: WorkerSettings, sock: socket.socket, heartbeat: socket.socket, env: Env, before: int = 0
+    ) -> None:
+        self._began = env.monotonic()
+        self._before = before
         self._settings = settings
         self._connection = sock
         self._heartbeat = heartbeat
@@ -203,6 +216,7 @@ class WorkerMain:
         peer.connections.explain = self._explain
         peer.host.on_exit = self._exit_requested
         peer.host.on_first = self._seed
+        peer.host.imported = self._imported
         peer.objects.on_unheld = self._report_unheld
         peer.caller.current_maker = current_call.get
         self._peer = peer
@@ -228,6 +242,10 @@ class WorkerMain:
         if process.options.seed is not None:
             own = repeat(process.options.seed, label, epoch)
             process.options = process.options._replace(seed=own)
+
+    def _imported(self) -> tuple[float, tuple[str, ...]] | None:
+        seconds = self._env.monotonic() - self._began
+        return (seconds, large_packages(list(sys.modules)[self._before :])) if self._before else None
 
     def _end(self, status: int) -> None:
         self._status = status
@@ -258,6 +276,12 @@ class WorkerMain:
             log_error(what, error)
 
 
+def large_packages(modules: Sequence[str]) -> tuple[str, ...]:
+    """The packages of which many modules are among these."""
+    counts = Counter(name.partition(".")[0] for name in modules)
+    return tuple(name for name, count in counts.items() if count >= _MANY_MODULES and name != "aiodaft")
+
+
 def run_forked(parent: int, packed: bytes, connection: int, out: int, err: int, heartbeat: int) -> int:
     """In a forked child: use these descriptors, close the parent's, and serve."""
     os.setsid()
@@ -271,7 +295,7 @@ def run_forked(parent: int, packed: bytes, connection: int, out: int, err: int, 
     # The environment may name another time zone than the fork server's.
     time.tzset()
     _set_threads()
-    return _serve(packed, connection, heartbeat)
+    return _serve(packed, connection, heartbeat, before=len(sys.modules))
 
 
 def _stream(fd: int, mode: str) -> TextIO:
@@ -308,7 +332,9 @@ def _leave(lifeline: int, status: int) -> None:
     os._exit(status)
 
 
-def _serve(packed: bytes, connection: int, heartbeat: int, leave: Callable[[int], object] = os._exit) -> int:
+def _serve(
+    packed: bytes, connection: int, heartbeat: int, leave: Callable[[int], object] = os._exit, before: int = 0
+) -> int:
     # These are for the controller, which ends its actors: a terminal, Slurm and systemd send them to every process. Not
     # SIG_IGN but for SIGINT, since the programs that an actor starts would inherit it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -323,7 +349,7 @@ def _serve(packed: bytes, connection: int, heartbeat: int, leave: Callable[[int]
 
     async def serve() -> int:
         offer_dump()
-        return await WorkerMain(settings, *sockets, Env()).run()
+        return await WorkerMain(settings, *sockets, Env(), before).run()
 
     factory = None
     if settings.uvloop:

@@ -18,6 +18,7 @@ _NAMES = {
     "aiodaft.tensor.hardware": "PRESETS Hardware Link",
     "aiodaft.tensor.loading": "Run Step Workers workers",
     "aiodaft.tensor.local_functions": "local",
+    "aiodaft.tensor.measuring": "measure_hardware",
     "aiodaft.tensor.plan": "Plan",
     "aiodaft.tensor.program": "ImplicitCollectives Program",
     "aiodaft.tensor.randoms": "manual_seed",

@@ -7,6 +7,7 @@ from aiodaft.tensor.handles import DistTensor
 from aiodaft.tensor.hardware import PRESETS, Hardware, Link
 from aiodaft.tensor.loading import Run, Step, Workers, workers
 from aiodaft.tensor.local_functions import local
+from aiodaft.tensor.measuring import measure_hardware
 from aiodaft.tensor.plan import Plan
 from aiodaft.tensor.program import ImplicitCollectives, Program
 from aiodaft.tensor.randoms import manual_seed
@@ -40,6 +41,7 @@ __all__ = [
     "immediate",
     "local",
     "manual_seed",
+    "measure_hardware",
     "rule",
     "workers",
 ]

@@ -18,7 +18,7 @@ from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.specs import Spec
 from aiodaft.tensor.stage_runs import StagedRoutine, last_uses
 
-__all__ = ["COLLECTIVES", "Awaited", "Work", "by_rank", "flops_of", "kinds_of", "peak_of", "work_of"]
+__all__ = ["COLLECTIVES", "Awaited", "Work", "by_rank", "counter_of", "flops_of", "kinds_of", "peak_of", "work_of"]
 
 T = TypeVar("T")
 
@@ -76,7 +76,11 @@ def work_of(one: Instruction, specs: Mapping[int, Spec], rules: Rules, rank: int
 def _counter(one: Instruction) -> Callable[..., Any] | None:
     if one.kind != "op" or one.target is None:
         return None
-    packet: Any = operation(one.target).overloadpacket
+    return counter_of(operation(one.target).overloadpacket)
+
+
+def counter_of(packet: Any) -> Callable[..., Any] | None:
+    """The function that counts the FLOPs of an operation, of its arguments and of `out_val`."""
     return flop_registry.get(_FLOPS.get(packet, packet))
 
 

@@ -21,12 +21,14 @@ class Link:
     Attributes:
         devices: The number of neighbours that it joins: ranks 0 to 7 and 8 to 15 of nodes with 8 devices.
         bandwidth: Bytes per second that a device receives, while it sends as many.
-        latency: Seconds of a message without bytes.
+        latency: Seconds of a collective of two without bytes.
+        message: Seconds of a message without bytes from stage to stage, if it is another number.
     """
 
     devices: int
     bandwidth: float
     latency: float
+    message: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,8 @@ class Hardware:
         compute: Floating-point operations per second of matrix products, by dtype, such as `{"bfloat16": 6e14}`.
         memory: Bytes that a device has.
         bandwidth: Bytes per second that an operation reads and writes.
-        rates: The same for operations of which it is another number, since they compute more: `{"aten.gelu": 1e10}`.
+        rates: Single operations of which it is another number, since they compute more: `{"aten.gelu": 1e10}`; of
+            attention and others whose floating-point operations are counted, these per second.
         overhead: Seconds that one operation takes beside its work.
         links: From the nearest neighbours to all devices.
         processors: The processors that all ranks share, and that also copy what the links carry; 0 if each rank has a
@@ -91,16 +94,16 @@ class Hardware:
         return self.compute[dtype]
 
     def work(self, flops: float, nbytes: float, dtype: str, operation: str, device: int = 0) -> float:
-        """The time of an operation that computes and reads and writes so much; nothing if it does neither.
+        """The time of an operation that computes and reads and writes so much; a view takes none of a device.
 
         Args:
             operation: Its name, for `rates`, such as `aten.gelu.default`.
         """
         if not flops and not nbytes:
-            return 0.0
+            return self.overhead if self.processors else 0.0
         rate = self.rates.get(operation.rpartition(".")[0])
         if rate is not None:
-            return self.overhead + nbytes / rate / self.factor("compute", device)
+            return self.overhead + (flops or nbytes) / rate / self.factor("compute", device)
         computed = flops / self.flops(dtype) / self.factor("compute", device) if flops else 0.0
         return self.overhead + max(computed, nbytes / self.bandwidth / self.factor("bandwidth", device))
 
@@ -125,7 +128,8 @@ class Hardware:
             if near > inside:
                 is_own = kind in ("all_to_all", "send")
                 outside = received * (count - inside) / (count - 1) if is_own else received / inside
-                most, latency = max(most, outside / (link.bandwidth * slowest)), link.latency
+                latency = link.message if kind == "send" and link.message is not None else link.latency
+                most = max(most, outside / (link.bandwidth * slowest))
                 inside = near
         return latency * math.ceil(math.log2(count)) + most
 

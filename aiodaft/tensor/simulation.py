@@ -49,7 +49,8 @@ class Simulation:
 
     Attributes:
         seconds: The time of the step.
-        busy: The seconds in which a rank computes, by rank; on shared processors also those in which it copies.
+        busy: The seconds of a processor that a rank takes, by rank: of its operations, and on shared processors of the
+            copies of its collectives.
         waits: The seconds in which a rank waits for others, by axis and rank; of the axis `pp` these are bubbles, with
             the time after its last task.
         peak: As of the plan.
@@ -447,7 +448,7 @@ class _Engine:
                 self._now, self._done = ends, self._working[0][0]
                 _, _, rank, work, began = heappop(self._working)
                 self._busy -= self._sizes[rank]
-                self.busy[rank] += self._now - began
+                self.busy[rank] += work.seconds
                 self.spans.append(Span(rank, began, self._now, work.name, work.kind, work.microbatch))
             else:
                 self._done += (timer - self._now) * rate

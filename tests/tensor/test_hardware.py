@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("torch")
 
+import aiodaft
 from aiodaft.tensor.hardware import PRESETS, Hardware, Link
+from aiodaft.tensor.measuring import measure_hardware
 
 RACKS = Hardware(
     compute={"float32": 1e12},
@@ -74,3 +78,31 @@ def test_wrong_hardware_is_refused_with_its_field(change: tuple[str, str], words
 def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
     with pytest.raises(KeyError, match="no rate of compute for bfloat16: it has float32"):
         RACKS.flops("bfloat16")
+
+
+def test_an_operation_takes_what_it_computes_or_its_bytes_and_a_view_takes_a_processor() -> None:
+    assert RACKS.work(1e12, 1e3, "float32", "aten.mm.default") == 1 + 1e-6
+    assert RACKS.work(1e6, 1e11, "float32", "aten.mm.default") == 1 + 1e-6
+    rated = replace(RACKS, rates={"aten.gelu": 1e10, "aten.attention": 1e9}, processors=2)
+    assert rated.work(0, 1e10, "float32", "aten.gelu.default") == 1 + 1e-6
+    assert rated.work(1e9, 1e3, "float32", "aten.attention.default") == 1 + 1e-6
+    assert (RACKS.work(0, 0, "", "aten.t.default"), rated.work(0, 0, "", "aten.t.default")) == (0.0, 1e-6)
+
+
+def test_a_message_may_have_a_latency_of_its_own() -> None:
+    slow = replace(RACKS, links=(Link(devices=2, bandwidth=100.0, latency=1.0, message=5.0),))
+    assert (slow.seconds("send", 800, [0, 1]), slow.seconds("all_gather", 800, [0, 1])) == (5 + 8, 1 + 8)
+
+
+@pytest.mark.programs
+@pytest.mark.asyncio(loop_scope="module")
+async def test_hardware_is_measured_at_actors(module_rt: aiodaft.Runtime) -> None:
+    found = await measure_hardware(module_rt, 2)
+    assert Hardware.from_json(found.to_json()) == found
+    assert (found.devices, len(found.links), found.processors > 0) == (2, 1, True)
+    assert found.compute.keys() == {"float32", "float64", "bfloat16"}
+    # Operations of layers, in both directions, and of the update.
+    assert {"aten.gelu", "aten.native_layer_norm_backward", "aten.addcmul_", "aten._softmax"} <= found.rates.keys()
+    assert found.rates.keys().isdisjoint({"aten.view", "aten.mm"})
+    with pytest.raises(ValueError, match="ranks is 1: links are measured between at least 2"):
+        await measure_hardware(module_rt, 1)

@@ -22,7 +22,7 @@ from aiodaft._runtime.calls.call import Caller, CallSink, Request, Target
 from aiodaft._runtime.calls.following import AlwaysBeside
 from aiodaft._runtime.graphs.graph_value import Arguments
 from aiodaft._runtime.graphs.owner import GraphOwner
-from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.graphs.participant import Graphs
 from aiodaft._runtime.objects.ref_table import PutState
 from aiodaft._runtime.process import Process, current_process
 from aiodaft._runtime.serialization.containers import map_refs

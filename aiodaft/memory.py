@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.process import current_process
-from aiodaft._runtime.serialization.tensors import fills_its_span, is_dense_tensor
+from aiodaft._runtime.serialization.encoded import fills_its_span, is_dense_tensor
 from aiodaft.reading import borrow, read_only
 
 if TYPE_CHECKING:

@@ -163,7 +163,7 @@ def test_files_that_are_named_exist() -> None:
 
 def test_tasks_have_an_owner() -> None:
     # asyncio.create_task and ensure_future are found by ruff.
-    owners = {"aiodaft/_runtime/platform/wakeup.py", "aiodaft/_runtime/platform/tasks.py"}
+    owners = {"aiodaft/_runtime/platform/tasks.py"}
     raw = {name_of(path) for path in SOURCES if re.search(r"loop(\(\))?\.create_task\(", path.read_text())}
     assert raw == owners
 

@@ -224,7 +224,7 @@ def test_tensors_of_the_host_load_nothing_that_is_for_gpus() -> None:
         print(json.dumps([asyncio.run(main()), sorted(sys.modules)]))
     """
     for loaded in run(code):
-        assert "aiodaft._runtime.serialization.tensors" in loaded
+        assert "aiodaft._runtime.serialization.encoded" in loaded
         names = {name.split(".")[-1] for name in loaded if name.startswith("aiodaft")}
         assert names & {"cuda", "cuda_driver", "cuda_pull", "device", "device_events", "devices", "gpus"} == set()
 

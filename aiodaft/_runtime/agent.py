@@ -25,7 +25,7 @@ from aiodaft._runtime.diagnostics.process_view import ActorView, ProcessView, Vi
 from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.diagnostics.wait_graph import Deadlocks
 from aiodaft._runtime.graphs.graph_value import Opaque
-from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.graphs.participant import Graphs
 from aiodaft._runtime.logs.options import set_levels
 from aiodaft._runtime.objects.transfer import Objects
 from aiodaft._runtime.platform.linux import clock_id

@@ -45,7 +45,7 @@ from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.diagnostics.wait_graph import Deadlocks, WaitGraph
 from aiodaft._runtime.diagnostics.watchdog import Watchdog
 from aiodaft._runtime.graphs.graph_value import GraphContext
-from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.graphs.participant import Graphs
 from aiodaft._runtime.groups.blocks import Blocks
 from aiodaft._runtime.groups.checkpoints import Checkpoints
 from aiodaft._runtime.groups.collectives import Collectives, cut_up

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import aiodaft
 from aiodaft import Ref
-from aiodaft._runtime.serialization.tensors import kind_of
+from aiodaft._runtime.serialization.encoded import kind_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -17,7 +17,7 @@ from traced import Stage, TraceFile
 import aiodaft
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.calls.outgoing import Outgoing
-from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.graphs.participant import Graphs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

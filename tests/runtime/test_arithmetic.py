@@ -13,7 +13,7 @@ import torch
 
 from aiodaft._protocol.groups.collective import Cut
 from aiodaft._runtime.groups.arithmetic import alone, cut, no_gradients, reduced
-from aiodaft._runtime.serialization.tensors import is_dense_tensor, loaded_torch
+from aiodaft._runtime.serialization.encoded import is_dense_tensor, loaded_torch
 
 # Elements: one that torch computes in one thread anyway, one that is not a multiple of a piece, and a large one.
 SIZES = (1, (1 << 16) + 5, 3 << 20)

@@ -26,7 +26,7 @@ from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.peer import Replies
 from aiodaft._runtime.platform.capabilities import Sockets
 from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.platform.wakeup import Wakeup
+from aiodaft._runtime.platform.tasks import Wakeup
 from aiodaft._runtime.process import Process, ProcessOptions
 from aiodaft.exceptions import DaftError, PeerLost, RemoteProtocolError
 from aiodaft_transport import Key

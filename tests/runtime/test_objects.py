@@ -18,7 +18,7 @@ from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.transfer import Objects
 from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.platform.wakeup import Wakeups
+from aiodaft._runtime.platform.tasks import Wakeups
 from aiodaft._runtime.process import Process, ProcessOptions
 from aiodaft._runtime.serialization.decoder import Plain, decode
 from aiodaft._runtime.serialization.encoder import Names

@@ -29,10 +29,10 @@ from hypothesis import strategies as st
 import aiodaft
 from aiodaft._runtime.serialization.code_pickler import pickle_code
 from aiodaft._runtime.serialization.decoder import decode
+from aiodaft._runtime.serialization.encoded import tensor_in
 from aiodaft._runtime.serialization.encoder import PLAIN as PLAIN_PAYLOAD
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.small import SMALL, encode_small
-from aiodaft._runtime.serialization.tensors import tensor_in
 
 
 def round_trip(value: Any) -> Any:

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from aiodaft._runtime.platform.wakeup import Wakeup, Wakeups
+from aiodaft._runtime.platform.tasks import Wakeup, Wakeups
 
 where: ContextVar[str] = ContextVar("where", default="nowhere")
 

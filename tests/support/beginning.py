@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from contextvars import Context
 from typing import Any
 
-from aiodaft._runtime.platform.wakeup import Starter
+from aiodaft._runtime.platform.tasks import Starter
 
 
 class Call:

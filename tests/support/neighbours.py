@@ -22,7 +22,7 @@ from aiodaft._runtime.channels import Channels
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.connections.route import Loopback, Traffic
 from aiodaft._runtime.graphs.graph_value import GraphContext, Opaque
-from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.graphs.participant import Graphs
 from aiodaft._runtime.objects.transfer import Objects
 from aiodaft.exceptions import DaftError, PeerLost
 from aiodaft.methods import specs_of

@@ -35,7 +35,7 @@ from typing import Final, Protocol
 from aiodaft._protocol.connections.session import Idle, Pace
 from aiodaft._runtime.connections.route import Traffic
 from aiodaft._runtime.platform.capabilities import Sockets
-from aiodaft._runtime.platform.wakeup import Wakeups
+from aiodaft._runtime.platform.tasks import Wakeups
 from aiodaft_transport.system import usable_cpus
 
 # Two rings of bytes in shared memory, one for each direction: one writer, one reader, no lock, no system call.

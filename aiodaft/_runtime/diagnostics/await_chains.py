@@ -25,8 +25,7 @@ from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Transfer
 from aiodaft._runtime.platform.linux import exhausted
-from aiodaft._runtime.platform.tasks import logger
-from aiodaft._runtime.platform.wakeup import Deferred
+from aiodaft._runtime.platform.tasks import Deferred, logger
 from aiodaft._runtime.process import Process
 from aiodaft.ref import Awaiting, Ref
 from aiodaft_transport.system import start_thread

@@ -31,7 +31,7 @@ from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, curre
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.calls.call import Caller, CallSink, Request
 from aiodaft._runtime.graphs.owner import GraphOwner
-from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.graphs.participant import Graphs
 from aiodaft._runtime.objects.ref_state import RefState, state_of
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.platform.context import Recorder, current_terms, deadline_of, terms_of, trace_of, under

@@ -28,7 +28,7 @@ from aiodaft._runtime.calls.outgoing import Outgoing
 from aiodaft._runtime.graphs.graph_value import Arguments
 from aiodaft._runtime.graphs.owner import GraphOwner
 from aiodaft._runtime.graphs.owner_run import OwnerRun, Specs
-from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.graphs.participant import Graphs
 from aiodaft._runtime.graphs.strand_call import BoundStep, BoundStrand, StrandCall
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.platform.context import Recorder

@@ -24,7 +24,7 @@ from aiodaft._runtime.diagnostics.await_chains import (
     wait_of_task,
     wait_of_thread,
 )
-from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.graphs.participant import Graphs
 from aiodaft._runtime.graphs.strand_call import StrandCall
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError, DeadlockDetected, WaitingCall

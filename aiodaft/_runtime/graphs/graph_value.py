@@ -22,9 +22,9 @@ from aiodaft._runtime.objects.transfer import Delivery, Objects
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.containers import builder
 from aiodaft._runtime.serialization.decoder import ReceivedValue
+from aiodaft._runtime.serialization.encoded import Places
 from aiodaft._runtime.serialization.encoder import Names, encode, is_plain
 from aiodaft._runtime.serialization.errors import add_note, decode_failure, encode_error
-from aiodaft._runtime.serialization.tensors import Places
 from aiodaft.exceptions import DaftError
 from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref

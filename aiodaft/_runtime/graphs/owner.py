@@ -34,8 +34,8 @@ from aiodaft._runtime.graphs.owner_run import Deployment, OwnerRun, ResultState,
 from aiodaft._runtime.graphs.strand_call import size_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import current_terms, sent_terms
+from aiodaft._runtime.serialization.encoded import kind_of
 from aiodaft._runtime.serialization.errors import copy_error
-from aiodaft._runtime.serialization.tensors import kind_of
 from aiodaft.exceptions import ActorDied, DaftError, PeerLost, ResourceExhausted, RuntimeClosed
 from aiodaft.ref import Ref
 

@@ -21,11 +21,10 @@ from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, Respo
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.graph_value import Arguments, Flowing, GraphContext, GraphValue, NeedsFetch
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.platform.tasks import run_through
-from aiodaft._runtime.platform.wakeup import Wakeup
+from aiodaft._runtime.platform.tasks import Wakeup, run_through
+from aiodaft._runtime.serialization.encoded import kind_of
 from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error, failed_beside
-from aiodaft._runtime.serialization.tensors import kind_of
 from aiodaft.exceptions import ActorDied, DaftError
 from aiodaft.methods import MethodSpec, Options
 

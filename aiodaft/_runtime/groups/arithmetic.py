@@ -11,7 +11,7 @@ from functools import cache, reduce
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from aiodaft._protocol.groups.collective import QUICK, Cut, Parts
-from aiodaft._runtime.serialization.tensors import loaded_torch
+from aiodaft._runtime.serialization.encoded import loaded_torch
 
 Allocate: TypeAlias = Callable[[Any, Any], Any]
 # Elements that torch computes in the calling thread: its GRAIN_SIZE.

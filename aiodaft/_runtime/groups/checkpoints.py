@@ -36,8 +36,8 @@ from aiodaft._runtime.groups.resharding import Expected, Resharding, Source, sou
 from aiodaft._runtime.objects.ref_state import UnhandledErrors
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.threads import HelperThread
+from aiodaft._runtime.serialization.encoded import memory_of
 from aiodaft._runtime.serialization.errors import add_note
-from aiodaft._runtime.serialization.tensors import memory_of
 from aiodaft.actor import Actor
 from aiodaft.methods import method
 from aiodaft.reading import borrow

@@ -28,8 +28,8 @@ from aiodaft._runtime.groups.line import Planning
 from aiodaft._runtime.groups.meeting_place import target_of_member
 from aiodaft._runtime.groups.part import Part
 from aiodaft._runtime.groups.planned import Exchange, Planned
+from aiodaft._runtime.serialization.encoded import is_dense_tensor
 from aiodaft._runtime.serialization.errors import copy_error
-from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.exceptions import CallCancelled, ResourceExhausted
 from aiodaft.ref import Ref
 

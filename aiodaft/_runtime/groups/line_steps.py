@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from aiodaft._runtime.groups.arithmetic import SERIAL, Allocate, combine_into, combined
 from aiodaft._runtime.groups.line import TERMS, WINDOW, Line
-from aiodaft._runtime.serialization.tensors import is_dense_tensor
+from aiodaft._runtime.serialization.encoded import is_dense_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor

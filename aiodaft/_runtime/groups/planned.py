@@ -24,8 +24,8 @@ from aiodaft._runtime.groups.line import Line, Planning
 from aiodaft._runtime.groups.line_steps import Disagreement, LineSteps, Room, Steps, parts_of
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.process import Process
+from aiodaft._runtime.serialization.encoded import is_dense_tensor
 from aiodaft._runtime.serialization.errors import add_note, copy_error
-from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.exceptions import CallCancelled
 from aiodaft.ref import Ref
 

@@ -30,8 +30,8 @@ from aiodaft._runtime.objects.ref_state import UnhandledErrors, state_of
 from aiodaft._runtime.objects.store import InPlace, Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.threads import SYNC_COPY, wait_passed
+from aiodaft._runtime.serialization.encoded import is_dense_tensor
 from aiodaft._runtime.serialization.errors import add_note
-from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.actor import Actor
 from aiodaft.exceptions import DaftError
 from aiodaft.methods import method

@@ -8,8 +8,7 @@ from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from aiodaft._runtime.serialization.encoded import Encoded
-from aiodaft._runtime.serialization.tensors import loaded_torch
+from aiodaft._runtime.serialization.encoded import Encoded, loaded_torch
 from aiodaft.exceptions import ResourceExhausted
 from aiodaft_transport import Grant, OutOfDeviceMemory, Unreachable
 from aiodaft_transport.cuda.device import DeviceBlock, DeviceHost, Driver, Landing, Span

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiodaft._runtime.platform.threads import SYNC_COPY
 from aiodaft._runtime.serialization.decoder import is_tensor, spec_of
-from aiodaft._runtime.serialization.tensors import fills_its_span, is_dense_tensor, loaded_torch, same_strides
+from aiodaft._runtime.serialization.encoded import fills_its_span, is_dense_tensor, loaded_torch, same_strides
 
 if TYPE_CHECKING:
     import torch

@@ -38,12 +38,11 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.into_tensor import IntoTensor
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.platform.tasks import log_error, run_through, wait_shielded
-from aiodaft._runtime.platform.wakeup import Wakeup, Wakeups
+from aiodaft._runtime.platform.tasks import Wakeup, Wakeups, log_error, run_through, wait_shielded
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.decoder import ReceivedValue, is_heavy
+from aiodaft._runtime.serialization.encoded import kind_of, nbytes_of
 from aiodaft._runtime.serialization.errors import copy_error
-from aiodaft._runtime.serialization.tensors import kind_of, nbytes_of
 from aiodaft.exceptions import DaftError, ResourceExhausted
 from aiodaft.ref import Ref, RefFacts
 

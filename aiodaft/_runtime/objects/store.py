@@ -18,10 +18,9 @@ from aiodaft._runtime.platform.linux import exhausted
 from aiodaft._runtime.platform.threads import SYNC_COPY, wait_passed
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.decoder import ReceivedValue, decode, decode_small, is_heavy, spec_of
-from aiodaft._runtime.serialization.encoded import Source
+from aiodaft._runtime.serialization.encoded import Places, Source, kind_in, kind_of, loaded_torch, memory_of, nowhere
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.small import NAMED, SMALL
-from aiodaft._runtime.serialization.tensors import Places, kind_in, kind_of, loaded_torch, memory_of, nowhere
 from aiodaft.reading import Borrowed, unwrap
 from aiodaft_transport import DEVICE_NAME, Block, Grant, Transport, choose_name
 from aiodaft_transport.memory import view_at

@@ -22,10 +22,9 @@ from aiodaft._runtime.serialization.containers import (
     rebuild,
 )
 from aiodaft._runtime.serialization.definitions import NONE_HEARD, Definition, find
-from aiodaft._runtime.serialization.encoded import digest_of
+from aiodaft._runtime.serialization.encoded import Spec, TensorMaker, as_bytes, digest_of, tensor_in
 from aiodaft._runtime.serialization.pickling import check_pickle, decoding_in, unpickle, yield_gil
 from aiodaft._runtime.serialization.small import NAMED, SIZE_BYTES, SMALL
-from aiodaft._runtime.serialization.tensors import Spec, TensorMaker, as_bytes, tensor_in
 from aiodaft.exceptions import SerializationError
 from aiodaft.ref import Ref
 from aiodaft_transport.memory import address_of, copy_memory

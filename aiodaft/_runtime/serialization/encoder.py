@@ -32,15 +32,24 @@ from aiodaft._runtime.serialization.containers import (
     field_names,
     is_namedtuple,
     is_pure_dataclass,
+    parts_of_error,
     reduced,
     text_size,
 )
-from aiodaft._runtime.serialization.encoded import Encoded, Source, blob_table, digest_of, lay_out
-from aiodaft._runtime.serialization.error_parts import parts_of_error
+from aiodaft._runtime.serialization.encoded import (
+    Encoded,
+    Places,
+    Source,
+    TensorTable,
+    blob_table,
+    digest_of,
+    is_dense_tensor,
+    lay_out,
+    whole_tensor,
+)
 from aiodaft._runtime.serialization.pickling import Owned, TooLong, pickle_into
 from aiodaft._runtime.serialization.scripts import globals_used
 from aiodaft._runtime.serialization.small import SmallEncoder, encode_small
-from aiodaft._runtime.serialization.tensors import Places, TensorTable, is_dense_tensor, whole_tensor
 from aiodaft.actor import Actor, Handle, target_of
 from aiodaft.exceptions import SerializationError
 from aiodaft.ref import Ref, parts_of

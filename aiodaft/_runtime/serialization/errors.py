@@ -13,9 +13,9 @@ from aiodaft._protocol.connections.codec import pack, unpack
 from aiodaft._protocol.diagnostics.failures import raised_by
 from aiodaft._runtime.platform.tasks import text_of
 from aiodaft._runtime.process import refuses_pickle
+from aiodaft._runtime.serialization.containers import Parts, bare_error, fill_error, parts_of_error
 from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.encoder import Names, encode
-from aiodaft._runtime.serialization.error_parts import Parts, bare_error, fill_error, parts_of_error
 from aiodaft._runtime.serialization.pickling import FrameData, TooLong, frames_of, traceback_of
 from aiodaft.causes import message_of
 from aiodaft.exceptions import CallCancelled, DaftError, RemoteError, RestartLimitReached

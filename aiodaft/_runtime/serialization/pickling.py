@@ -17,10 +17,9 @@ from types import CodeType, FunctionType, TracebackType
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 from aiodaft._runtime.process import Process, current_process, refuses_pickle
-from aiodaft._runtime.serialization.encoded import Source
-from aiodaft._runtime.serialization.error_parts import Parts, bare_error, fill_error, is_made_of_parts, parts_of_error
+from aiodaft._runtime.serialization.containers import Parts, bare_error, fill_error, is_made_of_parts, parts_of_error
+from aiodaft._runtime.serialization.encoded import Source, is_dense_tensor
 from aiodaft._runtime.serialization.scripts import CACHED, MAIN, importable, reduced_of
-from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.actor import Actor, Handle, target_of
 from aiodaft.ref import Ref, Refs, parts_of
 

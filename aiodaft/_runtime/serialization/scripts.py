@@ -23,7 +23,7 @@ from typing import Any, Final, TypeAlias, cast
 from weakref import WeakKeyDictionary, ref
 
 from aiodaft._runtime.platform.linux import when_forked
-from aiodaft._runtime.serialization.tensors import is_dense_tensor
+from aiodaft._runtime.serialization.encoded import is_dense_tensor
 from aiodaft.ref import Ref
 
 # multiprocessing runs a script again under the second one.

@@ -23,8 +23,8 @@ from aiodaft._protocol.connections.messages import INLINE_LIMIT
 from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization.containers import FLAT, text_size
 from aiodaft._runtime.serialization.definitions import Named, Thing, named
+from aiodaft._runtime.serialization.encoded import loaded_torch
 from aiodaft._runtime.serialization.scripts import importable
-from aiodaft._runtime.serialization.tensors import loaded_torch
 from aiodaft.actor import Actor
 
 Small: TypeAlias = tuple[bytes, Sequence[Named]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import astuple
@@ -30,6 +30,7 @@ from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.connections.route import Traffic
 from aiodaft._runtime.controller import Controller, ControllerOptions
 from aiodaft._runtime.diagnostics.tracing import packed_setup
+from aiodaft._runtime.node.membership import watch_names
 from aiodaft._runtime.node.shipped_code import ShippedCode
 from aiodaft._runtime.node.worker import Machine, NodeOptions
 from aiodaft._runtime.owning import Owner, ScopeErrors, WorkerOwner
@@ -321,6 +322,13 @@ class Runtime(Scope):
             ValueError: No name can begin like this.
         """
         return tuple(named.name for named in await self._controller.coordinator.names(check_prefix(prefix)))
+
+    def watch(self, prefix: str = "") -> AsyncGenerator[tuple[str, ...], None]:
+        """The same names at once, and again whenever one comes, goes, or is that of another actor.
+
+        While the coordinator does not answer, nothing comes. Cancellation: nothing is lost.
+        """
+        return watch_names(self._controller.contact, check_prefix(prefix))
 
     def traffic(self) -> Traffic:
         """The traffic of this process with actors since the runtime was opened; also when it is closed.

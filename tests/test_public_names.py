@@ -18,7 +18,7 @@ OF_FUTURES = {"add_done_callback", "cancel", "cancelled", "done", "exception", "
 NAMES: dict[type, set[str]] = {
     aiodaft.Actor: set(),
     aiodaft.Runtime: OF_SCOPES
-    | {"aclose", "lookup", "name", "names", "nodes", "overview", "put", "ship", "stack", "trace"}
+    | {"aclose", "lookup", "name", "names", "nodes", "overview", "put", "ship", "stack", "trace", "watch"}
     | {"traffic"},
     aiodaft.Scope: OF_SCOPES,
     aiodaft.typing.Placement: OF_SPAWNERS,

@@ -58,6 +58,28 @@ async def test_names_are_listed_by_what_they_begin_with(rt: aiodaft.Runtime) -> 
     assert await rt.names() == ()
 
 
+async def test_names_are_told_as_they_come_and_go(rt: aiodaft.Runtime) -> None:
+    names = rt.watch("w.")
+    assert await anext(names) == ()
+    first, second = await rt.spawn(Echo), await rt.spawn(Echo)
+    await rt.name(first, "other")
+    await rt.name(first, "w.1")
+    assert await anext(names) == ("w.1",)
+    await rt.name(second, "w.2")
+    assert await anext(names) == ("w.1", "w.2")
+    # What changes between two looks is told together.
+    await rt.stop(first)
+    await rt.name(await rt.spawn(Echo), "w.1")
+    seen = await anext(names)
+    while seen != ("w.1", "w.2"):
+        seen = await anext(names)
+    os.kill((await rt.info(second)).pid, signal.SIGKILL)
+    assert await anext(names) == ("w.1",)
+    with pytest.raises(ValueError, match="no actor's name begins with 'b/'"):
+        rt.watch("b/")
+    await names.aclose()
+
+
 async def test_a_handle_of_a_base_class_calls_the_methods_of_the_actor_from_any_process(rt: aiodaft.Runtime) -> None:
     derived = await rt.spawn(Derived)
     await rt.name(derived, "derived")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, repeat
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, cast
 
 from aiodaft._protocol.coordination.records import Batch, HolderState, Kind, LeaseHolder, Member, NamedActor, View
 from aiodaft._protocol.ids import PeerId, node_of
@@ -223,6 +223,23 @@ class Membership:
 
 async def _is_there(held: NamedActor) -> bool:  # noqa: RUF029 - others have to ask
     return True
+
+
+async def watch_names(coordinator: CoordinatorContact, prefix: str) -> AsyncGenerator[tuple[str, ...], None]:
+    """The names of actors, now and whenever they, or the actors, are others; also by the next coordinator."""
+    view, told = View(Kind.NAME), False
+    while True:
+        try:
+            changes = view.take(await coordinator.now.watch_names(prefix, view.revision))
+        except DaftError:
+            if coordinator.is_closed:
+                raise
+            await asyncio.sleep(_PAUSE)
+            await coordinator.find_again()
+            continue
+        if changes or not told:
+            told = True
+            yield tuple(sorted(name for name, held in view.records.items() if not cast("NamedActor", held).reserved))
 
 
 async def watch_members(coordinator: CoordinatorContact, nodes: Nodes) -> None:

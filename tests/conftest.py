@@ -9,6 +9,7 @@ import os
 import signal
 import traceback
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import closing
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 from actors import Echo
+from clusters import NODES
 from host_devices import HostDriver, use_host_devices
 from inside import actors_of, open_runtimes
 from leaks import Snapshot
@@ -197,7 +199,7 @@ def what_is_loaded_is_no_garbage() -> None:
 
 @pytest.fixture(scope="session")
 def fork_servers() -> Iterator[WarmServers]:
-    with warm_servers() as servers:
+    with warm_servers() as servers, closing(NODES):
         yield servers
 
 
@@ -212,6 +214,8 @@ def preloaded(request: pytest.FixtureRequest, fork_servers: WarmServers) -> Iter
     default = defaults["preload"]
     arrays = ["numpy"] * ("np" in module) + ["numpy", "torch"] * ("torch" in module)
     defaults["preload"] = module.get("PRELOAD", (*arrays, *_modules_of_actors(module)) if arrays else ())
+    if not {"Cluster", "cluster_of", "two_nodes"}.isdisjoint(module):
+        NODES.load()
     fork_servers.start(*(name for name in ("numpy", "torch") if name in defaults["preload"]))
     yield
     defaults["preload"] = default

@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from travellers import Traveller
+from warm_servers import Commands
 
 import aiodaft
+from aiodaft.cli.__main__ import main
 
 _COMMAND = (sys.executable, "-m", "aiodaft.cli")
+NODES = Commands("aiodaft.cli.__main__", "aiodaft.cli.node", "aiodaft._runtime.node.node_process")
 # Seconds that a node has to come up, or to end.
 _PATIENCE = 50.0
 
@@ -90,11 +94,7 @@ class Cluster:
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=timeout)
 
     def _start(self, name: str, *options: str) -> RunningNode:
-        process = subprocess.Popen(
-            [*_COMMAND, *options, "--name", name, "--key-file", str(self.key_file), "--cpus", "8"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        process = NODES.start(*options, "--name", name, "--key-file", str(self.key_file), "--cpus", "8")
         self._stack.callback(_ended, process)
         return RunningNode(process, name)
 
@@ -124,8 +124,8 @@ def start_fork_servers(cluster: Cluster, **options: Any) -> None:
 @contextmanager
 def cluster_of(key_file: Path, *names: str, options: Sequence[str] = ()) -> Generator[Cluster]:
     """A cluster with these nodes, which ends with the block; the first one is started with options."""
-    made = subprocess.run([*_COMMAND, "key", "new", str(key_file)], capture_output=True)
-    assert made.returncode == 0, made.stderr
+    made = CliRunner().invoke(main, ["key", "new", str(key_file)])
+    assert made.exit_code == 0, made.output
     with ExitStack() as stack:
         cluster = Cluster(key_file, stack)
         for number, name in enumerate(names):

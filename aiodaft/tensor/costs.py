@@ -68,7 +68,7 @@ def work_of(one: Instruction, specs: Mapping[int, Spec], rules: Rules, rank: int
     if not (read or made) or (_is_view(one) and not _writes(one)):
         return Work(0, 0, "")
     written = made or read[:1]
-    nbytes = sum(rules.local_bytes(specs[number])[rank] for number in (*read, *written))
+    nbytes = sum(rules.nbytes(specs[number], rank) for number in (*read, *written))
     flops = _flops(one, specs, rules, rank) if _counter(one) is not None else 0
     return Work(flops, nbytes, str(specs[(read or made)[0]].meta.dtype).removeprefix("torch."))
 
@@ -157,7 +157,7 @@ class _Memory:
 
     def new(self, number: int, times: int = 1) -> _Storage:
         spec = self._specs.get(number)
-        return self.held(_Storage(0 if spec is None else times * self._rules.local_bytes(spec)[self._rank]))
+        return self.held(_Storage(0 if spec is None else times * self._rules.nbytes(spec, self._rank)))
 
     def held(self, one: _Storage) -> _Storage:
         self._now += 0 if one.refs else one.size

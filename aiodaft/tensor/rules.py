@@ -141,14 +141,23 @@ class Rules:
     def local_shapes(self, spec: Spec) -> tuple[tuple[int, ...], ...]:
         known = self._shapes.get(spec)
         if known is None:
-            known = self._shapes[spec] = tuple(self._local_shape(spec, place) for place in self._coords)
+            # Parts get smaller along each axis.
+            first, last = self._local_shape(spec, self._coords[0]), self._local_shape(spec, self._coords[-1])
+            is_even = first == last
+            known = (first,) * self.size if is_even else tuple(self._local_shape(spec, at) for at in self._coords)
+            self._shapes[spec] = known
         return known
 
     def offset(self, spec: Spec, rank: int) -> tuple[int, ...]:
         return tuple(start for start, _ in bounds(spec.meta.shape, spec.placements, self.axes, rank))
 
     def local_bytes(self, spec: Spec) -> tuple[int, ...]:
-        return tuple(math.prod(shape) * spec.meta.dtype.itemsize for shape in self.local_shapes(spec))
+        shapes = self.local_shapes(spec)
+        sizes = {shape: math.prod(shape) * spec.meta.dtype.itemsize for shape in set(shapes)}
+        return tuple(map(sizes.__getitem__, shapes))
+
+    def nbytes(self, spec: Spec, rank: int) -> int:
+        return math.prod(self.local_shapes(spec)[rank]) * spec.meta.dtype.itemsize
 
     def _local_shape(self, spec: Spec, place: tuple[int, ...]) -> tuple[int, ...]:
         shape = list(spec.meta.shape)
@@ -164,9 +173,9 @@ class Rules:
         if all(_dim(one) is None for one in spec.placements):
             return "r"
         shapes = self.local_shapes(spec)
-        if 0 not in spec.meta.shape and any(0 in shape for shape in shapes):
-            return "e"
-        return "u" if len(set(shapes)) > 1 else "s"
+        if shapes[0] == shapes[-1]:
+            return "s"
+        return "e" if 0 not in spec.meta.shape and any(0 in shape for shape in shapes) else "u"
 
     def _placing(
         self, table: Table, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

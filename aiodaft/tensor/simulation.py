@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from html import escape
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -222,7 +222,7 @@ class _Ranks:
         self._strides = {axis: math.prod(list(self.axes.values())[at + 1 :]) for at, axis in enumerate(self.axes)}
         kinds = kinds_of(plan.specs.values(), rules)
         groups = {axis: [self.members(axis, rank) for rank in range(plan.size)] for axis in self.axes}
-        links = {members: hardware.seconds("all_to_all", 1.0, members) for by in groups.values() for members in by}
+        links = {members: hardware.seconds("all_to_all", 1.0, members) for members in set(chain(*groups.values()))}
         self.same = _numbered(
             (
                 self.place(rank),
@@ -383,7 +383,7 @@ class _Program:
         if self._places[source] != self._places[target] and self._places[source] == self._ranks.place(self._rank):
             members = self._ranks.members(self._ranks.pipeline, self._rank)
             pair = [members[self._places[source]], members[self._places[target]]]
-            nbytes = self._rules.local_bytes(self._plan.specs[number])[self._inner]
+            nbytes = self._rules.nbytes(self._plan.specs[number], self._inner)
             work = _Work(self._hardware.seconds("send", nbytes, pair), f"send {number}", "collective", microbatch)
             key = self._message(pair, number, microbatch)
             yield _Begin(key, frozenset({self._rank}), work)

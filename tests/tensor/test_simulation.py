@@ -155,6 +155,20 @@ def test_ranks_that_do_the_same_are_simulated_once(program: Any) -> None:
     assert uneven.busy[6] < uneven.busy[0]
 
 
+def test_planning_for_10000_devices_takes_as_many_instructions_as_for_16() -> None:
+    with torch.device("meta"):
+        model, x = MLP(), torch.zeros(10_000, 40)
+    program = capture(train, model, torch.optim.SGD(model.parameters(), lr=0.1), x)
+    hardware = replace(HARDWARE, links=(*HARDWARE.links, Link(devices=10_000, bandwidth=100.0, latency=2.0)))
+    small, large = (program.plan(replace(MEGATRON, inputs=ROWS), {"dp": size, "tp": 2}) for size in (8, 5000))
+    assert len(small.instructions) == len(large.instructions)
+    done = large.simulate(hardware)
+    assert (set(done.same), len(done.spans)) == ({0}, len(small.simulate(hardware).spans))
+    # The gradients of 5,000 ranks in 13 rounds: 4 of them share a node.
+    (gradients,) = [seconds for one, seconds in done.collectives if one.cause.operation == "gradient"]
+    assert gradients == pytest.approx(13 * 2 + 2 * 25600 / 2 * 4999 / 5000 / 4 / 100, rel=1e-3)
+
+
 def test_a_plan_for_more_ranks_than_devices_is_refused(program: Any) -> None:
     with pytest.raises(ValueError, match="the plan is for 16 ranks, and the hardware has 8 devices"):
         program.plan(MEGATRON, {"dp": 8, "tp": 2}).simulate(HARDWARE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -13,7 +14,8 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
+from math import ceil
 from types import MappingProxyType
 from typing import (
     TYPE_CHECKING,
@@ -33,14 +35,16 @@ from typing import (
 )
 
 from aiodaft._protocol.groups.roster import Axes, Roster, even_shares
+from aiodaft._protocol.numbers import is_count, is_number
 from aiodaft._runtime.actors.host import RosterCell, Rosters
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.groups.member_calls import GroupMap, MemberCalls, Unit, is_asynchronous
 from aiodaft._runtime.serialization.containers import builder
 from aiodaft.actor import ActorFacts, CallTarget, handle_of, target_of
+from aiodaft.exceptions import InsufficientResources
 from aiodaft.html import facts, page, table
 from aiodaft.methods import MethodSpec, Sig, StreamSig, specs_of
-from aiodaft.policies import Policy, fewest_in_flight
+from aiodaft.policies import Load, Policy, fewest_in_flight
 from aiodaft.ref import Ref, Refs, Stream
 
 __all__ = ["Group"]
@@ -341,6 +345,40 @@ class Group(Generic[ActorT]):
         owner = self._owner_here()
         async with owner.changing(self):
             await owner.change(self, range(self._roster.size), n, axes, prepare)
+
+    async def scale(
+        self,
+        least: int,
+        most: int,
+        size: Callable[[Sequence[Load]], float],
+        *,
+        every: float = 1.0,
+        prepare: Prepare[ActorT] | None = None,
+    ) -> NoReturn:
+        """Resize the group to what a function of the loads of its members says, again and again: run it in a task.
+
+        Args:
+            least: The fewest members.
+            most: The most members.
+            size: Gets the load of each member, by rank, and returns the number of members that there are to be.
+            every: Seconds between two looks.
+            prepare: As for `resize`.
+
+        Raises:
+            ValueError: The sizes or the seconds are not valid.
+            Exception: That of `size`. As `resize`; but while there are no resources for more, it looks again.
+
+        Cancellation: it ends; for a change under way see `resize`.
+        """
+        if not (is_count(least) and is_count(most, least) and is_number(every)):
+            raise ValueError(
+                f"scale({least!r}, {most!r}, every={every!r}): two sizes, 1 or more, and seconds are needed"
+            )
+        while True:
+            wanted = max(least, min(most, ceil(size(self._calls.loads(self._seats())))))
+            with suppress(InsufficientResources):
+                await self.resize(wanted, prepare=prepare)
+            await asyncio.sleep(every)
 
     async def heal(
         self, n: int | None = None, *, axes: Mapping[str, int] | None = None, prepare: Prepare[ActorT] | None = None

@@ -7,7 +7,7 @@ import itertools
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from inside import agent_of, miss_the_members
 
 import aiodaft
 from aiodaft import ActorDied, Group, Restart
+from aiodaft.policies import Load
 from aiodaft.testing import Faults, in_process
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -238,6 +239,45 @@ async def test_a_member_that_leaves_finishes_the_calls_that_it_has(rt: aiodaft.R
     await shrinking
     with pytest.raises(ActorDied, match="stopped by its owner"):
         await leaver.pid()
+
+
+async def test_a_group_has_as_many_members_as_a_function_of_their_loads_says(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(1, Peer)
+    seen: asyncio.Queue[list[int]] = asyncio.Queue()
+
+    def half(loads: Sequence[Load]) -> float:
+        assert [load.rank for load in loads] == list(range(len(group)))
+        seen.put_nowait([load.in_flight for load in loads])
+        return sum(load.in_flight for load in loads) / 2
+
+    async def until(loads: list[int]) -> None:
+        while await seen.get() != loads:
+            pass
+
+    scaling = asyncio.get_running_loop().create_task(group.scale(1, 3, half, every=0.001))
+    await until([0])
+    held = [group.any(Peer.held) for _ in range(9)]
+    await until([9, 0, 0])
+    more = [group.any(Peer.held) for _ in range(2)]
+    await until([9, 1, 1])
+    leaving = group[2]
+    await group[0].open()
+    await asyncio.gather(*held)
+    # The one that leaves ends its call first.
+    while len(group) > 1:
+        await asyncio.sleep(0)
+    assert not any(ref.done() for ref in more)
+    await leaving.open()
+    assert await more[1] == 2
+    for ref in (*more[:1], scaling):
+        ref.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scaling
+    for sizes in ((0, 2), (3, 2), (1, "2")):
+        with pytest.raises(ValueError, match="two sizes, 1 or more, and seconds are needed"):
+            await group.scale(*sizes, half)  # type: ignore[arg-type]  # one is no number
+    with pytest.raises(TypeError, match="only the group that `rt.group` gave can be changed"):
+        await group[:1].scale(1, 2, half)
 
 
 async def test_a_member_that_leaves_waits_until_what_it_has_made_is_taken(rt: aiodaft.Runtime) -> None:

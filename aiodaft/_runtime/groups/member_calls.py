@@ -173,9 +173,11 @@ class MemberCalls:
         health = [unit.health() for unit in turned]
         free = [unit for unit, seen in zip(turned, health, strict=True) if seen == min(health)]
         free = [unit for unit in free if unit.target not in full] or free
+        return free[policy(self.loads(free))]
+
+    def loads(self, units: Iterable[Unit]) -> list[Load]:
         under_way = self._under_way
-        loads = [Load(unit.rank, len(under_way.get(unit.target, ())), unit.target.distance()) for unit in free]
-        return free[policy(loads)]
+        return [Load(unit.rank, len(under_way.get(unit.target, ())), unit.target.distance()) for unit in units]
 
     def call_all(
         self,

@@ -20,8 +20,16 @@ from typing import Any, Concatenate, Generic, Literal, NamedTuple, Never, ParamS
 from aiodaft._protocol.groups import collective
 from aiodaft._protocol.groups.collective import ALL_REDUCE, Cut
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.groups.arithmetic import OfAll, check_reducer
-from aiodaft._runtime.groups.collectives import DEATHS, Members, Place, place_beside, place_of, place_of_living
+from aiodaft._runtime.groups.collectives import (
+    DEATHS,
+    Members,
+    OfAll,
+    Place,
+    check_reducer,
+    place_beside,
+    place_of,
+    place_of_living,
+)
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft.actor import target_of
 from aiodaft.ref import Ref, Refs

@@ -18,11 +18,11 @@ from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, curre
 from aiodaft._runtime.agent import acting, attended
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import Followers, PinnedTarget
-from aiodaft._runtime.groups.arithmetic import written
+from aiodaft._runtime.groups.collectives import written
 from aiodaft._runtime.groups.inboxes import Inboxes, Mail
 from aiodaft._runtime.groups.keyed import Keyed, belongs_to
 from aiodaft._runtime.groups.line import Opening, Planning
-from aiodaft._runtime.groups.part import Part
+from aiodaft._runtime.groups.meeting_place import Part
 from aiodaft._runtime.groups.planned import Exchange, Planned
 from aiodaft._runtime.groups.process_group import Membership, process_group
 from aiodaft._runtime.process import Process

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-from aiodaft._runtime.groups.arithmetic import OfAll, check_reducer
+from aiodaft._runtime.groups.collectives import OfAll, check_reducer
 from aiodaft.ref import Ref
 
 __all__ = ["How", "Key", "MemberCollectives"]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final, Protocol, cast
 
 from aiodaft._protocol.calls.mailbox import BoundedMailbox
-from aiodaft._protocol.diagnostics.deadlock import CallAt, Waiting
+from aiodaft._protocol.diagnostics.failures import CallAt, Waiting
 from aiodaft._protocol.diagnostics.trace import ProcessTrace
 from aiodaft._protocol.graphs.layout import ValueNote
 from aiodaft._protocol.groups.roster import Roster

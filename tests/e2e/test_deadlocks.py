@@ -12,7 +12,7 @@ from deadlocked import RingPoller
 from gang import Gang, Other
 
 import aiodaft
-from aiodaft._protocol.diagnostics.deadlock import CallAt
+from aiodaft._protocol.diagnostics.failures import CallAt
 from aiodaft._protocol.groups.meeting import Coming
 from aiodaft._protocol.groups.turns import STREAK
 from aiodaft._protocol.ids import KEYED, ActorId, CallId, PeerId

@@ -19,7 +19,7 @@ from secured import received
 from aiodaft._protocol.connections.address import Address
 from aiodaft._runtime.connections.dialing import Listener, dial
 from aiodaft._runtime.connections.far import Authenticated, configure
-from aiodaft._runtime.connections.secure_socket import SecureSocket, secure
+from aiodaft._runtime.connections.identity import SecureSocket, secure
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.exceptions import NotAuthenticated, PeerLost
 from aiodaft_transport.handshake import Purpose

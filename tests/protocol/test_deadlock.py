@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiodaft._protocol.calls.mailbox import Stage
-from aiodaft._protocol.diagnostics.deadlock import (
+from aiodaft._protocol.diagnostics.failures import (
     CallAt,
     Deadlock,
     Phase,

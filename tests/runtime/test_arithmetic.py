@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aiodaft._protocol.groups.collective import Cut
-from aiodaft._runtime.groups.arithmetic import alone, cut, no_gradients, reduced
+from aiodaft._runtime.groups.collectives import alone, cut, no_gradients, reduced
 from aiodaft._runtime.serialization.encoded import is_dense_tensor, loaded_torch
 
 # Elements: one that torch computes in one thread anyway, one that is not a multiple of a piece, and a large one.

@@ -18,7 +18,7 @@ from aiodaft import Actor, method
 from aiodaft._protocol.calls.mailbox import BoundedMailbox
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import WANT_REPLY
-from aiodaft._protocol.diagnostics.deadlock import CallAt, Reason
+from aiodaft._protocol.diagnostics.failures import CallAt, Reason
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, INBOXES, CallId
 from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor

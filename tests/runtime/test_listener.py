@@ -22,7 +22,7 @@ from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections import dialing
 from aiodaft._runtime.connections.dialing import MAX_STRANGERS, Listener, dial
 from aiodaft._runtime.connections.far import Authenticated
-from aiodaft._runtime.connections.secure_socket import secure
+from aiodaft._runtime.connections.identity import secure
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.exceptions import NotAuthenticated, PeerLost
 from aiodaft_transport import Key

@@ -22,11 +22,9 @@ from secured import SESSION, readable, received, secured_pair, tcp_pair
 from aiodaft._protocol.connections.messages import KINDS, NOTE, Message
 from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.connections import secure_socket
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.connections.identity import Identity, load_identity, write_key_file
+from aiodaft._runtime.connections.identity import RECORD, Identity, SecureSocket, load_identity, secure, write_key_file
 from aiodaft._runtime.connections.ring_poller import RingPoller
-from aiodaft._runtime.connections.secure_socket import RECORD, SecureSocket, secure
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import Process, ProcessOptions
 from aiodaft.cli.key import new_certificate
@@ -184,7 +182,7 @@ async def test_an_end_that_goes_during_the_handshake_is_an_error_and_leaves_noth
 
 
 async def test_an_end_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secure_socket, "DEADLINE", 0.01)
+    monkeypatch.setattr("aiodaft._runtime.connections.identity.DEADLINE", 0.01)
     one, other = tcp_pair()
     with other:
         with pytest.raises(PeerLost, match=r"did not finish TLS in 0\.01 s"):

@@ -18,8 +18,7 @@ from leaks import open_files
 from secured import SESSION, tcp_pair
 from tcp_ends import receive
 
-from aiodaft._runtime.connections.identity import Identity, load_identity, write_key_file
-from aiodaft._runtime.connections.secure_socket import protect
+from aiodaft._runtime.connections.identity import Identity, load_identity, protect, write_key_file
 from aiodaft.cli.key import new_certificate
 from aiodaft.exceptions import NotAuthenticated, PeerLost
 

@@ -243,14 +243,14 @@ MUTANTS: Final = [
     # Deadlocks.
     Mutant(
         "only calls that have waited twice are in a deadlock",
-        f"{_DIAGNOSTICS}/deadlock.py",
+        f"{_DIAGNOSTICS}/failures.py",
         "for call, now in answers.items() if now == self._stuck[call])",
         "for call, now in answers.items())",
         "tests/protocol/test_deadlock.py",
     ),
     Mutant(
         "of a deadlock, a call that has not begun is given up",
-        f"{_DIAGNOSTICS}/deadlock.py",
+        f"{_DIAGNOSTICS}/failures.py",
         "return not stuck[call].begun, not stuck[call].own,",
         "return stuck[call].begun, not stuck[call].own,",
         "tests/protocol/test_deadlock.py",

@@ -7,7 +7,7 @@ import socket
 
 from identities import identity
 
-from aiodaft._runtime.connections.secure_socket import SecureSocket, secure
+from aiodaft._runtime.connections.identity import SecureSocket, secure
 from aiodaft_transport import Key
 
 SESSION = Key(bytes(range(32)))

@@ -19,7 +19,7 @@ from enum import IntEnum, auto
 from typing import Any, Final, Generic, TypeVar
 
 from aiodaft._protocol.connections.messages import ENCODED_VALUE, PLAIN_VALUE, GraphItem
-from aiodaft._protocol.diagnostics.deadlock import CallAt
+from aiodaft._protocol.diagnostics.failures import CallAt
 from aiodaft._protocol.graphs.plan import SubPlan
 from aiodaft._protocol.ids import CallId, PeerId
 

@@ -24,7 +24,7 @@ from aiodaft._protocol.calls.mailbox import (
     Mailbox,
 )
 from aiodaft._protocol.connections.messages import Awaited
-from aiodaft._protocol.diagnostics.deadlock import CallAt
+from aiodaft._protocol.diagnostics.failures import CallAt
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId, group_call_of
 from aiodaft._runtime.actors.steps import Paced, enter, in_steps, leave
 from aiodaft._runtime.connections.ring_poller import RingPoller

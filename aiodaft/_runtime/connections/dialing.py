@@ -23,8 +23,7 @@ from typing import Final, NamedTuple
 from aiodaft._protocol.connections.address import Address, is_wildcard, parse_address
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections.far import Authenticated, configure, receive_message, resolve
-from aiodaft._runtime.connections.identity import Identity
-from aiodaft._runtime.connections.secure_socket import protect, secure
+from aiodaft._runtime.connections.identity import Identity, protect, secure
 from aiodaft._runtime.platform.tasks import TaskOwner, log_error
 from aiodaft.exceptions import NotAuthenticated, PeerLost, VersionMismatch
 from aiodaft_transport import HandshakeError, Key, UnknownVersion, reached_by

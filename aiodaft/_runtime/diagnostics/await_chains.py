@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from aiodaft._protocol.diagnostics.deadlock import CallAt
+from aiodaft._protocol.diagnostics.failures import CallAt
 from aiodaft._protocol.node.worker import Stalls
 from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.objects.streams import StreamState

@@ -9,7 +9,7 @@ from contextvars import Context
 from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
-from aiodaft._protocol.diagnostics.deadlock import CallAt, Place, Reason, Search, Waiting, place_of
+from aiodaft._protocol.diagnostics.failures import CallAt, Place, Reason, Search, Waiting, place_of
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId, number_of
 from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall

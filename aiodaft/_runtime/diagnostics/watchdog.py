@@ -7,7 +7,7 @@ from contextvars import Context
 from functools import partial
 from typing import Any, Final
 
-from aiodaft._protocol.groups.lateness import Gathering, Usual
+from aiodaft._protocol.groups.meeting import Gathering, Usual
 from aiodaft._runtime.calls.call import CallState
 from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.platform.tasks import logger

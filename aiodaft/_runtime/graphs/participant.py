@@ -22,7 +22,7 @@ from typing import Any, Final
 from aiodaft._protocol.calls.mailbox import ANSWER, FETCHED, FETCHING, NEXT
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.codec import pack, pack_exts
-from aiodaft._protocol.diagnostics.deadlock import CallAt
+from aiodaft._protocol.diagnostics.failures import CallAt
 from aiodaft._protocol.graphs.layout import ValueNote
 from aiodaft._protocol.graphs.plan import Dataflow, Report, SubPlan
 from aiodaft._protocol.graphs.run import Needs, Share

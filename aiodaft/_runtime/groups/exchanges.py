@@ -21,12 +21,11 @@ from weakref import WeakSet
 from aiodaft._protocol.groups.roster import Roster, Steps
 from aiodaft._runtime.actors.host import Standing, changed
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, current_call
-from aiodaft._runtime.groups.arithmetic import Reducer
+from aiodaft._runtime.groups.collectives import Reducer
 from aiodaft._runtime.groups.inboxes import Inboxes, Mail
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.groups.line import Planning
-from aiodaft._runtime.groups.meeting_place import target_of_member
-from aiodaft._runtime.groups.part import Part
+from aiodaft._runtime.groups.meeting_place import Part, target_of_member
 from aiodaft._runtime.groups.planned import Exchange, Planned
 from aiodaft._runtime.serialization.encoded import is_dense_tensor
 from aiodaft._runtime.serialization.errors import copy_error

@@ -26,10 +26,20 @@ from aiodaft._runtime.actors.hosted_actor import InboundCall, serving
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.graphs.graph_value import Opaque
-from aiodaft._runtime.groups.arithmetic import Reducer, bytes_in
-from aiodaft._runtime.groups.collectives import Collectives
-from aiodaft._runtime.groups.meeting_place import MeetingPlaces, Whereabouts, target_of_member, whereabouts_of
-from aiodaft._runtime.groups.part import Brought, Joined, Joining, MeetingValues, Packed, Part, Taking
+from aiodaft._runtime.groups.collectives import Collectives, Reducer, bytes_in
+from aiodaft._runtime.groups.meeting_place import (
+    Brought,
+    Joined,
+    Joining,
+    MeetingPlaces,
+    MeetingValues,
+    Packed,
+    Part,
+    Taking,
+    Whereabouts,
+    target_of_member,
+    whereabouts_of,
+)
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.context import Terms, current_terms, terms_of, trace_of, under

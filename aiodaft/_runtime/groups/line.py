@@ -29,8 +29,7 @@ from aiodaft._runtime.actors.host import Enlisted, block_on, changed
 from aiodaft._runtime.actors.hosted_actor import InboundCall, serving
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.groups.keyed import Keyed, apart, ask_gone
-from aiodaft._runtime.groups.meeting_place import loss_of, target_of_member, whereabouts_of
-from aiodaft._runtime.groups.part import Part
+from aiodaft._runtime.groups.meeting_place import Part, loss_of, target_of_member, whereabouts_of
 from aiodaft._runtime.platform.linux import refusal
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import copy_error

@@ -15,7 +15,7 @@ from collections.abc import Generator, Sequence
 from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
-from aiodaft._runtime.groups.arithmetic import SERIAL, Allocate, combine_into, combined
+from aiodaft._runtime.groups.collectives import SERIAL, Allocate, combine_into, combined
 from aiodaft._runtime.groups.line import TERMS, WINDOW, Line
 from aiodaft._runtime.serialization.encoded import is_dense_tensor
 

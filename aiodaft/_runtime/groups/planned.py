@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, cas
 
 from aiodaft._protocol.groups.roster import even_shares
 from aiodaft._runtime.actors.hosted_actor import current_call
-from aiodaft._runtime.groups.arithmetic import Allocate, check_reducer, reduced
+from aiodaft._runtime.groups.collectives import Allocate, check_reducer, reduced
 from aiodaft._runtime.groups.keyed import apart
 from aiodaft._runtime.groups.line import Line, Planning
 from aiodaft._runtime.groups.line_steps import Disagreement, LineSteps, Room, Steps, parts_of

@@ -35,8 +35,7 @@ from aiodaft._protocol.objects.value import (
 )
 from aiodaft._protocol.supervision import FailedAwaits
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.objects.into_tensor import IntoTensor
-from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.objects.store import IntoTensor, Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.tasks import Wakeup, Wakeups, log_error, run_through, wait_shielded
 from aiodaft._runtime.process import Process

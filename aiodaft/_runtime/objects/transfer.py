@@ -21,10 +21,9 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.broadcast import Fetching, Relays
-from aiodaft._runtime.objects.into_tensor import IntoTensor
 from aiodaft._runtime.objects.ref_state import InboundProducer, ObjectsOwner, RefHost, RefState
 from aiodaft._runtime.objects.ref_table import RefTable
-from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.objects.store import IntoTensor, Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.linux import exhausted
 from aiodaft._runtime.platform.tasks import logger

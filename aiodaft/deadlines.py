@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Final
 
 from aiodaft._protocol.numbers import is_number
-from aiodaft._runtime.platform.context import current_terms, deadline_of, exceeded, terms_of, trace_of, under
+from aiodaft._runtime.platform.tasks import current_terms, deadline_of, exceeded, terms_of, trace_of, under
 from aiodaft.exceptions import DeadlineExceeded
 
 __all__ = ["deadline"]

@@ -15,13 +15,12 @@ from aiodaft._protocol.groups.roster import Axes, Roster, seats_after
 from aiodaft._protocol.ids import node_of
 from aiodaft._protocol.supervision import REACHABLE, ChildState
 from aiodaft._runtime.actors.host import RosterCell, Rosters
-from aiodaft._runtime.agent import agent_of
+from aiodaft._runtime.agent import Enrolment, agent_of
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.placing import Blueprint, Constraints, Reserved
 from aiodaft._runtime.scope_actors import ScopeActors
-from aiodaft._runtime.supervision.child_spec import Enrolment
 from aiodaft.actor import Actor, CallTarget, Handle, target_of
 from aiodaft.exceptions import OutcomeUnknown, PeerLost
 from aiodaft.group import Group, Prepare

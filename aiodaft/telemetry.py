@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 from aiodaft._protocol.diagnostics.trace import TraceContext, read_headers
-from aiodaft._runtime.platform.context import current_terms, deadline_of, terms_of, trace_of, under
+from aiodaft._runtime.platform.tasks import current_terms, deadline_of, terms_of, trace_of, under
 
 __all__ = ["TraceContext", "current_trace_context", "trace_context"]
 

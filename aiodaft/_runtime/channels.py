@@ -27,7 +27,7 @@ from aiodaft._runtime.calls.call import Caller, Request, Target, TellState
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_state import RefState, state_of
 from aiodaft._runtime.objects.store import Store
-from aiodaft._runtime.platform.context import under
+from aiodaft._runtime.platform.tasks import under
 from aiodaft._runtime.serialization.containers import builder
 from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.encoder import is_plain

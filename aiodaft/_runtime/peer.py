@@ -40,9 +40,8 @@ from aiodaft._runtime.channels import Channels, leaving_of
 from aiodaft._runtime.connections.connection import Connection, Handler
 from aiodaft._runtime.connections.connections import UNASKED, Connections
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.diagnostics.process_view import Viewer
+from aiodaft._runtime.diagnostics.process_view import Deadlocks, Viewer, WaitGraph
 from aiodaft._runtime.diagnostics.tracing import Tracing
-from aiodaft._runtime.diagnostics.wait_graph import Deadlocks, WaitGraph
 from aiodaft._runtime.diagnostics.watchdog import Watchdog
 from aiodaft._runtime.graphs.graph_value import GraphContext
 from aiodaft._runtime.graphs.participant import Graphs

@@ -20,10 +20,9 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 from aiodaft._protocol.diagnostics.failures import FailureLog, Kind, Subject
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.node.worker import Code, Patience
-from aiodaft._runtime.platform.context import Recorder
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.linux import when_forked
-from aiodaft._runtime.platform.tasks import TaskOwner
+from aiodaft._runtime.platform.tasks import Recorder, TaskOwner
 from aiodaft.exceptions import RuntimeClosed
 from aiodaft_transport import Key
 

@@ -14,6 +14,7 @@ from aiodaft._protocol.ids import ActorId, PeerId, epoch_of, incarnation, node_o
 from aiodaft._protocol.node.resources import Demand, Wish
 from aiodaft._protocol.placement import Anchor, Request, Where
 from aiodaft._protocol.supervision import Kind, Restart, supervision_of
+from aiodaft._runtime.agent import WHY_STOPPED, ChildSpec, Enrolment, stop_actor, stop_in_turn
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget, followed
 from aiodaft._runtime.node.nodes import Nodes, Site
@@ -21,7 +22,6 @@ from aiodaft._runtime.node.worker import Conditions, Place, Tenant, WorkerEnviro
 from aiodaft._runtime.owning import InnerErrors, Owner, ScopeErrors
 from aiodaft._runtime.placing import Blueprint, Constraints, FixedSites, Order, Reserved, Waiting
 from aiodaft._runtime.platform.tasks import see_through, shield_from_anyio, wait_through
-from aiodaft._runtime.supervision.child_spec import WHY_STOPPED, ChildSpec, Enrolment, stop_actor, stop_in_turn
 from aiodaft._runtime.supervision.supervisor import Child, Supervisor
 from aiodaft.actor import Handle, handle_of, target_of
 from aiodaft.exceptions import (

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from leaks import descendants, open_files
 
-from aiodaft._runtime.platform.command_address import VISIT, address, asking
+from aiodaft._runtime.platform.linux import VISIT, address, asking
 from aiodaft.cli.__main__ import main
 
 PROGRAM = """
@@ -79,7 +79,7 @@ with socket.socket(socket.AF_UNIX) as listener:
 # A program of another user that looks like one of aiodaft: it has a fork server, itself, and answers with escape codes.
 FAKE_AS_NOBODY = """'\x1b[31m'
 import json, os, signal, socket, sys
-from aiodaft._runtime.platform.command_address import VISIT, address, open_board
+from aiodaft._runtime.platform.linux import VISIT, address, open_board
 board = open_board()
 os.setuid(65534)
 # As an exec does: the kernel then shows its files to its user and to root.

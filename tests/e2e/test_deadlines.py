@@ -16,7 +16,7 @@ import aiodaft
 from aiodaft._protocol.diagnostics.trace import TraceContext
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.calls.call import CallSink, Request
-from aiodaft._runtime.platform.context import Terms, current_terms, deadline_of, received_terms, sent_terms
+from aiodaft._runtime.platform.tasks import Terms, current_terms, deadline_of, received_terms, sent_terms
 from aiodaft.exceptions import RemoteProtocolError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -17,7 +17,7 @@ from inside import errors_kept_by, peer_of
 from leaks import descendants, is_alive
 
 import aiodaft
-from aiodaft._runtime.platform.command_address import address
+from aiodaft._runtime.platform.linux import address
 from aiodaft.actor import target_of
 from aiodaft.stack import CallStack, ProcessStack
 

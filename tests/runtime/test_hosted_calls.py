@@ -24,7 +24,7 @@ from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.connections.ring_poller import RingPoller
-from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
+from aiodaft._runtime.diagnostics.process_view import WaitGraph
 from aiodaft._runtime.objects.transfer import Delivery
 from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft._runtime.serialization.decoder import Plain, ReceivedValue

@@ -14,13 +14,13 @@ from rooms import ELSEWHERE, HERE, THERE, Bench, turns
 from aiodaft._protocol.calls.outgoing import NOWHERE, Location
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, incarnation, node_of
 from aiodaft._protocol.supervision import Backoff, Restart
+from aiodaft._runtime.agent import ChildSpec
 from aiodaft._runtime.calls.call import Caller, CallSink, PendingCall, Request, Target
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.node.worker import Place
 from aiodaft._runtime.objects.transfer import Objects
 from aiodaft._runtime.peer import NodeContact, OwnerContact
-from aiodaft._runtime.supervision.child_spec import ChildSpec
 from aiodaft._runtime.supervision.directory import Directory
 from aiodaft._runtime.supervision.supervisor import Child
 from aiodaft.actor import Handle

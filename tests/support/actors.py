@@ -152,7 +152,7 @@ class Sleeper(Actor):
         """The rest of the deadline here, or one call further."""
         if other is not None:
             return await other.time_left()
-        from aiodaft._runtime.platform.context import current_terms, deadline_of
+        from aiodaft._runtime.platform.tasks import current_terms, deadline_of
 
         deadline = deadline_of(current_terms.get())
         return float("inf") if deadline is None else deadline - asyncio.get_running_loop().time()

@@ -18,8 +18,7 @@ from aiodaft._protocol.numbers import Latest
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, Shared, current_call
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.objects.store import Store
-from aiodaft._runtime.platform.context import current_terms, deadline_of, exceeded
-from aiodaft._runtime.platform.tasks import log_error, logger, text_of
+from aiodaft._runtime.platform.tasks import current_terms, deadline_of, exceeded, log_error, logger, text_of
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError, DeadlineExceeded, GroupChanged, LeaseLost
 from aiodaft.methods import MethodSpec

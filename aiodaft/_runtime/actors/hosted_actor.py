@@ -31,8 +31,7 @@ from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.transfer import Place
-from aiodaft._runtime.platform.context import Terms, current_terms
-from aiodaft._runtime.platform.tasks import Starter, run_through
+from aiodaft._runtime.platform.tasks import Starter, Terms, current_terms, run_through
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.decoder import ReceivedValue, decode_small
 from aiodaft._runtime.serialization.encoder import is_plain

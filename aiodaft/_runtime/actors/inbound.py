@@ -22,8 +22,7 @@ from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Delivery, Place, Transfer
-from aiodaft._runtime.platform.context import received_terms
-from aiodaft._runtime.platform.tasks import run_through
+from aiodaft._runtime.platform.tasks import received_terms, run_through
 from aiodaft._runtime.serialization.containers import contains_ref, resolved
 from aiodaft._runtime.serialization.decoder import Plain, ReceivedValue, is_heavy
 from aiodaft._runtime.serialization.encoder import all_plain

@@ -20,8 +20,7 @@ from aiodaft._runtime.objects.ref_state import ABSENT, RefState, UnhandledErrors
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Objects
-from aiodaft._runtime.platform.context import Terms, under
-from aiodaft._runtime.platform.tasks import current_task, log_error, logger, printable
+from aiodaft._runtime.platform.tasks import Terms, current_task, log_error, logger, printable, under
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.containers import builder
 from aiodaft._runtime.serialization.decoder import ReceivedValue

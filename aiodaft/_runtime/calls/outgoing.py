@@ -19,7 +19,7 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.platform.context import current_terms, deadline_of, sent_terms, under
+from aiodaft._runtime.platform.tasks import current_terms, deadline_of, sent_terms, under
 from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.encoder import Names, all_plain, are_plain_with_tuples, are_short, is_plain
 from aiodaft._runtime.serialization.errors import needed_by, passed_on, unsent

@@ -22,7 +22,7 @@ from contextlib import aclosing, suppress
 from typing import Any, Final, NamedTuple, TextIO, TypeAlias
 
 from aiodaft._protocol.connections.versions import __version__
-from aiodaft._runtime.platform.command_address import address, debug_addresses, may_debug, other_end
+from aiodaft._runtime.platform.linux import address, debug_addresses, may_debug, other_end
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
 

@@ -31,7 +31,7 @@ from aiodaft._runtime.graphs.owner_run import OwnerRun, Specs
 from aiodaft._runtime.graphs.participant import Graphs
 from aiodaft._runtime.graphs.strand_call import BoundStep, BoundStrand, StrandCall
 from aiodaft._runtime.objects.ref_state import state_of
-from aiodaft._runtime.platform.context import Recorder
+from aiodaft._runtime.platform.tasks import Recorder
 from aiodaft._runtime.process import MSGPACK
 from aiodaft.ref import Ref
 

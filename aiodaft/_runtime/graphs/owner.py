@@ -33,7 +33,7 @@ from aiodaft._runtime.graphs.graph_value import Arguments, GraphContext, GraphVa
 from aiodaft._runtime.graphs.owner_run import Deployment, OwnerRun, ResultState, Specs
 from aiodaft._runtime.graphs.strand_call import size_of
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.platform.context import current_terms, sent_terms
+from aiodaft._runtime.platform.tasks import current_terms, sent_terms
 from aiodaft._runtime.serialization.encoded import kind_of
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.exceptions import ActorDied, DaftError, PeerLost, ResourceExhausted, RuntimeClosed

@@ -18,7 +18,7 @@ from aiodaft._runtime.graphs.graph_value import Arguments, Flowing, GraphContext
 from aiodaft._runtime.objects.ref_state import RefState, state_of
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.platform.context import Terms
+from aiodaft._runtime.platform.tasks import Terms
 from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.encoder import Names, all_plain, is_plain
 from aiodaft._runtime.serialization.errors import copy_error, decode_failure

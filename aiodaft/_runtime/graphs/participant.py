@@ -35,7 +35,7 @@ from aiodaft._runtime.graphs.owner import GraphOwner
 from aiodaft._runtime.graphs.owner_run import Specs
 from aiodaft._runtime.graphs.strand_call import BoundStep, BoundStrand, StrandCall
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.platform.context import received_terms
+from aiodaft._runtime.platform.tasks import received_terms
 from aiodaft._runtime.serialization.encoder import PLAIN
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.serialization.small import SLOT, Small

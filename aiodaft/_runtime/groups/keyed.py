@@ -42,7 +42,7 @@ from aiodaft._runtime.groups.meeting_place import (
 )
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
-from aiodaft._runtime.platform.context import Terms, current_terms, terms_of, trace_of, under
+from aiodaft._runtime.platform.tasks import Terms, current_terms, terms_of, trace_of, under
 from aiodaft._runtime.serialization.errors import add_note, copy_error
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, GroupChanged, SerializationError

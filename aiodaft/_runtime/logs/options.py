@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 from aiodaft._protocol.diagnostics.printing import Member, member_of
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.numbers import is_number
-from aiodaft._runtime.platform.context import current_terms, trace_of
+from aiodaft._runtime.platform.tasks import current_terms, trace_of
 
 
 class Source(NamedTuple):

@@ -39,10 +39,10 @@ from aiodaft._runtime.node.worker import (
     unpacked,
 )
 from aiodaft._runtime.platform.capabilities import can_be_asked
-from aiodaft._runtime.platform.command_address import VISIT, open_board
-from aiodaft._runtime.platform.gpu_claims import has_initialized_cuda
+from aiodaft._runtime.platform.env import has_initialized_cuda
 from aiodaft._runtime.platform.linux import (
     FOR_PROGRAM,
+    VISIT,
     adopt_orphans,
     children,
     describe_status,
@@ -50,6 +50,7 @@ from aiodaft._runtime.platform.linux import (
     fill_standard_streams,
     is_thread,
     kill,
+    open_board,
     reap,
     session_of,
 )

@@ -31,8 +31,8 @@ from aiodaft._runtime.connections.identity import Identity
 from aiodaft._runtime.diagnostics.attach import is_debugged
 from aiodaft._runtime.diagnostics.await_chains import offer_dump
 from aiodaft._runtime.diagnostics.breakpoints import debug_at
+from aiodaft._runtime.diagnostics.process_view import on_loop
 from aiodaft._runtime.diagnostics.tracing import begin_telemetry, end_telemetry, set_up_telemetry
-from aiodaft._runtime.diagnostics.wait_graph import on_loop
 from aiodaft._runtime.logs.options import trace_ids
 from aiodaft._runtime.logs.worker_output import send_records
 from aiodaft._runtime.node.worker import BY_KERNEL, QUESTION, WorkerSettings

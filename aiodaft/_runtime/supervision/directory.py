@@ -14,6 +14,7 @@ from aiodaft._protocol.node.worker import Health
 from aiodaft._protocol.numbers import Latest
 from aiodaft._protocol.supervision import REACHABLE, ChildEvent, ChildState, Fate, Restart, fate_of
 from aiodaft._runtime.actors.host import Rosters
+from aiodaft._runtime.agent import WHY_STOPPED
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
 from aiodaft._runtime.diagnostics.process_view import ChildView, class_in
@@ -21,7 +22,6 @@ from aiodaft._runtime.logs.options import Written
 from aiodaft._runtime.node.nodes import Nodes
 from aiodaft._runtime.peer import OwnerContact
 from aiodaft._runtime.serialization.errors import copy_error, decode_error, encode_error
-from aiodaft._runtime.supervision.child_spec import WHY_STOPPED
 from aiodaft._runtime.supervision.supervisor import Child, Supervisor
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, RestartLimitReached
 from aiodaft.methods import method

@@ -30,13 +30,13 @@ from aiodaft._protocol.supervision import (
     Siblings,
     next_task,
 )
+from aiodaft._runtime.agent import ChildSpec, stop_actor
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.node.nodes import Nodes
 from aiodaft._runtime.node.worker import Place
 from aiodaft._runtime.platform.tasks import logger, printable
 from aiodaft._runtime.serialization.errors import copy_error
-from aiodaft._runtime.supervision.child_spec import ChildSpec, stop_actor
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, RestartLimitReached
 from aiodaft.ref import Ref
 

@@ -19,7 +19,7 @@ import click
 
 from aiodaft._protocol.diagnostics.printing import member_of
 from aiodaft._runtime.diagnostics.await_chains import take_dump
-from aiodaft._runtime.platform.command_address import debug_address, other_end
+from aiodaft._runtime.platform.linux import debug_address, other_end
 from aiodaft.cli.options import FAILED, Failed, Output, json_option, print_json, seconds
 from aiodaft.cli.running.programs import (
     Program,

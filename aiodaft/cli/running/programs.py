@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem
 from aiodaft._runtime.diagnostics.attach import END, FAILED, ITEM, Messages, encoded
 from aiodaft._runtime.diagnostics.await_chains import offers_dump
 from aiodaft._runtime.platform.capabilities import can_be_asked, missing
-from aiodaft._runtime.platform.command_address import VISIT, asking, other_end
+from aiodaft._runtime.platform.linux import VISIT, asking, other_end
 from aiodaft.cli.options import Failed, completing, escaped
 
 Plain = Mapping[str, Any]

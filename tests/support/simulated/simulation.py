@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any, Final, TypeVar
 from unittest.mock import patch
 
+from aiodaft._runtime import agent
 from aiodaft._runtime.coordination.coordinator import LEASE
 from aiodaft._runtime.node.worker import WorkerEnvironment
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import closed
-from aiodaft._runtime.supervision import child_spec
 from aiodaft.runtime import Runtime
 from aiodaft.testing.in_process import FIRST_PID
 from aiodaft_transport import Key
@@ -287,7 +287,7 @@ def _alike_everywhere() -> Generator[None, None, None]:
             # Paths in tracebacks.
             patch.object(sys, "tracebacklimit", 0, create=True),
             patch.object(WorkerEnvironment, "here", lambda *_: nowhere),
-            patch.object(child_spec, "origin_of", lambda cls: None),
+            patch.object(agent, "origin_of", lambda cls: None),
         ):
             yield
     finally:

@@ -310,7 +310,7 @@ class _Session:
     def wait_copied(self) -> None:
         """Wait before tensors change."""
         if self._copying:
-            wait(self._copying)
+            wait([one for one in self._copying if not one.done()])
             self._copying = []
 
     def load(self, name: str, program: Program) -> _Loaded:

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from aiodaft._protocol.groups.reshard import Grid, Piece, plan
 from aiodaft._protocol.groups.safetensors import Part, Place, lay_out_files
+from aiodaft._protocol.ids import CHECKPOINTS
 from aiodaft._runtime.graphs.graph_value import Opaque
 from aiodaft._runtime.groups.checkpoints import Checkpoints, checkpoints_of
+from aiodaft._runtime.groups.resharding import beside
 from aiodaft.group import Group
 from aiodaft.ref import Ref
 from aiodaft.resharding import Layout, Sharded
@@ -141,7 +143,7 @@ def _absolute(path: Path) -> str:
 
 
 def _actors(layout: Layout, group: Group[Any]) -> list[Checkpoints]:
-    return [checkpoints_of(one.caller, one.remote, one.label, one.sink) for one in layout._targets(group)]
+    return [beside(target, CHECKPOINTS, Checkpoints) for target in layout._targets(group)]
 
 
 def _whole(grid: Grid) -> Grid:

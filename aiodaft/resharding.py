@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aiodaft._protocol.groups.reshard import Grid, Rule, bundle, lay_out, plan
 from aiodaft._protocol.groups.roster import Axes
+from aiodaft._protocol.ids import RESHARDING
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.graphs.graph_value import Opaque
-from aiodaft._runtime.groups.resharding import Expected, Source, resharding_of
+from aiodaft._runtime.groups.resharding import Expected, Resharding, Source, beside, resharding_of
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft.actor import target_of
 from aiodaft.group import Group
@@ -234,7 +235,7 @@ class ReshardPlan:
 
     def _receive(self, target: Target, rank: int, sources: Sequence[Source]) -> Ref[dict[str, torch.Tensor]]:
         new, kept, parcels, bound, ranks = self._orders[rank]
-        actor = resharding_of(target.caller, target.remote, target.label, target.sink)
+        actor: Resharding = beside(target, RESHARDING, Resharding)
         received = actor.receive(new, kept, parcels, bound, Opaque({one: sources[one] for one in ranks}))
         return cast("Ref[dict[str, torch.Tensor]]", received)
 

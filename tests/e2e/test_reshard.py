@@ -64,6 +64,25 @@ async def test_four_parts_become_three_in_the_fewest_bytes_and_none_comes_here(r
     await assert_has(new, destination, whole, moved)
 
 
+async def test_a_member_that_is_being_restarted_gets_its_shard_when_it_is_up_and_not_through_this_process(
+    rt: aiodaft.Runtime,
+) -> None:
+    source, destination = tp(2), tp(2, dim=1)
+    policy = aiodaft.Restart(backoff=aiodaft.Backoff(base=0.2, jitter=0))
+    old, new = await rt.group(2, Rank), await rt.on(restart=policy).group(2, Rank)
+    whole = whole_tensors({"w": Sharding(shape=(1024, 256), dtype=F32)})
+    shards = await loaded(old, source, whole)
+    with pytest.raises(aiodaft.ActorDied):
+        await new[1].end()
+    here = rt.traffic().payload
+    moved = await reshard(source, destination).move(shards, to=new)
+    for ref in moved:
+        await ref.ready()
+    assert rt.traffic().payload == here
+    assert (await rt.info(new[1])).restarts == 1
+    await assert_has(new, destination, whole, moved)
+
+
 async def test_stages_of_a_pipeline_get_their_layers(rt: aiodaft.Runtime) -> None:
     layers = {f"layer{i}": Sharding(shape=(256, 192), dtype=F32, dims={i % 2: "tp"}) for i in range(4)}
     norm = {"norm": Sharding(shape=(192,), dtype=torch.bfloat16)}

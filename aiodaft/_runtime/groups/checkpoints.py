@@ -33,7 +33,6 @@ from aiodaft._protocol.ids import CHECKPOINTS, PeerId
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.graphs.graph_value import Opaque
 from aiodaft._runtime.groups.resharding import Expected, Resharding, Source, source_part
-from aiodaft._runtime.objects.ref_state import UnhandledErrors
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft._runtime.serialization.encoded import memory_of
@@ -316,5 +315,5 @@ class Checkpoints(Actor):
             thread.close()
 
 
-def checkpoints_of(caller: Caller, peer: PeerId, label: str, sink: UnhandledErrors | None = None) -> Checkpoints:
-    return cast("Checkpoints", caller.handle(peer, CHECKPOINTS, label, Checkpoints, sink))
+def checkpoints_of(caller: Caller, peer: PeerId, label: str) -> Checkpoints:
+    return cast("Checkpoints", caller.handle(peer, CHECKPOINTS, label, Checkpoints))

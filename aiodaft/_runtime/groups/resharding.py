@@ -20,19 +20,21 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
+from aiodaft._protocol.calls.outgoing import NOWHERE
 from aiodaft._protocol.connections.messages import INLINE_LIMIT
 from aiodaft._protocol.diagnostics import trace
 from aiodaft._protocol.groups.reshard import Piece, by_source, filtered, nbytes_in
-from aiodaft._protocol.ids import RESHARDING, PeerId
-from aiodaft._runtime.calls.call import Caller
+from aiodaft._protocol.ids import RESHARDING, ActorId, PeerId
+from aiodaft._runtime.calls.call import Caller, Target
+from aiodaft._runtime.calls.following import FollowingTarget, TargetBeside
 from aiodaft._runtime.graphs.graph_value import Opaque
-from aiodaft._runtime.objects.ref_state import UnhandledErrors, state_of
+from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import InPlace, Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.threads import SYNC_COPY, wait_passed
 from aiodaft._runtime.serialization.encoded import is_dense_tensor
 from aiodaft._runtime.serialization.errors import add_note
-from aiodaft.actor import Actor
+from aiodaft.actor import Actor, Handle
 from aiodaft.exceptions import DaftError
 from aiodaft.methods import method
 from aiodaft.reading import borrow
@@ -461,8 +463,15 @@ class Resharding(Actor):
             job()
 
 
-def resharding_of(caller: Caller, peer: PeerId, label: str, sink: UnhandledErrors | None = None) -> Resharding:
-    return cast("Resharding", caller.handle(peer, RESHARDING, label, Resharding, sink))
+def resharding_of(caller: Caller, peer: PeerId, label: str) -> Resharding:
+    return cast("Resharding", caller.handle(peer, RESHARDING, label, Resharding))
+
+
+def beside(host: Target, actor: ActorId, cls: type) -> Any:
+    """A system actor in the process of an actor. Calls wait for a host that is being restarted."""
+    if isinstance(host, FollowingTarget) and host.place.peer == NOWHERE:
+        return Handle(TargetBeside(host, actor, host.arrive()), cls)
+    return host.caller.handle(host.remote, actor, host.label, cls, host.sink)
 
 
 @contextmanager

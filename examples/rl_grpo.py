@@ -12,9 +12,11 @@ import time
 from types import SimpleNamespace
 
 from rl_plot import Spans, draw
-from rl_policy import SAMPLES, Rollouts
-from rl_trainer import Experience, Trainer
-from rl_workers import Faults, Generator, Reference, Sandbox, Worker
+from rl_policy import SAMPLES, Rollouts, weights_of
+from rl_sandbox import Faults, Sandbox
+from rl_sync import WeightSync
+from rl_trainer import Experience, Trainer, learned
+from rl_workers import Generator, Reference, Worker
 
 import aiodaft
 
@@ -25,14 +27,9 @@ CHUNKS, TARGET = 8, 0.9  # chunks in a batch
 class Learning:
     """The algorithm. It moves no data: chunks, gradients and weights go from worker to worker."""
 
-    def __init__(
-        self,
-        trainers: aiodaft.Group[Trainer],
-        generators: aiodaft.Group[Generator],
-        sandboxes: aiodaft.Group[Sandbox],
-        reference: Reference,
-    ) -> None:
-        self.trainers, self.generators, self.sandboxes, self.reference = trainers, generators, sandboxes, reference
+    def __init__(self, sync: WeightSync, sandboxes: aiodaft.Group[Sandbox], reference: Reference) -> None:
+        self.sync, self.trainers, self.generators = sync, sync.trainers, sync.generators
+        self.sandboxes, self.reference = sandboxes, reference
         self.free = asyncio.Queue[Sandbox]()
         for sandbox in sandboxes:
             self.free.put_nowait(sandbox)
@@ -61,9 +58,8 @@ class Learning:
         return sum(chunk.done() for chunk in under_way) >= CHUNKS and all(chunk.done() for chunk in too_old_next)
 
     async def experience(self, chunk: int) -> Experience:
-        rollouts = self.generators.any(Generator.rollout, chunk)
+        rollouts = await self.sync.rollouts(chunk)
         reference = self.reference.log_probabilities(rollouts)
-        await rollouts.ready()
         return aiodaft.typing.lazy(rollouts), await self.score(chunk, rollouts), aiodaft.typing.lazy(reference)
 
     async def score(self, chunk: int, rollouts: aiodaft.Ref[Rollouts]) -> list[float]:
@@ -86,11 +82,11 @@ class Learning:
     async def learn(self, batch: list[Experience]) -> None:
         rewards = [reward for _, scores, _ in batch for reward in scores if not math.isnan(reward)]
         gradients = self.trainers.split(Trainer.gradient, batch, len(rewards))
-        stepped = self.trainers.each(Trainer.step, aiodaft.all_reduce(gradients))
+        stepped = self.trainers.each(Trainer.step, aiodaft.reduce_scatter(gradients))
         self.version += 1
-        loaded = self.generators.all(Generator.load, self.trainers[0].weights(), self.version)
-        # Each trainer and each generator has the same weights, bit for bit.
-        assert len({*await stepped, *await loaded}) == 1
+        loaded = await self.sync.to_all(self.version)
+        # The rows of the trainers are the weights of each generator, bit for bit.
+        assert loaded <= {sum(await stepped) % (1 << 256)}
         self.curve.append(sum(rewards) / len(rewards))
 
     @property
@@ -102,14 +98,16 @@ def sum_of(spans: dict[str, Spans], workers: str) -> float:
     return sum(end - began for name, busy in spans.items() if name.startswith(workers) for began, end in busy)
 
 
-async def set_up(rt: aiodaft.Runtime, options: SimpleNamespace) -> Learning:
+async def set_up(rt: aiodaft.Runtime, options: SimpleNamespace, generator: type[Generator] = Generator) -> Learning:
     _, staleness = MODES[options.mode]
     faults: Faults = {(3, 5): "crash", (6, 7): "hang"} if options.faults else {}
     trainers = await rt.group(2, Trainer, options.model, options.algo, options.seed, options.lr, staleness)
     place = rt.on(with_=trainers) if options.place == "colocated" else rt
-    generators = await place.group(2, Generator, options.model, options.seed, options.tail)
+    count = len(trainers) if options.place == "colocated" else 3
+    generators = await place.group(count, generator, options.model, options.seed, options.tail)
+    sync = WeightSync(trainers, generators, weights_of(learned(options.model, options.algo, options.seed)))
     sandboxes = await rt.group(2, Sandbox, faults)
-    return Learning(trainers, generators, sandboxes, await rt.spawn(Reference, options.model, options.seed))
+    return Learning(sync, sandboxes, await rt.spawn(Reference, options.model, options.seed))
 
 
 async def main(options: SimpleNamespace) -> None:
@@ -126,6 +124,7 @@ async def main(options: SimpleNamespace) -> None:
     print(f"  tokens at most {max(each.oldest for each in ages)} versions old; {resumed} answers of two versions")
     print(f"  dropped samples: {learning.dropped or 'none'}")
     print(f"  the controller: {traffic.payload} payload bytes, {traffic.control // steps} bytes of messages a step")
+    print(f"  weights: {learning.sync.bytes} bytes a step, each element once to each worker that lacks it")
     print(f"  {seconds:.1f} s, of which a trainer is busy for {sum_of(spans, 'Trainer') / 2 / seconds:.0%}")
     if options.plot:
         draw(options.plot, learning.curve, spans, began)

@@ -5,11 +5,14 @@ The task: a prompt has two digits a and b below 8. The answer has two tokens; it
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from hugging_face import causal_lm
 from torch import Tensor, nn
+
+from aiodaft.resharding import Layout, Sharding
 
 VOCABULARY, END, PADDING, PROMPT, ANSWER = 10, 8, 9, 2, 2
 PROMPTS, GROUP = 8, 8  # a chunk has 8 prompts with 8 answers each
@@ -21,7 +24,7 @@ Weights = dict[str, Tensor]
 class WindowModel(nn.Module):
     """A causal language model that sees the last three tokens."""
 
-    def __init__(self, outputs: int = VOCABULARY, width: int = 512) -> None:
+    def __init__(self, outputs: int = VOCABULARY, width: int = 1024) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3 * VOCABULARY, width), nn.ReLU(), nn.Linear(width, outputs))
 
@@ -49,13 +52,29 @@ def make_policy(model: str, seed: int) -> nn.Module:
 
 
 def weights_of(policy: nn.Module) -> Weights:
-    # Copies: an actor in the same process gets the very tensors of a result, and the optimizer changes its own.
-    return {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    return {name: parameter.detach() for name, parameter in policy.named_parameters()}
 
 
-def digest(weights: Weights) -> str:
-    """Equal if all weights are, bit for bit."""
-    return hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
+def digest(weights: Weights, first_rows: Mapping[str, int] | None = None) -> int:
+    """Of rows of weights, from these on: digests of parts add up to that of the whole, of which each bit counts."""
+    total = 0
+    for name, weight in weights.items():
+        for row, values in enumerate(weight, (first_rows or {}).get(name, 0)):
+            total += int.from_bytes(hashlib.sha256(f"{name} {row}".encode() + values.numpy().tobytes()).digest())
+    return total % (1 << 256)
+
+
+def rows_of(weights: Weights, ranks: int) -> Layout:
+    return Layout(
+        {"tp": ranks},
+        {name: Sharding(shape=one.shape, dtype=one.dtype, dims={0: "tp"}) for name, one in weights.items()},
+    )
+
+
+def whole_of(weights: Weights, ranks: int, names: str = "") -> Layout:
+    """All weights whose names begin like this, at each rank."""
+    chosen = {name: one for name, one in weights.items() if name.startswith(names)}
+    return Layout({"replica": ranks}, {n: Sharding(shape=one.shape, dtype=one.dtype) for n, one in chosen.items()})
 
 
 def log_probabilities(policy: nn.Module, tokens_BL: Tensor) -> Tensor:

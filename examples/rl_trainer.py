@@ -1,4 +1,4 @@
-"""The trainer of `rl_grpo.py`: the losses of GRPO and PPO, and the age of the training data."""
+"""The trainers of `rl_grpo.py`: the losses of GRPO and PPO, the age of the training data, and who has which rows."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,12 @@ from rl_policy import (
     log_probabilities,
     make_policy,
     of_tokens,
+    rows_of,
     weights_of,
 )
 from rl_workers import Worker
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 import aiodaft
 
@@ -31,37 +33,51 @@ Experience = tuple[Rollouts, list[float], Tensor]
 class Ages:
     """Of the training data: the versions by which its oldest token was old, and the answers of several versions."""
 
+    allowed: int
     oldest: int = 0
     resumed: int = 0
 
+    def check(self, versions_BA: Tensor, now: int) -> None:
+        ages_BA = now - versions_BA
+        if ages_BA.min() < 0 or ages_BA.max() > self.allowed:
+            raise AssertionError(f"at version {now}, tokens of versions {versions_BA.unique().tolist()}")
+        self.oldest = max(self.oldest, int(ages_BA.max()))
+        self.resumed += int((versions_BA != versions_BA[:, :1]).any(1).sum())
+
+
+def learned(model: str, algorithm: str, seed: int) -> nn.ModuleDict:
+    parts = {"policy": make_policy(model, seed)}
+    return nn.ModuleDict(parts | ({"critic": WindowModel(outputs=1)} if algorithm == "ppo" else {}))
+
 
 class Trainer(Worker):
+    """Computes with all weights on its part of a batch; has some rows of each, and the optimizer's state of these."""
+
     def __init__(self, model: str, algorithm: str, seed: int, learning_rate: float, staleness: int) -> None:
         super().__init__()
-        self.policy = make_policy(model, seed)
-        self.critic = WindowModel(outputs=1) if algorithm == "ppo" else None
-        parts = [self.policy] if self.critic is None else [self.policy, self.critic]
-        self.parameters = [parameter for part in parts for parameter in part.parameters()]
-        self.optimizer = torch.optim.Adam(self.parameters, lr=learning_rate)
-        self.staleness, self.version = staleness, 0
-        self.ages = Ages()
+        parts, group = learned(model, algorithm, seed), aiodaft.current_group()
+        self.policy, self.critic = parts["policy"], dict(parts.items()).get("critic")
+        self.weights, self.layout, self.rank = weights_of(parts), rows_of(weights_of(parts), group.size), group.rank
+        self.parameters = dict(parts.named_parameters())
+        # Views of the weights, in which the optimizer changes them.
+        self.rows = {name: nn.Parameter(part) for name, part in self.layout.shard(self.weights, group.rank).items()}
+        self.optimizer = torch.optim.Adam(self.rows.values(), lr=learning_rate)
+        self.version, self.ages = 0, Ages(staleness)
 
     @aiodaft.method
     def gradient(self, batch: list[Experience], samples: int) -> Tensor:
-        """This member's part of the gradient of the mean loss of all members' samples, as one vector."""
+        """The gradient of this member's part of the mean loss of all samples; row i is that of the rows of member i."""
         with self.busy():
-            self.optimizer.zero_grad()
+            for parameter in self.parameters.values():
+                parameter.grad = None
             for rollouts, rewards, reference_BA in batch:
-                self.check_staleness(rollouts.versions)
+                self.ages.check(rollouts.versions, self.version)
                 self.loss(rollouts, torch.tensor(rewards), reference_BA).div(samples).backward()
-            return torch.cat([parameter.grad.flatten() for parameter in self.parameters])
-
-    def check_staleness(self, versions_BA: Tensor) -> None:
-        ages_BA = self.version - versions_BA
-        if ages_BA.min() < 0 or ages_BA.max() > self.staleness:
-            raise AssertionError(f"at version {self.version}, tokens of versions {versions_BA.unique().tolist()}")
-        self.ages.oldest = max(self.ages.oldest, int(ages_BA.max()))
-        self.ages.resumed += int((versions_BA != versions_BA[:, :1]).any(1).sum())
+            gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
+            ranks = range(self.layout.size)
+            of_rank = (self.layout.shard(gradients, rank).values() for rank in ranks)
+            # Of equal length, so that each member gets one.
+            return pad_sequence([torch.cat([part.flatten() for part in parts]) for parts in of_rank], batch_first=True)
 
     def loss(self, rollouts: Rollouts, rewards_B: Tensor, reference_BA: Tensor) -> Tensor:
         """The sum of the losses of the samples that were not dropped."""
@@ -85,18 +101,26 @@ class Trainer(Worker):
         return self.critic(tokens_BL[:, :PROMPT])[:, -1, 0]
 
     @aiodaft.method
-    def step(self, gradient: Tensor) -> str:
+    def step(self, gradient: Tensor) -> int:
+        """Change the rows of this member; returns the digest of those of the policy."""
         with self.busy():
-            sizes = [parameter.numel() for parameter in self.parameters]
-            for parameter, part in zip(self.parameters, gradient.split(sizes), strict=True):
-                parameter.grad = part.view_as(parameter)
+            at = 0
+            for rows in self.rows.values():
+                rows.grad, at = gradient.view(-1)[at : at + rows.numel()].view_as(rows), at + rows.numel()
             self.optimizer.step()
             self.version += 1
-            return digest(weights_of(self.policy))
+            policy = {name: rows.detach() for name, rows in self.rows.items() if name.startswith("policy.")}
+            return digest(policy, {name: self.layout.part(name, self.rank)[0].start for name in policy})
 
     @aiodaft.method
-    def weights(self) -> Weights:
-        return weights_of(self.policy)
+    def shard(self) -> Weights:
+        # Copies: an actor in the same process gets the very tensors of a result, and the optimizer changes its own.
+        return {name: rows.detach().clone() for name, rows in self.rows.items()}
+
+    @aiodaft.method
+    def load(self, weights: Weights) -> None:
+        for name, weight in weights.items():
+            self.weights[name].copy_(weight)
 
     @aiodaft.method
     def ages_seen(self) -> Ages:

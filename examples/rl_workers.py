@@ -1,10 +1,8 @@
-"""The workers of `rl_grpo.py` besides its trainers: generator, reference and sandbox. They know nothing of modes."""
+"""The workers of `rl_grpo.py` that compute with a policy, besides its trainers. They know nothing of modes."""
 
 import asyncio
 import copy
-import os
 import random
-import signal
 import time
 from collections import abc
 from contextlib import contextmanager
@@ -22,10 +20,9 @@ from rl_policy import (
     log_probabilities,
     make_policy,
     of_tokens,
-    reward,
     weights_of,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 import aiodaft
 
@@ -49,23 +46,37 @@ class Worker(aiodaft.Actor):
         return self.spans
 
 
-class Generator(Worker):
+class NoWeights(Exception):
+    """A generator has been started again, and has the weights of the beginning."""
+
+
+RESTART = aiodaft.Restart(intensity=100, period=60, backoff=aiodaft.Backoff(base=0.01, max=0.1))
+
+
+class Generator(Worker, restart=RESTART):
     def __init__(self, model: str, seed: int, tail: float = 0.0) -> None:
         super().__init__()
-        self.seed, self.tail = seed, tail
-        self.current = 0, make_policy(model, seed)
+        self.seed, self.tail, self.has_weights = seed, tail, True
+        self.current = 0, nn.ModuleDict({"policy": make_policy(model, seed)})
+
+    async def on_restart(self, epoch: int) -> None:
+        self.has_weights = False
 
     @aiodaft.method
-    async def load(self, weights: Weights, version: int) -> str:
+    async def load(self, weights: Weights, version: int) -> int:
         """Switch to other weights, also in the middle of answers, which go on from the tokens that they have."""
-        policy = copy.deepcopy(self.current[1])  # tokens that are being chosen keep theirs
-        policy.load_state_dict(weights, strict=False)  # parameters that are one have one name among the weights
-        self.current = version, policy  # one assignment: each token is of one version
-        return digest(weights_of(policy))
+        parts = copy.deepcopy(self.current[1])  # tokens that are being chosen keep theirs
+        parts.load_state_dict(weights, strict=False)  # parameters that are one have one name among the weights
+        if version >= self.current[0]:
+            self.current = version, parts  # one assignment: each token is of one version
+        self.has_weights = True
+        return digest(weights_of(parts))
 
     @aiodaft.method
     async def rollout(self, chunk: int) -> Rollouts:
         """Answer the prompts of a chunk, which depend on the seed and its number only."""
+        if not self.has_weights:
+            raise NoWeights
         rng = torch.Generator().manual_seed(1_000_003 * self.seed + chunk)
         tokens_BL = torch.randint(8, (PROMPTS, PROMPT), generator=rng).repeat_interleave(GROUP, 0)
         logps, versions = [], []
@@ -85,9 +96,9 @@ class Generator(Worker):
 
     @torch.no_grad()
     def next_tokens(self, tokens_BL: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor, int]:
-        version, policy = self.current
+        version, parts = self.current
         with self.busy():
-            logps_BV = policy(tokens_BL)[:, -1].log_softmax(-1)
+            logps_BV = parts["policy"](tokens_BL)[:, -1].log_softmax(-1)
             chosen_B1 = torch.multinomial(logps_BV.exp(), 1, generator=rng)
             return chosen_B1, logps_BV.gather(1, chosen_B1), version
 
@@ -105,43 +116,3 @@ class Reference(Worker):
     def log_probabilities(self, rollouts: Rollouts) -> Tensor:
         with self.busy():
             return of_tokens(log_probabilities(self.policy, rollouts.tokens), rollouts.tokens)
-
-
-def hang() -> None:
-    while True:
-        pass
-
-
-def crash() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-Faults = dict[tuple[int, int], str]
-
-
-class Sandbox(Worker, restart=aiodaft.Restart(intensity=100, period=60, backoff=aiodaft.Backoff(base=0.01, max=0.1))):
-    """Runs a program that may hang or crash for each sample: its process then ends, and is started again."""
-
-    def __init__(self, faults: Faults, cpu_seconds: float = 0.2, seconds: float = 60.0) -> None:
-        super().__init__()
-        self.faults, self.cpu_seconds, self.seconds = faults, cpu_seconds, seconds
-
-    @aiodaft.method
-    def score(self, rollouts: Rollouts, samples: abc.Sequence[int]) -> list[float]:
-        with self.busy():
-            return [self.score_one(rollouts, sample) for sample in samples]
-
-    def score_one(self, rollouts: Rollouts, sample: int) -> float:
-        # When one of these timers ends, the kernel ends the process, also in C code.
-        signal.setitimer(signal.ITIMER_PROF, self.cpu_seconds)
-        signal.setitimer(signal.ITIMER_REAL, self.seconds)
-        try:
-            match self.faults.get((rollouts.chunk, sample)):
-                case "hang":
-                    hang()
-                case "crash":
-                    crash()
-            return reward(*rollouts.tokens[sample].tolist())
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            signal.setitimer(signal.ITIMER_REAL, 0)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from rl_grpo import CHUNKS, MODES, Learning, options_of, set_up
-from rl_policy import Weights, log_probabilities, make_policy, of_tokens, weights_of
-from rl_trainer import Trainer
+from rl_policy import Weights, digest, log_probabilities, make_policy, of_tokens, weights_of
+from rl_trainer import Ages, Trainer, learned
 from rl_workers import Generator, Reference
 from run_example import run_example
+from sharded import resharding
 
 import aiodaft
 
@@ -42,14 +45,27 @@ class PausedGenerator(Generator):
         self.resumed.set()
 
 
+class MortalGenerator(Generator):
+    """May be killed in the middle of a move."""
+
+    @aiodaft.method
+    async def end_in_move(self) -> None:
+        setattr(resharding(), "allocate", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010 - of this object
+
+    @aiodaft.method
+    async def state(self) -> tuple[int, int]:
+        """The version, and the digest of its weights."""
+        return self.current[0], digest(weights_of(self.current[1]))
+
+
 def log_probabilities_with(weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
-    policy = make_policy("window", seed=0)
-    policy.load_state_dict(weights)
-    return of_tokens(log_probabilities(policy, tokens), tokens)
+    parts = learned("window", "grpo", seed=0)
+    parts.load_state_dict(weights)
+    return of_tokens(log_probabilities(parts["policy"], tokens), tokens)
 
 
 async def test_an_answer_that_is_interrupted_by_new_weights_keeps_its_tokens_and_goes_on_with_them() -> None:
-    old, new = (weights_of(make_policy("window", seed)) for seed in (0, 1))
+    old, new = (weights_of(learned("window", "grpo", seed)) for seed in (0, 1))
     async with aiodaft.Runtime() as rt, rt.spawn(PausedGenerator) as generator:
         answering = generator.rollout(5)
         await generator.wait_paused()
@@ -66,13 +82,11 @@ async def test_an_answer_that_is_interrupted_by_new_weights_keeps_its_tokens_and
 
 
 def test_a_trainer_refuses_a_single_token_that_is_too_old() -> None:
-    trainer = Trainer("window", "grpo", seed=0, learning_rate=1e-2, staleness=1)
-    trainer.version = VERSION
-    trainer.check_staleness(torch.tensor([[2, 3], [3, 3]]))
-    assert trainer.ages.oldest == 1
-    assert trainer.ages.resumed == 1
+    ages = Ages(allowed=1)
+    ages.check(torch.tensor([[2, 3], [3, 3]]), now=VERSION)
+    assert (ages.oldest, ages.resumed) == (1, 1)
     with pytest.raises(AssertionError, match=r"at version 3, tokens of versions \[1, 3\]"):
-        trainer.check_staleness(torch.tensor([[3, 3], [1, 3]]))
+        ages.check(torch.tensor([[3, 3], [1, 3]]), now=VERSION)
 
 
 async def learn(rt: aiodaft.Runtime, *options: str) -> Learning:
@@ -91,8 +105,29 @@ async def test_rewards_are_the_same_to_the_last_bit_wherever_the_generators_are(
         assert rt.traffic().payload == 0
         pids = [(await rt.info(worker)).pid for worker in (*together.trainers, *together.generators)]
     assert pids[:2] == pids[2:]
+    assert len(apart.generators) == 3
     assert apart.curve == together.curve
     assert len(set(apart.curve)) == 4
+
+
+@pytest.mark.timeout(120)
+async def test_a_generator_that_is_killed_in_the_move_of_weights_holds_up_no_other_and_comes_back_with_them() -> None:
+    async with aiodaft.Runtime() as rt:
+        undisturbed = await learn(rt, "--steps", "3")
+        learning = await set_up(rt, options_of(["--steps", "3"]), MortalGenerator)
+        whole = sum(one.nbytes for one in weights_of(learned("window", "grpo", seed=0)).values())
+        # The fewest bytes: all weights to each generator, the other half of them to each trainer.
+        assert learning.sync.bytes == 3 * whole + whole
+        second = cast("MortalGenerator", learning.generators[1])
+        await second.end_in_move()
+        await learning.run(batches=1, staleness=0, steps=3)
+        states = await learning.generators.all(MortalGenerator.state)
+        restarts = [(await rt.info(one)).restarts for one in learning.generators]
+        assert rt.traffic().payload == 0
+    assert restarts == [0, 1, 0]
+    assert learning.curve == undisturbed.curve
+    assert len({*states}) == 1
+    assert states[0][0] == 3
 
 
 @pytest.mark.timeout(120)
@@ -178,14 +213,18 @@ async def test_a_model_of_transformers_answers_and_learns_as_the_other_one_does(
     pytest.importorskip("transformers")
     model = "LlamaForCausalLM"
     generator, reference = Generator(model, seed=0), Reference(model, seed=0)
-    trainer = Trainer(model, "grpo", seed=0, learning_rate=3e-3, staleness=0)
     rollouts = await generator.rollout(chunk=0)
     rewards = [float(first == 3) for _, _, first, _ in rollouts.tokens.tolist()]
-    expected = reference.log_probabilities(rollouts)
-    before = trainer.loss(rollouts, torch.tensor(rewards), expected)
-    gradient = trainer.gradient([(rollouts, rewards, expected)], len(rewards))
-    assert trainer.step(gradient) == await generator.load(trainer.weights(), version=1)
-    assert trainer.loss(rollouts, torch.tensor(rewards), expected) < before
+
+    def chance() -> torch.Tensor:
+        found = of_tokens(log_probabilities(generator.current[1]["policy"], rollouts.tokens), rollouts.tokens)
+        return found[torch.tensor(rewards).bool()].mean()
+
+    before = chance()
+    async with aiodaft.Runtime() as rt, rt.group(1, Trainer, model, "grpo", 0, 3e-3, 0) as trainers:
+        gradient = trainers[0].gradient([(rollouts, rewards, reference.log_probabilities(rollouts))], len(rewards))
+        assert await trainers[0].step(gradient) == await generator.load(await trainers[0].shard(), version=1)
+    assert chance() > before
     # By default, this class would have more heads of keys than of queries.
     assert log_probabilities(make_policy("Qwen2ForCausalLM", seed=0), rollouts.tokens).isfinite().all()
 

@@ -217,3 +217,21 @@ def test_a_ring_and_experts_train_as_one_process(options: tuple[str, ...]) -> No
     assert len(apart) == 5
     assert max(apart) < 1e-5
     assert options[0] != "moe.py" or "experts by rank: [2, 2, 1]" in output
+
+
+def test_trials_that_do_not_look_good_end_early() -> None:
+    pytest.importorskip("optuna")
+    output = run_example("search.py", "--trials", "24")
+    found = re.match(r"24 trials by 2 workers, (\d+) ended early: (\d+) epochs instead of 2400\n", output)
+    assert found is not None, output
+    assert int(found[1]) > 0
+    assert int(found[2]) < 2400
+
+
+def test_each_page_is_fetched_once_and_missing_ones_hold_up_none() -> None:
+    assert re.match(r"101 pages by 2 fetchers in .* s, 1 of them missing\n", run_example("crawl.py", "--pages", "100"))
+
+
+def test_a_farm_of_loaders_gives_a_trainer_each_picture_once() -> None:
+    output = run_example("data_farm.py", "--batches", "9", "--batch", "4")
+    assert "each of 32 pictures was seen once: True\nthe controller: 0 payload bytes\n" in output

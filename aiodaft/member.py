@@ -27,7 +27,7 @@ from aiodaft._runtime.groups.planned import Exchange, Planned
 from aiodaft._runtime.groups.process_group import Membership, process_group
 from aiodaft._runtime.process import Process
 from aiodaft.actor import Actor, Handle, handle_of, target_of
-from aiodaft.member_collectives import How, Key, MemberCollectives, plain_key
+from aiodaft.collectives import How, Key, MemberCollectives, plain_key
 from aiodaft.ref import Ref
 from aiodaft.service import Service
 

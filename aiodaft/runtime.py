@@ -37,9 +37,8 @@ from aiodaft._runtime.owning import Owner, ScopeErrors, WorkerOwner
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.placing import check_labels
 from aiodaft._runtime.platform.capabilities import has_fork_server
-from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.tasks import log_error, logger, shield_from_anyio
-from aiodaft._runtime.process import MSGPACK, Process, ProcessOptions, current_process
+from aiodaft._runtime.process import MSGPACK, Env, Process, ProcessOptions, current_process
 from aiodaft._runtime.scope_actors import ScopeActors
 from aiodaft._runtime.serialization.errors import add_note, give_frames, take_frames
 from aiodaft._runtime.serialization.pickling import FrameData

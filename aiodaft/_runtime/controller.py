@@ -30,8 +30,7 @@ from aiodaft._runtime.node.worker import Machine, NodeOptions
 from aiodaft._runtime.node.workers import is_of_a_user
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.process import ProcessOptions, check_codec, closed, opened
+from aiodaft._runtime.process import Env, ProcessOptions, check_codec, closed, opened
 from aiodaft._runtime.supervision.directory import Root
 from aiodaft.exceptions import RuntimeClosed
 from aiodaft_transport import Key

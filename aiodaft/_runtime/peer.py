@@ -58,8 +58,7 @@ from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Delivery, Objects
-from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.process import Process, ProcessOptions
+from aiodaft._runtime.process import Env, Process, ProcessOptions
 from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.errors import decode_failure
 from aiodaft.actor import Actor

@@ -26,8 +26,8 @@ from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.node.resources import gpu_names
 from aiodaft._runtime.connections.identity import Identity, find_key_file, load_identity
 from aiodaft._runtime.platform.capabilities import missing
-from aiodaft._runtime.platform.env import machine_gpus
 from aiodaft._runtime.platform.linux import interface_to, interfaces
+from aiodaft._runtime.process import machine_gpus
 from aiodaft.actor import Actor
 from aiodaft.cli.options import FAILED, Output, address_argument, json_option, key_file_option
 from aiodaft.exceptions import DaftError, VersionMismatch

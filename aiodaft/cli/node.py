@@ -25,9 +25,8 @@ from aiodaft._runtime.coordination.sqlite_store import store_at
 from aiodaft._runtime.node.node_process import NodeProcess, NodeProcessOptions
 from aiodaft._runtime.node.worker import Machine, NodeOptions
 from aiodaft._runtime.platform.capabilities import has_fork_server
-from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.linux import interface_to
-from aiodaft._runtime.process import MSGPACK, ProcessOptions
+from aiodaft._runtime.process import MSGPACK, Env, ProcessOptions
 from aiodaft.exceptions import DaftError
 from aiodaft.program import run
 from aiodaft.runtime import has_uvloop

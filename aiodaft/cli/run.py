@@ -31,9 +31,9 @@ from aiodaft._runtime.connections.identity import (
 )
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.node.node_process import NodeProcess
-from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.linux import die_with_parent, interface_to
 from aiodaft._runtime.platform.tasks import private_file
+from aiodaft._runtime.process import Env
 from aiodaft.cli.key import new_certificate
 from aiodaft.cli.node import Offers, make_node, new_term, offers_options
 from aiodaft.cli.options import Failed, seconds

@@ -26,10 +26,9 @@ from aiodaft._runtime.node.nodes import LocalNode
 from aiodaft._runtime.node.worker import HeartbeatWatch, Worker, WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.worker_main import Heartbeat, WorkerMain
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.linux import SEES_PROCESSES, is_stopped, status_of
 from aiodaft._runtime.platform.tasks import TaskOwner
-from aiodaft._runtime.process import closed, current_process
+from aiodaft._runtime.process import Env, closed, current_process
 from aiodaft.actor import Actor, handle_of, target_of
 from aiodaft.exceptions import ActorDied, DaftError, PeerLost, SpawnFailed
 from aiodaft.methods import method

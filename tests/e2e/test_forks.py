@@ -18,7 +18,7 @@ from inside import fork_server_of
 from leaks import is_alive, wait_ended
 
 import aiodaft
-from aiodaft._runtime.platform.env import Env, Timeouts
+from aiodaft._runtime.process import Env, Timeouts
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

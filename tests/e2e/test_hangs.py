@@ -18,7 +18,7 @@ from supervised import AT_ONCE
 
 import aiodaft
 from aiodaft import Patience, Restart
-from aiodaft._runtime.platform.env import Env, Timeouts
+from aiodaft._runtime.process import Env, Timeouts
 from aiodaft.actor import target_of
 
 # These tests use timers of the loop and nothing else of it.

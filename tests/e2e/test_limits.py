@@ -13,7 +13,7 @@ from actors import Echo, Log
 from inside import peer_of
 
 import aiodaft
-from aiodaft._runtime.platform.env import Env
+from aiodaft._runtime.process import Env
 
 MIB = 1 << 20
 

@@ -15,7 +15,7 @@ from probes import Half, HalfChild, Probe
 
 import aiodaft
 from aiodaft._protocol.node.resources import Gpu
-from aiodaft._runtime.platform.env import Env
+from aiodaft._runtime.process import Env
 
 
 @pytest.fixture

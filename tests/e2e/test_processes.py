@@ -29,7 +29,7 @@ import aiodaft
 from aiodaft import Restart
 from aiodaft._runtime.node.workers import condition_of
 from aiodaft._runtime.platform import linux as processes
-from aiodaft._runtime.platform.env import Env, Timeouts
+from aiodaft._runtime.process import Env, Timeouts
 
 
 class Orders(socket.socket):

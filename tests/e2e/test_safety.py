@@ -12,7 +12,7 @@ from inside import peer_of
 from leaks import descendants, open_files
 
 import aiodaft
-from aiodaft._runtime.platform.env import Env
+from aiodaft._runtime.process import Env
 from aiodaft_transport import Key
 
 # The state of a TCP socket, and the flag of a unix socket, that listens: see proc(5).

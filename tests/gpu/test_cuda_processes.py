@@ -18,7 +18,7 @@ from on_gpu import ON_OWN_LOOPS, memory_by_process
 from probes import Probe
 
 import aiodaft
-from aiodaft._runtime.platform.env import machine_gpus
+from aiodaft._runtime.process import machine_gpus
 
 pytestmark = ON_OWN_LOOPS
 

@@ -25,9 +25,8 @@ from aiodaft._runtime.connections.connection import BURSTS, Connection
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.peer import Replies
 from aiodaft._runtime.platform.capabilities import Sockets
-from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.tasks import Wakeup
-from aiodaft._runtime.process import Process, ProcessOptions
+from aiodaft._runtime.process import Env, Process, ProcessOptions
 from aiodaft.exceptions import DaftError, PeerLost, RemoteProtocolError
 from aiodaft_transport import Key
 

@@ -17,7 +17,7 @@ from probes import Probe
 
 import aiodaft
 from aiodaft._protocol.node.resources import Gpu
-from aiodaft._runtime.platform.env import Env, GpuClaims
+from aiodaft._runtime.process import Env, GpuClaims
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_what_was_declared_by_hand_is_not_claimed() -> None:
 def test_a_claim_ends_with_its_process_and_is_not_kept_by_what_that_has_started(gpu: str) -> None:
     code = (
         "import os, subprocess, sys\n"
-        "from aiodaft._runtime.platform.env import GpuClaims\n"
+        "from aiodaft._runtime.process import GpuClaims\n"
         "claims = GpuClaims([sys.argv[1]])\n"
         "assert claims.take(0) is None\n"
         "child = subprocess.Popen(['sleep', '1000'], close_fds=False, stdin=-3, stdout=-3, stderr=-3)\n"
@@ -166,7 +166,7 @@ _PROGRAM = """
 import sys
 import aiodaft
 from aiodaft._protocol.node.resources import Gpu
-from aiodaft._runtime.platform.env import Env
+from aiodaft._runtime.process import Env
 
 async def main():
     async with aiodaft.Runtime(preload=(), env=Env(gpus=lambda: [Gpu(sys.argv[1])])) as rt:

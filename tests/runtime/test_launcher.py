@@ -31,8 +31,7 @@ from aiodaft._runtime.node.worker import (
     packed,
     unpacked,
 )
-from aiodaft._runtime.platform.env import Timeouts
-from aiodaft._runtime.process import ProcessOptions
+from aiodaft._runtime.process import ProcessOptions, Timeouts
 from aiodaft.exceptions import SpawnFailed
 from aiodaft.logs import Logs
 

@@ -10,7 +10,7 @@ import pytest
 from cuda_library import fake_cuda
 
 from aiodaft._protocol.node.resources import Gpu
-from aiodaft._runtime.platform.env import has_initialized_cuda, machine_gpus
+from aiodaft._runtime.process import has_initialized_cuda, machine_gpus
 
 INFORMATION = """Model: \t\t NVIDIA H200
 IRQ:   \t\t 18
@@ -58,7 +58,7 @@ def test_a_process_knows_whether_it_has_initialised_cuda(tmp_path: Path) -> None
         pytest.skip("there is no compiler of C")
     code = (
         "import ctypes, sys\n"
-        "from aiodaft._runtime.platform.env import has_initialized_cuda\n"
+        "from aiodaft._runtime.process import has_initialized_cuda\n"
         "assert not has_initialized_cuda()\n"
         "cuda = ctypes.CDLL(sys.argv[1])\n"
         "assert not has_initialized_cuda()\n"

@@ -17,9 +17,8 @@ from aiodaft._runtime.objects.ref_table import PutState
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.transfer import Objects
-from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.tasks import Wakeups
-from aiodaft._runtime.process import Process, ProcessOptions
+from aiodaft._runtime.process import Env, Process, ProcessOptions
 from aiodaft._runtime.serialization.decoder import Plain, decode
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.exceptions import OwnerDied, PeerLost, RemoteProtocolError

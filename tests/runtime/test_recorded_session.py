@@ -25,8 +25,7 @@ from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.process import ProcessOptions, closed, opened
+from aiodaft._runtime.process import Env, ProcessOptions, closed, opened
 from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.errors import decode_failure
 from aiodaft.exceptions import DaftError

@@ -12,9 +12,8 @@ from log_ear import listening
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.logs.console import Console, ConsoleThread, Relay
 from aiodaft._runtime.logs.options import Entry, Life, Line, Source, Written
-from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.tasks import TaskOwner
-from aiodaft._runtime.process import Process
+from aiodaft._runtime.process import Env, Process
 from aiodaft.exceptions import PeerLost
 from aiodaft.logs import Logs
 

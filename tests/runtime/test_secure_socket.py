@@ -25,8 +25,7 @@ from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.identity import RECORD, Identity, SecureSocket, load_identity, secure, write_key_file
 from aiodaft._runtime.connections.ring_poller import RingPoller
-from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.process import Process, ProcessOptions
+from aiodaft._runtime.process import Env, Process, ProcessOptions
 from aiodaft.cli.key import new_certificate
 from aiodaft.exceptions import NotAuthenticated, PeerLost
 from aiodaft_transport import Key

@@ -12,7 +12,7 @@ import pytest
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.node.worker import PERIOD
 from aiodaft._runtime.connections.far import FarConnections
-from aiodaft._runtime.platform.env import Timeouts
+from aiodaft._runtime.process import Timeouts
 from aiodaft.testing import AutojumpLoop
 
 NODE = PeerId("node-1@a")

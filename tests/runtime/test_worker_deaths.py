@@ -26,7 +26,7 @@ from aiodaft._runtime.node.worker import (
     WorkerEnvironment,
     WorkerSettings,
 )
-from aiodaft._runtime.platform.env import GpuClaims, Timeouts
+from aiodaft._runtime.process import GpuClaims, Timeouts
 from aiodaft.exceptions import ActorDied, InsufficientResources, PeerLost, SpawnFailed
 
 OWNER = PeerId("owner")

@@ -19,8 +19,7 @@ from aiodaft._runtime.node.node_process import NodeProcess
 from aiodaft._runtime.node.nodes import LocalNode
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.env import Timeouts
-from aiodaft._runtime.process import _open, current_process
+from aiodaft._runtime.process import Timeouts, _open, current_process
 from aiodaft._runtime.scope_actors import ScopeActors
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ import pytest
 import aiodaft
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections.connections import Connections
-from aiodaft._runtime.platform.env import Env
+from aiodaft._runtime.process import Env
 
 
 class Color(enum.Enum):

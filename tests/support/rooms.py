@@ -12,9 +12,8 @@ from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.session import Definitions
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.objects.store import Store
-from aiodaft._runtime.platform.env import Env, Timeouts
 from aiodaft._runtime.platform.threads import HelperThread
-from aiodaft._runtime.process import Process, ProcessOptions
+from aiodaft._runtime.process import Env, Process, ProcessOptions, Timeouts
 from aiodaft._runtime.serialization.errors import decode_failure
 from aiodaft_transport import Key
 from aiodaft_transport.memory import Arena

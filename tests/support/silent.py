@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from clusters import Cluster, RunningNode
 
 import aiodaft
-from aiodaft._runtime.platform.env import Env, Timeouts
+from aiodaft._runtime.process import Env, Timeouts
 
 
 def runtime_at(node: RunningNode, cluster: Cluster) -> aiodaft.Runtime:

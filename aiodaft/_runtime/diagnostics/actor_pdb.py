@@ -1,4 +1,4 @@
-"""pdb for actors; see `breakpoints.py`, which loads this when pdb is loaded."""
+"""pdb for actors; see `worker_main.py`, which loads this when pdb is loaded."""
 
 from __future__ import annotations
 

@@ -39,7 +39,6 @@ from aiodaft._runtime.node.worker import (
     unpacked,
 )
 from aiodaft._runtime.platform.capabilities import can_be_asked
-from aiodaft._runtime.platform.env import has_initialized_cuda
 from aiodaft._runtime.platform.linux import (
     FOR_PROGRAM,
     VISIT,
@@ -54,6 +53,7 @@ from aiodaft._runtime.platform.linux import (
     reap,
     session_of,
 )
+from aiodaft._runtime.process import has_initialized_cuda
 from aiodaft_transport.system import remove_folder, sweep_folders
 
 _MAX_MESSAGE: Final = 1 << 20

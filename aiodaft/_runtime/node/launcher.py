@@ -33,7 +33,6 @@ from aiodaft._runtime.node.worker import (
     unpacked,
 )
 from aiodaft._runtime.node.workers import Launcher
-from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.platform.linux import (
     fresh_python,
     is_stopped,
@@ -43,6 +42,7 @@ from aiodaft._runtime.platform.linux import (
     signs_of_life,
 )
 from aiodaft._runtime.platform.tasks import logger
+from aiodaft._runtime.process import Timeouts
 from aiodaft.exceptions import SpawnFailed
 
 

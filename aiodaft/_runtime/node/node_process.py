@@ -25,9 +25,8 @@ from aiodaft._runtime.node.nodes import CoordinatorContact, LocalNode, Nodes
 from aiodaft._runtime.node.worker import Machine, NodeOptions
 from aiodaft._runtime.node.workers import Launcher
 from aiodaft._runtime.peer import OwnerContact, Peer
-from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.tasks import logger
-from aiodaft._runtime.process import ProcessOptions, closed, opened
+from aiodaft._runtime.process import Env, ProcessOptions, closed, opened
 from aiodaft._runtime.serialization.errors import encoded_text
 from aiodaft.exceptions import DaftError, OutcomeUnknown
 from aiodaft.methods import method

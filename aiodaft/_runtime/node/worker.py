@@ -36,9 +36,8 @@ from aiodaft._runtime.logs.console import Relay
 from aiodaft._runtime.logs.options import Levels, levels_here
 from aiodaft._runtime.logs.worker_output import WorkerOutput
 from aiodaft._runtime.peer import Addresses, NodeContact
-from aiodaft._runtime.platform.env import Env, GpuClaims
 from aiodaft._runtime.platform.linux import fresh_python, importable_path
-from aiodaft._runtime.process import ProcessOptions
+from aiodaft._runtime.process import Env, GpuClaims, ProcessOptions
 from aiodaft.exceptions import OutcomeUnknown, SpawnFailed
 from aiodaft_transport.system import usable_cpus
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import pickle
 import random
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any, NoReturn, TextIO, cast
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
@@ -30,22 +32,57 @@ from aiodaft._runtime.connections.far import FarConnections, Network
 from aiodaft._runtime.connections.identity import Identity
 from aiodaft._runtime.diagnostics.attach import is_debugged
 from aiodaft._runtime.diagnostics.await_chains import offer_dump
-from aiodaft._runtime.diagnostics.breakpoints import debug_at
 from aiodaft._runtime.diagnostics.process_view import on_loop
 from aiodaft._runtime.diagnostics.tracing import begin_telemetry, end_telemetry, set_up_telemetry
 from aiodaft._runtime.logs.options import trace_ids
 from aiodaft._runtime.logs.worker_output import send_records
 from aiodaft._runtime.node.worker import BY_KERNEL, QUESTION, WorkerSettings
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.linux import FOR_PROGRAM, die_with_parent, finish, kill_group, leave_signals, when_forked
 from aiodaft._runtime.platform.tasks import log_error
-from aiodaft._runtime.process import opened
+from aiodaft._runtime.process import Env, opened
 from aiodaft._runtime.serialization.errors import encode_error
 from aiodaft._runtime.serialization.scripts import await_main, script_of
 from aiodaft.exceptions import DaftError, ProtocolError, RuntimeClosed
 from aiodaft_transport import Key
 from aiodaft_transport.handshake import KEY_SIZE
+
+
+def debug_at(terminal: str) -> None:
+    loaded = sys.modules.get("pdb")
+    if loaded is None:
+        # It takes 10 ms to load, and few programs need it.
+        sys.meta_path.insert(0, _PdbFinder(terminal))
+    else:
+        _replace_pdb(loaded, terminal)
+
+
+class _PdbFinder:
+    def __init__(self, terminal: str) -> None:
+        self._terminal = terminal
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != "pdb":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load: Callable[[ModuleType], object] = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                _replace_pdb(module, self._terminal)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # as good as the method
+        return spec
+
+
+def _replace_pdb(loaded: Any, terminal: str) -> None:
+    from aiodaft._runtime.diagnostics.actor_pdb import ActorPdb  # noqa: PLC0415 - it needs pdb
+
+    ActorPdb.terminal = terminal
+    loaded.Pdb = ActorPdb
+
 
 # The `__main__` of a process of actors: the parts of the script that have come.
 #

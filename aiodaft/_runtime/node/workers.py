@@ -48,7 +48,6 @@ from aiodaft._runtime.node.worker import (
 )
 from aiodaft._runtime.peer import Addresses
 from aiodaft._runtime.platform.capabilities import message_pair
-from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.platform.linux import (
     UNKNOWN,
     describe_exit,
@@ -59,7 +58,7 @@ from aiodaft._runtime.platform.linux import (
     status_of,
 )
 from aiodaft._runtime.platform.tasks import logger
-from aiodaft._runtime.process import Process, ProcessOptions
+from aiodaft._runtime.process import Process, ProcessOptions, Timeouts
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost, SpawnFailed
 from aiodaft_transport.system import start_thread
 

@@ -13,8 +13,7 @@ from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.node.node_process import NodeProcess, NodeProcessOptions
 from aiodaft._runtime.node.worker import Machine, NodeOptions
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.process import ProcessOptions
+from aiodaft._runtime.process import Env, ProcessOptions
 from aiodaft.exceptions import DaftError
 from simulated.routes import Routes
 from simulated.simulated_loop import SimulatedLoop, SimulatedProcess, settle

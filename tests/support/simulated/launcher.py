@@ -12,7 +12,7 @@ from typing import Any
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.node.worker import Ending
 from aiodaft._runtime.node.worker import HeartbeatWatch, Worker, WorkerEnvironment, WorkerSettings
-from aiodaft._runtime.platform.env import Env
+from aiodaft._runtime.process import Env
 from aiodaft.exceptions import SpawnFailed
 from aiodaft.testing.in_process import FIRST_PID, EnclosedLauncher, EnclosedMain, NoOutput, Pulse
 from simulated.network import SimulatedNetwork

@@ -15,8 +15,7 @@ from aiodaft._runtime import agent
 from aiodaft._runtime.coordination.coordinator import LEASE
 from aiodaft._runtime.node.worker import WorkerEnvironment
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.process import closed
+from aiodaft._runtime.process import Env, closed
 from aiodaft.runtime import Runtime
 from aiodaft.testing.in_process import FIRST_PID
 from aiodaft_transport import Key

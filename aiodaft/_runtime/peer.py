@@ -55,8 +55,8 @@ from aiodaft._runtime.groups.resharding import Resharding
 from aiodaft._runtime.groups.turns import TurnKeeper
 from aiodaft._runtime.logs.options import Written
 from aiodaft._runtime.objects.ref_state import state_of
+from aiodaft._runtime.objects.ref_table import StreamState
 from aiodaft._runtime.objects.store import Store
-from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Delivery, Objects
 from aiodaft._runtime.process import Env, Process, ProcessOptions
 from aiodaft._runtime.serialization.decoder import ReceivedValue

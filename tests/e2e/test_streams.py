@@ -13,7 +13,7 @@ from failing import Failing
 from inside import peer_of
 
 import aiodaft
-from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.objects.ref_table import StreamState
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.encoder import Names

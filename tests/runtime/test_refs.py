@@ -18,7 +18,7 @@ from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
 from aiodaft._protocol.objects.value import FAILED, FREED, Borrowing
 from aiodaft._runtime.calls.call import CallState, PendingCall, Target, TellState
 from aiodaft._runtime.objects.ref_state import ABSENT
-from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.objects.ref_table import StreamState
 from aiodaft.methods import specs_of
 
 

@@ -13,7 +13,7 @@ from rooms import Bench, Wire, turns
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.objects.value import CREDIT_WINDOW
-from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.objects.ref_table import StreamState
 from aiodaft._runtime.serialization.decoder import ReceivedValue
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.exceptions import RuntimeClosed

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aiodaft_transport import GrantError
-from aiodaft_transport.peers import segment_of
+from aiodaft_transport.abc import segment_of
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,9 @@ from functools import partial
 from mmap import MADV_DONTNEED, MAP_PRIVATE, PAGESIZE, PROT_READ, PROT_WRITE, mmap
 from typing import ClassVar, Final, cast
 
-from aiodaft_transport.abc import Control, Grant, Host, size_of
+from aiodaft_transport.abc import GONE, RETURN, SEGMENT, Control, Grant, Host, SegmentRemote, SegmentTransport, size_of
 from aiodaft_transport.exceptions import GrantError
 from aiodaft_transport.memory import DEFAULT_KEEP, Arena, ArenaBlock, Block, Segment, check_target, exposed_view
-from aiodaft_transport.peers import GONE, RETURN, SEGMENT, SegmentRemote, SegmentTransport
 from aiodaft_transport.system import fork_count
 
 # Source: Documentation/admin-guide/mm/pagemap.rst of the Linux kernel.

@@ -21,10 +21,9 @@ from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, cast
 
-from aiodaft_transport.abc import size_of
+from aiodaft_transport.abc import BasePull, PeerTransport, Remote, size_of
 from aiodaft_transport.exceptions import GrantError, PeerGone, TransportError
 from aiodaft_transport.memory import Arena, ArenaBlock, Block, Regions, Unmapped, check_target, exposed_view
-from aiodaft_transport.peers import BasePull, PeerTransport, Remote
 from aiodaft_transport.system import Doorbell, start_thread, usable_cpus
 
 if TYPE_CHECKING:

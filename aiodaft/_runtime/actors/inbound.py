@@ -17,10 +17,9 @@ from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.objects.ref_table import RefTable
+from aiodaft._runtime.objects.ref_table import RefTable, StreamState
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Delivery, Place, Transfer
 from aiodaft._runtime.platform.tasks import received_terms, run_through
 from aiodaft._runtime.serialization.containers import contains_ref, resolved

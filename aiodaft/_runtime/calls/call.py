@@ -17,8 +17,8 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.objects.broadcast import DIRECT
 from aiodaft._runtime.objects.ref_state import ABSENT, RefState, UnhandledErrors, release_inputs
+from aiodaft._runtime.objects.ref_table import StreamState
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Objects
 from aiodaft._runtime.platform.tasks import Terms, current_task, log_error, logger, printable, under
 from aiodaft._runtime.process import Process

@@ -27,7 +27,7 @@ from aiodaft._runtime.calls.call import Caller, CallState, PendingCall, Request,
 from aiodaft._runtime.calls.outgoing import Backlog
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_state import UnhandledErrors
-from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.objects.ref_table import StreamState
 from aiodaft._runtime.platform.tasks import current_terms
 from aiodaft._runtime.serialization.containers import builder
 from aiodaft._runtime.serialization.decoder import ReceivedValue

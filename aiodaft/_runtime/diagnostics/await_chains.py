@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias
 from aiodaft._protocol.diagnostics.failures import CallAt
 from aiodaft._protocol.node.worker import Stalls
 from aiodaft._runtime.objects.ref_state import RefState
-from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.objects.ref_table import StreamState
 from aiodaft._runtime.objects.transfer import Transfer
 from aiodaft._runtime.platform.linux import exhausted
 from aiodaft._runtime.platform.tasks import Deferred, logger

@@ -33,7 +33,7 @@ from aiodaft._runtime.calls.call import Caller, CallSink, Request
 from aiodaft._runtime.graphs.owner import GraphOwner
 from aiodaft._runtime.graphs.participant import Graphs
 from aiodaft._runtime.objects.ref_state import RefState, state_of
-from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.objects.ref_table import StreamState
 from aiodaft._runtime.platform.tasks import Recorder, current_terms, deadline_of, terms_of, trace_of, under
 from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref

@@ -25,9 +25,8 @@ from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, curre
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.calls.call import Caller, Request
 from aiodaft._runtime.calls.outgoing import Outgoing
-from aiodaft._runtime.graphs.graph_value import Arguments
+from aiodaft._runtime.graphs.graph_value import Arguments, OwnerRun, Specs
 from aiodaft._runtime.graphs.owner import GraphOwner
-from aiodaft._runtime.graphs.owner_run import OwnerRun, Specs
 from aiodaft._runtime.graphs.participant import Graphs
 from aiodaft._runtime.graphs.strand_call import BoundStep, BoundStrand, StrandCall
 from aiodaft._runtime.objects.ref_state import state_of

@@ -29,8 +29,16 @@ from aiodaft._protocol.graphs.run import (
 )
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.graphs.graph_value import Arguments, GraphContext, GraphValue, item_of
-from aiodaft._runtime.graphs.owner_run import Deployment, OwnerRun, ResultState, Specs
+from aiodaft._runtime.graphs.graph_value import (
+    Arguments,
+    Deployment,
+    GraphContext,
+    GraphValue,
+    OwnerRun,
+    ResultState,
+    Specs,
+    item_of,
+)
 from aiodaft._runtime.graphs.strand_call import size_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.tasks import current_terms, sent_terms

@@ -30,9 +30,17 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.graphs.graph_value import Arguments, Flowing, GraphContext, GraphValue, fetch, item_of, value_of
+from aiodaft._runtime.graphs.graph_value import (
+    Arguments,
+    Flowing,
+    GraphContext,
+    GraphValue,
+    Specs,
+    fetch,
+    item_of,
+    value_of,
+)
 from aiodaft._runtime.graphs.owner import GraphOwner
-from aiodaft._runtime.graphs.owner_run import Specs
 from aiodaft._runtime.graphs.strand_call import BoundStep, BoundStrand, StrandCall
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.tasks import received_terms

@@ -13,10 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
-from aiodaft_transport.abc import Control, Host
+from aiodaft_transport.abc import BasePull, Control, Host, SegmentRemote
 from aiodaft_transport.exceptions import DeviceError, OutOfDeviceMemory, TransportError
 from aiodaft_transport.memory import DEFAULT_KEEP, BlockPool, PooledBlock, PooledSegment
-from aiodaft_transport.peers import BasePull, SegmentRemote
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, Final, cast
 
-from aiodaft_transport.abc import Control, Grant, size_of
+from aiodaft_transport.abc import GONE, RETURN, SEGMENT, Control, Grant, SegmentTransport, size_of
 from aiodaft_transport.cuda.device import (
     IDENTITY_SIZE,
     DeviceBlock,
@@ -41,7 +41,6 @@ from aiodaft_transport.cuda.device import (
 )
 from aiodaft_transport.exceptions import DeviceError, GrantError, PeerGone, TransportError
 from aiodaft_transport.memory import Unmapped
-from aiodaft_transport.peers import GONE, RETURN, SEGMENT, SegmentTransport
 
 
 class ThroughHost(Unmapped):

@@ -12,9 +12,9 @@ from ctypes import c_uint64
 from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
+from aiodaft_transport.abc import BasePull, SegmentRemote
 from aiodaft_transport.exceptions import PeerGone
 from aiodaft_transport.memory import Arena, ArenaBlock, Region, Segment
-from aiodaft_transport.peers import BasePull, SegmentRemote
 from aiodaft_transport.ucx.ucp import Library, UcxError, Worker
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, cast
 
-from aiodaft_transport.abc import size_of
+from aiodaft_transport.abc import GONE, NOTE, RETURN, SEGMENT, SegmentTransport, size_of
 from aiodaft_transport.exceptions import GrantError, TransportError, Unreachable
 from aiodaft_transport.memory import (
     ArenaBlock,
@@ -31,7 +31,6 @@ from aiodaft_transport.memory import (
     check_target,
     exposed_view,
 )
-from aiodaft_transport.peers import GONE, NOTE, RETURN, SEGMENT, SegmentTransport
 from aiodaft_transport.system import folder
 from aiodaft_transport.ucx import INTERFACE_VARIABLE
 from aiodaft_transport.ucx.pull import WORD, Driver, Pool, Pull, Remote, RemoteSegment, Stamp

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
-    "aiodaft.tensor.capturing": "CaptureError capture",
+    "aiodaft.tensor.capturing": "capture",
     "aiodaft.tensor.handles": "DistTensor",
     "aiodaft.tensor.hardware": "PRESETS Hardware Link",
     "aiodaft.tensor.loading": "Run Step Workers workers",
@@ -27,6 +27,7 @@ _NAMES = {
     "aiodaft.tensor.segments": "Collective",
     "aiodaft.tensor.simulation": "Simulation",
     "aiodaft.tensor.strategy": "Strategy",
+    "aiodaft.tensor.tracer": "CaptureError",
     "aiodaft.tensor.worker": "Worker",
     "torch.distributed.tensor": "Partial Replicate Shard",
 }

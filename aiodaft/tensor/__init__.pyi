@@ -2,7 +2,7 @@
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from aiodaft.tensor.capturing import CaptureError, capture
+from aiodaft.tensor.capturing import capture
 from aiodaft.tensor.handles import DistTensor
 from aiodaft.tensor.hardware import PRESETS, Hardware, Link
 from aiodaft.tensor.loading import Run, Step, Workers, workers
@@ -16,6 +16,7 @@ from aiodaft.tensor.rules import rule
 from aiodaft.tensor.segments import Collective
 from aiodaft.tensor.simulation import Simulation
 from aiodaft.tensor.strategy import Strategy
+from aiodaft.tensor.tracer import CaptureError
 from aiodaft.tensor.worker import Worker
 
 __all__ = [

@@ -24,8 +24,6 @@ from aiodaft.tensor.tracer import CaptureError, Tracer
 from aiodaft.tensor.updates import Update
 from aiodaft.tensor.views import source_of
 
-__all__ = ["CaptureError", "capture"]
-
 aten = torch.ops.aten
 
 

@@ -18,8 +18,6 @@ from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.specs import Spec
 from aiodaft.tensor.stage_runs import StagedRoutine, last_uses
 
-__all__ = ["COLLECTIVES", "Awaited", "Work", "by_rank", "counter_of", "flops_of", "kinds_of", "peak_of", "work_of"]
-
 T = TypeVar("T")
 
 COLLECTIVES: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})

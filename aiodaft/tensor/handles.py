@@ -11,23 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
 from aiodaft.html import page
 from aiodaft.ref import Refs
-from aiodaft.tensor.blocks import Cell
-from aiodaft.tensor.entries import Given, Scalar
+from aiodaft.tensor.blocks import Cell, Given, Scalar
 from aiodaft.tensor.instructions import Slot
+from aiodaft.tensor.operations import picture
 from aiodaft.tensor.randoms import drawn, is_random, next_place
 from aiodaft.tensor.recorder import Recorder
-from aiodaft.tensor.reports import picture
-from aiodaft.tensor.specs import Meta, Placement, Placements, Spec, checked, placed
+from aiodaft.tensor.specs import Meta, Placements, Spec, checked, placed
 from aiodaft.tensor.strategy import Strategy, check_patterns, first
 from aiodaft.tensor.transfers import moved
 from aiodaft.tensor.views import functional_of
-
-__all__ = ["DistTensor", "distribute"]
 
 _MOST_BYTES: Final = 1 << 20
 _DETACH: Final = torch.ops.aten.detach.default

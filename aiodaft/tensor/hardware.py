@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Final
 
-__all__ = ["PRESETS", "Hardware", "Link"]
-
 _FACTORS: Final = frozenset({"compute", "memory", "bandwidth", "links"})
 
 

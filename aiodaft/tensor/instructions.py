@@ -10,8 +10,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch._ops import OpOverload
 
-__all__ = ["ByRank", "CollectiveKind", "Instruction", "Kind", "Slot", "leaves", "mapped", "operation", "slots_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Slot:

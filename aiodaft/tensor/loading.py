@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from aiodaft.checkpoint import Saved
 from aiodaft.exceptions import DaftError, OutcomeUnknown
@@ -24,12 +25,10 @@ from aiodaft.tensor.handles import DistTensor, ModuleT, distribute, handle, rand
 from aiodaft.tensor.operations import Input
 from aiodaft.tensor.plan import Plan, routine_of
 from aiodaft.tensor.recorder import Recorder, values_of
-from aiodaft.tensor.specs import Meta, Placement, Placements, Spec, checked, cut, holders, joined, placed
+from aiodaft.tensor.specs import Meta, Placements, Spec, checked, cut, holders, joined, placed
 from aiodaft.tensor.strategy import Strategy
 from aiodaft.tensor.transfers import RANDOM, adopted, layout_once, saved_numbers, sharding_of
 from aiodaft.tensor.worker import SEED, STEP, Counted, Filled, Measure, Order, Program, Progress, Worker
-
-__all__ = ["Run", "Step", "Workers", "workers"]
 
 
 def workers(

@@ -12,8 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from aiodaft.tensor.instructions import Instruction
 
-__all__ = ["FUNCTIONS", "LocalFunction", "functions_of", "local"]
-
 
 def local(
     function: Callable[..., Any],

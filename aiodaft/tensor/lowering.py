@@ -22,8 +22,6 @@ from aiodaft.tensor.segments import Collective
 from aiodaft.tensor.specs import Meta, Placements, Spec, text
 from aiodaft.tensor.views import Aliases, View, is_view, written_arguments
 
-__all__ = ["Lowering"]
-
 aten = torch.ops.aten
 
 

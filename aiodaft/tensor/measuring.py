@@ -24,8 +24,6 @@ from aiodaft.placement import Spawner
 from aiodaft.tensor.costs import counter_of
 from aiodaft.tensor.hardware import Hardware, Link
 
-__all__ = ["measure_hardware"]
-
 _VIEWS: Final = frozenset({"aten.view", "aten.t", "aten.transpose", "aten.detach", "aten.split"})
 # Their rates depend on the dtype.
 _PRODUCTS: Final = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"})

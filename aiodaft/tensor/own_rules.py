@@ -13,13 +13,12 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from aiodaft.tensor.instructions import ByRank, Instruction, Slot, slots_of
 from aiodaft.tensor.local_functions import named
 from aiodaft.tensor.rules import Rules
-from aiodaft.tensor.specs import Meta, Placement, Placements, Spec, placed
-
-__all__ = ["Lowers", "by_local_rule", "by_own_rule"]
+from aiodaft.tensor.specs import Meta, Placements, Spec, placed
 
 aten = torch.ops.aten
 _MEAN: Final = 1

@@ -15,8 +15,6 @@ from aiodaft.tensor.specs import Meta, Spec
 from aiodaft.tensor.strategy import nearest
 from aiodaft.tensor.views import written_arguments
 
-__all__ = ["SegmentKind", "Stages", "Step", "outs_of", "split", "with_buckets", "without_dead"]
-
 
 class Step(NamedTuple):
     instruction: Instruction

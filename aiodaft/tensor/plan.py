@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aiodaft.pipeline.schedule import rank_of_stages
-from aiodaft.tensor import reports
 from aiodaft.tensor.code import Routine
 from aiodaft.tensor.hardware import Hardware
 from aiodaft.tensor.local_functions import functions_of
-from aiodaft.tensor.operations import Cause, Input, Output
+from aiodaft.tensor.operations import Cause, Input, Output, described, drawn, ranks_text
 from aiodaft.tensor.segments import Instructions, Pipeline
 from aiodaft.tensor.simulation import Simulation, simulate
 from aiodaft.tensor.stage_runs import StagedRoutine
-
-__all__ = ["Plan", "routine_of"]
 
 
 @dataclass(frozen=True)
@@ -44,18 +41,18 @@ class Plan(Instructions):
     def describe(self) -> str:
         """The cost of a step, and each collective with the operation, module and line that needs it, as a text."""
         ranks = f"{self.size} ranks ({', '.join(f'{axis}={size}' for axis, size in self.axes.items())})"
-        peak, flops = reports.ranks_text(self.peak), max(self.flops, default=0)
+        peak, flops = ranks_text(self.peak), max(self.flops, default=0)
         count = sum(one.times for one in self.collectives)
         head = f"{ranks}: {count} collectives, {flops:.3g} FLOPs and {peak} at most per rank"
         lines = [(one.cause, f"{one.kind} on {one.axis}", one.times, one.written) for one in self.collectives]
-        return reports.described(head, self.bytes, lines)
+        return described(head, self.bytes, lines)
 
     def draw(self) -> str:
         """An SVG: each module with the placements of its parameters, and its collectives in each part of the step."""
         title = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
         parameters = [(one, self.specs[one.slot]) for one in self.inputs if one.role == "parameter"]
         collectives = [(one.cause, f"{one.kind} {one.axis}", one.times) for one in self.collectives]
-        return reports.drawn(title, parameters, collectives, self.inner)
+        return drawn(title, parameters, collectives, self.inner)
 
     def _repr_html_(self) -> str:
         return self.draw()

@@ -21,8 +21,6 @@ from aiodaft.tensor.segments import Collective
 from aiodaft.tensor.specs import Meta, Placements, Spec, placed
 from aiodaft.tensor.strategy import Strategy, check_patterns, first, matches
 
-__all__ = ["Planner", "check_names", "joined_collectives", "with_peak"]
-
 
 class Planner:
     """Lowers the operations of a program, one after the other."""

@@ -12,17 +12,13 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from aiodaft.tensor.instructions import Slot
-from aiodaft.tensor.operations import Operation, Trace
+from aiodaft.tensor.operations import Operation, Trace, place_of
 from aiodaft.tensor.plan import Plan
 from aiodaft.tensor.planner import Planner
-from aiodaft.tensor.reports import place_of
 from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.stage_runs import PIPELINE_AXIS
 from aiodaft.tensor.staging import plan_stages
 from aiodaft.tensor.strategy import Strategy
-
-__all__ = ["ImplicitCollectives", "Program", "plan"]
-
 
 logger = logging.getLogger("aiodaft.tensor")
 

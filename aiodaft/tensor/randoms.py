@@ -15,8 +15,6 @@ from typing import Any, Final, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Drawing", "draw", "drawn", "is_random", "manual_seed", "next_place", "numbered", "philox"]
-
 _WORD: Final = 0xFFFFFFFF
 _CHUNK: Final = 1 << 14
 """Counters that are worked on at a time: their words stay in the cache of a core."""

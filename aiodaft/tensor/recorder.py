@@ -17,14 +17,11 @@ from torch.distributed.tensor import Partial, Replicate
 from aiodaft.exceptions import DaftError, OutcomeUnknown
 from aiodaft.group import Group
 from aiodaft.ref import Ref, Refs
-from aiodaft.tensor.blocks import Block, Cell, check_write, join, routine, write
-from aiodaft.tensor.entries import Entries, Entry, Place, here, said
+from aiodaft.tensor.blocks import Block, Cell, Entries, Entry, Place, check_write, here, join, routine, said, write
 from aiodaft.tensor.instructions import Slot
 from aiodaft.tensor.rules import strided
 from aiodaft.tensor.specs import Meta, Placements, Spec, cut, holders, joined
 from aiodaft.tensor.worker import Filled, Order, Program, Refused, Worker
-
-__all__ = ["Recorder", "gravity", "immediate", "values_of"]
 
 _MOST_OPERATIONS: Final = 2_000
 _MOST_PROGRAMS: Final = 512

@@ -18,14 +18,13 @@ import torch
 from torch._ops import OpOverload
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import Placement
 
 from aiodaft.tensor.instructions import leaves, mapped
-from aiodaft.tensor.specs import Meta, Placement, Placements, Spec, bounds, coords
+from aiodaft.tensor.specs import Meta, Placements, Spec, bounds, coords
 
 if TYPE_CHECKING:
     from aiodaft.tensor.table import Table
-
-__all__ = ["Move", "Placing", "Rules", "norm_of", "rule", "strided", "verified"]
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 

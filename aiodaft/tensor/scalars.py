@@ -9,8 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["EXTREMES", "Items", "LiveScalars", "Number", "OnNumbers"]
-
 
 class OnNumbers(Protocol):
     def arithmetic(self, target: torch._ops.OpOverload[..., Any], *args: Number | float) -> Number: ...

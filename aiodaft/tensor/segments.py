@@ -15,8 +15,6 @@ from aiodaft.tensor.operations import Arguments, Cause, Input, Output, Results
 from aiodaft.tensor.passes import SegmentKind
 from aiodaft.tensor.specs import Spec
 
-__all__ = ["Collective", "Instructions", "Pipeline", "Segment"]
-
 
 @dataclass(frozen=True, slots=True)
 class Collective:

@@ -17,14 +17,11 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from aiodaft.tensor.costs import COLLECTIVES, Awaited, kinds_of, work_of
 from aiodaft.tensor.hardware import Hardware
 from aiodaft.tensor.instructions import Instruction, Slot
-from aiodaft.tensor.operations import Cause
-from aiodaft.tensor.reports import ranks_text, size_text, time_text
+from aiodaft.tensor.operations import Cause, ranks_text, size_text, time_text
 from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.segments import Collective, Instructions, Segment
 from aiodaft.tensor.specs import coords
 from aiodaft.tensor.stage_runs import rank_in_stage
-
-__all__ = ["Simulation", "Span", "simulate"]
 
 
 class Span(NamedTuple):

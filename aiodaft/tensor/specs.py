@@ -12,23 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = [
-    "Meta",
-    "Placement",
-    "Placements",
-    "Spec",
-    "bounds",
-    "checked",
-    "coords",
-    "cut",
-    "holders",
-    "joined",
-    "placed",
-    "text",
-    "unplaced",
-    "untext",
-]
-
 Placements: TypeAlias = tuple[Placement, ...]
 """One placement for each axis, in the order of the axes."""
 

@@ -13,8 +13,6 @@ from aiodaft.ref import Ref
 from aiodaft.tensor.code import Code, Routine, Row
 from aiodaft.tensor.instructions import Instruction
 
-__all__ = ["PIPELINE_AXIS", "Pipe", "StageRuns", "StagedRoutine", "last_uses", "rank_in_stage"]
-
 PIPELINE_AXIS: Final = "pp"
 
 

@@ -21,8 +21,6 @@ from aiodaft.tensor.specs import Placements
 from aiodaft.tensor.stage_runs import PIPELINE_AXIS, rank_in_stage
 from aiodaft.tensor.strategy import Strategy
 
-__all__ = ["plan_stages"]
-
 ByRank: TypeAlias = tuple[int, ...]
 
 _SCHEDULES: Final[Mapping[str, Callable[..., Schedule]]] = {

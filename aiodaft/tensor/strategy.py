@@ -14,8 +14,6 @@ from torch.distributed.tensor.placement_types import Placement
 from aiodaft.pipeline import Kind, Schedule, Task
 from aiodaft.tensor.specs import text, untext
 
-__all__ = ["Implicit", "Patterns", "Strategy"]
-
 Patterns: TypeAlias = Mapping[str, Mapping[str, Placement]]
 """A pattern of names, such as `blocks.*.up.weight`, and the placement by axis; the first pattern that fits a name wins.
 A `*` stands for any text, dots included."""

@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from aiodaft.tensor.instructions import ByRank, mapped
 from aiodaft.tensor.specs import Meta, Placements, Spec
 
-__all__ = ["Answer", "Table"]
-
 _PROPAGATOR = DTensor._op_dispatcher.sharding_propagator
 
 

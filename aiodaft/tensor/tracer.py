@@ -24,8 +24,6 @@ from aiodaft.tensor.scalars import LiveScalars, Number
 from aiodaft.tensor.specs import Meta
 from aiodaft.tensor.views import Op, Step, Traits, functional_of, traits_of, written_through
 
-__all__ = ["CaptureError", "Tracer"]
-
 aten = torch.ops.aten
 _get_sequence_nr: Any = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  # it is there
 

@@ -20,8 +20,6 @@ from aiodaft.tensor.recorder import Recorder, values_of
 from aiodaft.tensor.specs import Meta, Placements, Spec, bounds, checked, coords, text
 from aiodaft.tensor.worker import SEED, STEP, Worker
 
-__all__ = ["RANDOM", "adopted", "layout_once", "moved", "saved_numbers", "sharding_of"]
-
 RANDOM = (SEED, STEP)
 
 

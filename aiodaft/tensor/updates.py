@@ -15,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from aiodaft.tensor.scalars import EXTREMES
 from aiodaft.tensor.tracer import CaptureError, Tracer
 
-__all__ = ["Update"]
-
 aten = torch.ops.aten
 
 _PLAIN = {"foreach": False, "fused": False, "capturable": False}

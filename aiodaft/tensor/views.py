@@ -14,20 +14,6 @@ from aiodaft.tensor.instructions import Slot, slots_of
 from aiodaft.tensor.randoms import is_random
 from aiodaft.tensor.specs import Meta
 
-__all__ = [
-    "Aliases",
-    "Op",
-    "Step",
-    "Traits",
-    "View",
-    "functional_of",
-    "is_view",
-    "source_of",
-    "traits_of",
-    "written_arguments",
-    "written_through",
-]
-
 aten = torch.ops.aten
 Op: TypeAlias = OpOverload[..., Any]
 

@@ -22,9 +22,7 @@ from aiodaft.tensor.instructions import Slot, slots_of
 from aiodaft.tensor.stage_runs import Pipe, StagedRoutine, StageRuns
 
 if TYPE_CHECKING:
-    from aiodaft.tensor.compiling import Compiled
-
-__all__ = ["SEED", "STEP", "Counted", "Filled", "Measure", "Order", "Program", "Progress", "Refused", "Worker"]
+    from aiodaft.tensor.code import Compiled
 
 # The names of the seed, and of the number of the next step, in a state.
 SEED: Final = "random.seed"
@@ -324,7 +322,7 @@ class _Session:
     def _compiled(
         self, routine: Routine | StagedRoutine, numbers: Sequence[int]
     ) -> tuple[Routine | StagedRoutine, list[Compiled]]:
-        from aiodaft.tensor.compiling import with_compiled  # noqa: PLC0415 - it loads the compiler
+        from aiodaft.tensor.code import with_compiled  # noqa: PLC0415 - it loads the compiler
 
         if isinstance(routine, Routine):
             return with_compiled(routine, self._rank, numbers)

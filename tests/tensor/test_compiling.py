@@ -12,8 +12,11 @@ torch = pytest.importorskip("torch")
 from lockstep import rows_of  # noqa: E402
 from tensor_plans import alone, batch, mlp, start  # noqa: E402
 
-from aiodaft.tensor.code import Code, Routine  # noqa: E402
-from aiodaft.tensor.compiling import with_compiled  # noqa: E402
+from aiodaft.tensor.code import (  # noqa: E402
+    Code,
+    Routine,
+    with_compiled,
+)
 from aiodaft.tensor.instructions import ByRank, Instruction, Slot  # noqa: E402
 
 

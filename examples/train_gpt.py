@@ -100,14 +100,12 @@ def chosen(name: str, axes: str) -> tuple[Strategy, dict[str, int]]:
     return strategy or Strategy.from_json(Path(name).read_text()), given or default
 
 
-def planned(strategy: Strategy, axes: dict[str, int], model: GPT, optimizer: torch.optim.Optimizer) -> tensor.Plan:
-    began = time.perf_counter()
-    program = tensor.capture(train, model, optimizer, *batches(1)[0])
-    captured = time.perf_counter()
-    plan = program.plan(strategy, axes)
-    print(f"captured in {captured - began:.2f} s:\n{program.describe()}")
-    print(f"planned in {time.perf_counter() - captured:.2f} s: {plan.describe()}")
-    return plan
+def captured(model: GPT, optimizer: torch.optim.Optimizer) -> tensor.Program:
+    return tensor.capture(train, model, optimizer, *batches(1)[0])
+
+
+def program() -> tensor.Program:  # for `aiodaft plan`
+    return captured(*parts()[:2])
 
 
 async def main(plan: tensor.Plan, model: GPT, schedule: torch.optim.lr_scheduler.LRScheduler, steps: int) -> None:
@@ -143,7 +141,10 @@ if __name__ == "__main__":
     if options.write:
         options.write.write_text(strategy.to_json())
     model, optimizer, schedule = parts()
-    plan = planned(strategy, axes, model, optimizer)
+    began = time.perf_counter()
+    step = captured(model, optimizer)
+    plan = step.plan(strategy, axes)
+    print(f"{step.describe()}\nplanned in {time.perf_counter() - began:.2f} s: {plan.describe()}")
     if options.draw:
         options.draw.write_text(plan.draw())
     aiodaft.run(main(plan, model, schedule, options.steps))

@@ -17,6 +17,7 @@ from aiodaft.cli.options import Failed
 _MODULES: Final = {
     "new": ".new",
     "run": ".run",
+    "plan": ".plan",
     "ps": ".running.looks",
     "top": ".running.looks",
     "memory": ".running.looks",

@@ -12,6 +12,7 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.node.worker import Health, Patience
 from aiodaft._protocol.supervision import Restart, check_alone
+from aiodaft.html import facts, page, table
 from aiodaft.methods import DefMethod, MethodSpec, check_overrides, signature_of, specs_of
 
 if TYPE_CHECKING:
@@ -237,6 +238,14 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"<{self.__dict__['_class'].__name__} {self.__dict__['_target']}>"
+
+    def _repr_html_(self) -> str:
+        methods = [getattr(self, name) for name in dir(self)]
+        rows = [
+            (f"{one.__name__}{signature_of(one) or '(...)'}", (one.__doc__ or "").partition("\n")[0]) for one in methods
+        ]
+        about = facts(target_of(self).facts()._asdict())
+        return page(self.__wrapped__.__name__, about, table(["method", ""], rows))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Handle) and bool(self.__dict__["_target"] == other.__dict__["_target"])

@@ -47,6 +47,30 @@ async def test_a_runtime_and_a_scope_show_their_actors_and_how_they_are(rt: aiod
     assert shown(rt).rows == []
 
 
+class Noted(aiodaft.Actor):
+    @aiodaft.method
+    async def add(self, x: int, y: int = 1) -> int:
+        """Add two numbers.
+
+        They are whole.
+        """
+        return x + y
+
+    @aiodaft.method
+    def bare(self) -> None: ...
+
+
+async def test_a_handle_shows_its_actor_and_its_methods(rt: aiodaft.Runtime) -> None:
+    noted = await rt.spawn(Noted)
+    info = await rt.info(noted)
+    read = shown(noted)
+    assert read.title == "Noted"
+    methods = {"method": "", "add(x: 'int', y: 'int' = 1) -> 'int'": "Add two numbers.", "bare() -> 'None'": ""}
+    assert read.facts == {"name": info.name, "state": "alive", "process": info.process, **methods}
+    await rt.kill(noted)
+    assert shown(noted).facts["state"] == "dead"
+
+
 async def test_a_group_shows_its_members_with_their_places_on_the_axes(rt: aiodaft.Runtime) -> None:
     group = await rt.group(4, Echo, axes={"dp": 2, "tp": 2})
     read = shown(group)

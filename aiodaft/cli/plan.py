@@ -68,7 +68,7 @@ async def _measured() -> Hardware:
 def _plan(
     output: Output, script: Path, strategy: Path | None, axes: str, memory: float | None, hardware: str | None
 ) -> Simulation:
-    from aiodaft.tensor.reports import size_text  # noqa: PLC0415 - it loads torch
+    from aiodaft.tensor.operations import size_text  # noqa: PLC0415 - it loads torch
 
     sizes = _sizes(axes)
     if strategy is None or not sizes:

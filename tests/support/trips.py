@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
 
+from actors import Echo, Sleeper
+
 import aiodaft
 import aiodaft_transport
 from aiodaft.collectives import all_reduce
@@ -21,16 +23,6 @@ from aiodaft.collectives import all_reduce
 Trip: TypeAlias = Callable[[], Awaitable[object]]
 
 _ROOTS = tuple(str(Path(package.__file__ or "").parent) for package in (aiodaft, aiodaft_transport))
-
-
-class Member(aiodaft.Actor):
-    @aiodaft.method
-    async def echo(self, value: object) -> object:
-        return value
-
-    @aiodaft.method
-    async def wait(self) -> None:
-        await asyncio.Event().wait()
 
 
 async def entered(trip: Trip) -> Counter[str]:
@@ -51,13 +43,13 @@ async def entered(trip: Trip) -> Counter[str]:
 
 async def measured() -> dict[str, Counter[str]]:
     async with aiodaft.Runtime(preload=()) as rt:
-        first, second = await rt.spawn(Member), await rt.spawn(Member)
-        group = await rt.group(3, Member)
-        spare = [await rt.spawn(Member) for _ in range(4)]
-        under_way = [actor.wait() for actor in spare]
+        first, second = await rt.spawn(Echo), await rt.spawn(Echo)
+        group = await rt.group(3, Echo)
+        spare = [await rt.spawn(Sleeper) for _ in range(4)]
+        under_way = [actor.sleep(60) for actor in spare]
 
         async def spawn() -> None:
-            await rt.spawn(Member)
+            await rt.spawn(Echo)
 
         async def kill() -> None:
             actor, call = spare.pop(), under_way.pop()

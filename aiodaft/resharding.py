@@ -34,8 +34,8 @@ class Sharding:
         dtype: Its dtype.
         dims: The axis over which a dimension is sharded, or several of them, the last one the fastest.
         only: The coordinates in an axis at which ranks have the tensor, such as `{"pp": 0}` for the first stage.
-        lengths: The lengths of the parts of a dimension. Default: as `torch.chunk` and DTensor, ceil(length / parts)
-            each; the last parts are shorter or empty.
+        lengths: The lengths of the parts of a dimension. Default: as DTensor, over one axis after the other
+            ceil(length / parts) each; the last parts are shorter or empty. 10 over 2 x 2 are 3, 2, 3 and 2.
     """
 
     shape: Sequence[int]

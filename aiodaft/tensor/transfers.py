@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,12 +28,7 @@ def sharding_of(spec: Spec, axes: Mapping[str, int], only: Mapping[str, int] | N
     for axis, placement in zip(axes, spec.placements, strict=True):
         if not isinstance(placement, Replicate):
             dims.setdefault(placement.dim, []).append(axis)  # type: ignore[attr-defined]  # a shard
-    lengths = {}
-    for dim, names in dims.items():
-        along = [index for index, axis in enumerate(axes) if axis in names]
-        ranks = [rank for rank in range(math.prod(axes.values())) if not any(_others(coords(axes, rank), along))]
-        lengths[dim] = [bounds(spec.meta.shape, spec.placements, axes, rank)[dim][1] for rank in ranks]
-    return Sharding(shape=spec.meta.shape, dtype=spec.meta.dtype, dims=dims, lengths=lengths, only=dict(only or {}))
+    return Sharding(shape=spec.meta.shape, dtype=spec.meta.dtype, dims=dims, only=dict(only or {}))
 
 
 async def moved(cell: Cell, here: Recorder, to: Recorder, placements: Placements) -> Cell:

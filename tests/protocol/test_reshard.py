@@ -170,6 +170,15 @@ def test_a_dimension_is_cut_as_torch_chunk_does_with_empty_parts_at_the_end() ->
     assert even_cuts(0, 2) == (0, 0, 0)
 
 
+def test_a_dimension_is_cut_over_one_axis_after_the_other_as_dtensor_does() -> None:
+    assert even_cuts(10, 2, 2) == (0, 3, 5, 8, 10)
+    assert even_cuts(7, 2, 3) == (0, 2, 4, 4, 5, 6, 7)
+    assert even_cuts(1, 2, 2) == (0, 1, 1, 1, 1)
+    axes = Axes.of({"a": 2, "b": 2}, 4)
+    assert lay_out("w", Rule((10,), {0: ("a", "b")}, {}, {}), "float32", 4, axes).cuts == ((0, 3, 5, 8, 10),)
+    assert lay_out("w", Rule((10,), {0: ("b", "a")}, {}, {}), "float32", 4, axes).cells == ((0,), (2,), (1,), (3,))
+
+
 def test_ranks_of_several_axes_share_a_dimension_the_last_axis_fastest() -> None:
     over = axes(a=2, b=3)
     assert [grid((6,), over, d0=("a", "b")).box(rank) for rank in range(6)] == [((i, i + 1),) for i in range(6)]

@@ -11,14 +11,16 @@ import pytest
 import torch
 from lockstep import run_whole
 from tiny_gpt import GPT, batches, train
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from aiodaft.pipeline import zb_h1
+from aiodaft.resharding import Layout, Sharding
 from aiodaft.tensor.capturing import capture
 from aiodaft.tensor.planner import Planner
 from aiodaft.tensor.program import ImplicitCollectives, Program
 from aiodaft.tensor.rules import Rules
+from aiodaft.tensor.specs import bounds
 from aiodaft.tensor.strategy import Patterns, Strategy
 
 TP = {
@@ -235,3 +237,14 @@ def test_llama_of_transformers_has_two_all_reduces_a_layer_in_each_direction() -
         ("all_reduce", "forward"): 4,
         ("all_reduce", "backward"): 4,
     }
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 10])
+def test_layouts_of_moves_cut_as_placements_do(length: int) -> None:
+    axes, placements = {"a": 2, "b": 3, "c": 2}, (Shard(0), Replicate(), Shard(0))
+    layout = Layout(axes, {"x": Sharding(shape=(length, 2), dtype=torch.float32, dims={0: ("a", "c")})})
+    for rank in range(layout.size):
+        start, count = bounds((length, 2), placements, axes, rank)[0]
+        part = layout.part("x", rank)
+        assert part is not None
+        assert (part[0].stop - part[0].start, count and part[0].start) == (count, count and start)

@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product, zip_longest
+from itertools import accumulate, pairwise, product, zip_longest
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
@@ -60,10 +60,13 @@ class Grid(NamedTuple):
         return None if box is None else tuple(stop - start for start, stop in box)
 
 
-def even_cuts(length: int, parts: int) -> tuple[int, ...]:
-    """As `torch.chunk` and DTensor cut a dimension, with empty parts at the end."""
-    step = -(-length // parts)
-    return tuple(min(length, index * step) for index in range(parts + 1))
+def even_cuts(length: int, *parts: int) -> tuple[int, ...]:
+    """As DTensor cuts a dimension over one axis after the other, each as `torch.chunk`, with empty parts at the end."""
+    cuts: tuple[int, ...] = (0, length)
+    for count in parts:
+        steps = ((start, stop, -(-(stop - start) // count)) for start, stop in pairwise(cuts))
+        cuts = (0, *(min(stop, start + at * step) for start, stop, step in steps for at in range(1, count + 1)))
+    return cuts
 
 
 class Rule(NamedTuple):
@@ -86,10 +89,11 @@ def lay_out(name: str, rule: Rule, dtype: str, itemsize: int, axes: Axes) -> Gri
     _check_rule(name, rule, sizes)
     cuts: list[tuple[int, ...]] = []
     for dim, length in enumerate(rule.shape):
-        parts = prod(sizes[axis] for axis in rule.dims.get(dim, ()))
+        over = [sizes[axis] for axis in rule.dims.get(dim, ())]
+        parts = prod(over)
         given = rule.lengths.get(dim)
         if given is None:
-            cuts.append(even_cuts(length, parts))
+            cuts.append(even_cuts(length, *over))
         elif len(given) != parts or min(given) < 0 or sum(given) != length:
             raise ValueError(
                 f"{name!r}: the lengths of dimension {dim} are {parts} numbers with the sum {length}, not {list(given)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -16,9 +17,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from leaks import descendants, open_files
+from rich.console import Console
 
 from aiodaft._runtime.platform.linux import VISIT, address, asking
 from aiodaft.cli.__main__ import main
+from aiodaft.cli.running.looks import top_view
 
 PROGRAM = """
 import asyncio, itertools, logging, os, aiodaft
@@ -58,6 +61,7 @@ aiodaft.run(main())
 AS_NOBODY = """
 import os, sys, uvloop
 from aiodaft.cli.__main__ import main
+from aiodaft.cli.running.looks import top_view
 from aiodaft.cli.running import actors
 os.setuid(65534)
 main(sys.argv[1:])
@@ -205,6 +209,36 @@ def test_top_shows_what_the_overview_has(program: subprocess.Popen[str]) -> None
     assert {actor["name"] for actor in document["actors"]} == {"Model-1", "Model-2"}
     assert set(document["rates"]["actors"]) == {"Model-1", "Model-2"}
     assert document["rates"]["seconds"] >= 0.2
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [
+        (110, "actor state runs calls/s failed queued pid cpu memory stored out/s in/s"),
+        (80, "actor state runs calls/s failed queued cpu memory"),
+        (60, "actor state runs calls/s queued"),
+        (40, "actor state calls/s"),
+    ],
+)
+def test_top_leaves_out_what_a_narrow_terminal_has_no_room_for(width: int, columns: str) -> None:
+    actor = {
+        "name": "Trainer-1", "names": [], "class_name": "Trainer", "state": "restarting", "process": "worker-1",
+        "running": ["Trainer.train_one_epoch"], "running_besides": 0, "failed": 3, "queued": 12,
+    }  # fmt: skip
+    process = {
+        "id": "worker-1", "title": "Trainer-1", "role": "worker", "pid": 123_456, "answered": True, "rss": 123 << 20,
+        "stored_bytes": 10 << 20,
+    }  # fmt: skip
+    rate = {"cpu": 0.5, "sent": 10 << 20, "received": 99 << 20}
+    rates = {"actors": {"Trainer-1": {"calls": 1234}}, "processes": {"worker-1": rate}, "calls": 1234, "bytes": 1}
+    look = {"actors": [actor], "processes": [process], "nodes": [], "failures": [], "rates": rates}
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(top_view("a program", look, 20))
+    *_, head, row = console.export_text().splitlines()
+    assert head.split() == columns.split()
+    assert len(row.rstrip()) <= width
+    assert row.startswith("Trainer-1  restarting  ")
+    assert " 1,234" in row
 
 
 def test_memory_shows_who_stores_and_who_holds_what(program: subprocess.Popen[str]) -> None:

@@ -8,7 +8,8 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, NamedTuple, TypeVar
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -291,6 +292,11 @@ def _said_of(node: Plain) -> Iterator[str]:
 
 
 _STYLES: Final = {"busy": "green", "idle": "dim", "silent": "bold red", "restarting": "yellow", "dead": "red"}
+_TEXTS: Final = ("actor", "state", "runs")
+_NUMBERS: Final = ("calls/s", "failed", "queued", "pid", "cpu", "memory", "stored", "out/s", "in/s")
+_LEAST_FIRST: Final = ("in/s", "out/s", "stored", "pid", "cpu", "failed", "memory", "queued", "runs")
+_SHORTEST: Final = 16
+_GAP: Final = 2
 _ROLES: Final = ("controller", "node", "worker")
 _FAILURES: Final = 3
 _FIXED: Final = 4
@@ -301,13 +307,37 @@ def top_view(title: str, look: Plain, height: int) -> RenderableType:
     failures = [Text(line, "red", no_wrap=True) for line in _failure_lines(look["failures"][:_FAILURES])]
     room = max(1, height - _FIXED - len(nodes) - len(failures))
     rows = list(_rows(look, room))
-    table = _table(
-        ["actor", "state", "runs"], ["calls/s", "failed", "queued", "pid", "cpu", "memory", "stored", "out/s", "in/s"]
-    )
-    for row in rows[:room]:
-        table.add_row(*row)
+    table = _ActorTable(rows[:room])
     left = [Text(f"and {len(rows) - room} more", "dim")] if len(rows) > room else []
     return Group(Text(title, "bold", no_wrap=True), Text(_totals(look)), *nodes, table, *left, *failures)
+
+
+class _ActorTable(NamedTuple):
+    """Leaves out the columns of the least importance for which a terminal has no room."""
+
+    rows: Sequence[Sequence[str | Text]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        names = [*_TEXTS, *_NUMBERS]
+        widths = {
+            name: max([len(name), *(cell_len(str(row[index])) for row in self.rows)])
+            for index, name in enumerate(names)
+        }
+        needed = {name: min(width, _SHORTEST) if name in _TEXTS else width for name, width in widths.items()}
+
+        def left() -> int:
+            return options.max_width - sum(needed.values()) - _GAP * (len(needed) - 1)
+
+        for name in _LEAST_FIRST:
+            if left() < 0:
+                del needed[name]
+        table = _table([name for name in _TEXTS if name in needed], [name for name in _NUMBERS if name in needed])
+        for name, column in zip(needed, table.columns, strict=True):
+            # Texts are shortened to what the numbers leave.
+            column.max_width = needed[name] = needed[name] + max(0, min(widths[name] - needed[name], left()))
+        for row in self.rows:
+            table.add_row(*(cell for name, cell in zip(names, row, strict=True) if name in needed))
+        yield table
 
 
 def memory_view(title: str, look: Plain, most: int) -> RenderableType:

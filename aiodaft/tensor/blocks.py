@@ -119,8 +119,6 @@ class Scalar(float):
 
 
 class Entries:
-    """The operations of one group that were learned."""
-
     def __init__(self, axes: Mapping[str, int]) -> None:
         self.rules = Rules(axes)
         self.known: dict[tuple[Any, ...], Entry] = {}

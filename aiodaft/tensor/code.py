@@ -105,7 +105,6 @@ class Code:
         weakref.finalize(self, linecache.cache.pop, self._file, None)
 
     def run(self, values: list[Any], update: Callable[[], object] = bool) -> tuple[Any, ...]:
-        """Run the instructions."""
         try:
             outputs: tuple[Any, ...] = self._program(values, update)
         except Exception as error:

@@ -140,7 +140,7 @@ class Worker(Actor):
 
     @method
     def run(self, order: Order) -> tuple[Any, ...]:
-        """Run a program; returns the results that this rank has to give. An error ends the attempt for all members."""
+        """Run a program; returns this rank's results. An error ends the attempt for all members."""
         return self._run(order, None)
 
     @method
@@ -165,12 +165,10 @@ class Worker(Actor):
 
     @method
     def load(self, program: Program, session: str, name: str) -> None:
-        """Take a program in."""
         self._session(session).load(name, program)
 
     @method
     def unload(self, session: str, names: list[str]) -> None:
-        """Forget programs and their state."""
         here = self._session(session)
         for name in names:
             gone = here.loaded.pop(name, None)
@@ -179,13 +177,12 @@ class Worker(Actor):
 
     @method
     def end(self, session: str) -> None:
-        """Forget all of a controller."""
         if (here := self._sessions.pop(session, None)) is not None:
             here.fail(RuntimeError("the session has ended"))
 
     @method
     def put(self, tensors: dict[int, Tensor | Filled], session: str) -> None:
-        """Keep copies of tensors under their numbers."""
+        """Keep copies of tensors."""
         table = self._session(session).tensors
         for number, one in tensors.items():
             if isinstance(one, Filled):
@@ -195,13 +192,11 @@ class Worker(Actor):
 
     @method
     def get(self, numbers: list[int], session: str) -> list[Tensor]:
-        """Return local parts."""
         here = self._session(session)
         return [here.find(number) for number in numbers]
 
     @method
     def part(self, session: str, number: int) -> Tensor:
-        """Return a local part."""
         return self._session(session).find(number)
 
     @method
@@ -246,12 +241,10 @@ class Worker(Actor):
 
     @method
     def take(self, parts: dict[str, Tensor], numbers: dict[str, int], session: str) -> None:
-        """Keep parts that a move has made."""
         self._session(session).tensors.update({numbers[name]: part for name, part in parts.items()})
 
     @method
     def progress(self, session: str, name: str) -> Progress:
-        """Return the counts of a program."""
         return self._session(session).loaded[name].progress()
 
     def _session(self, name: str) -> _Session:

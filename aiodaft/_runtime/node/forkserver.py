@@ -1,9 +1,9 @@
 """The fork server: the process that workers are forked from, and their parent.
 
-It is started once per runtime, by exec. It has one thread and uses no loop, no GPU and no socket of another process, so
-forking it is safe. It imports the modules that all actors need, so a worker starts in milliseconds and shares that
-memory copy-on-write. When its connection to the node ends, or the thread that started it, it kills every worker and all
-their descendants, and ends.
+Started once per runtime, by exec. It has one thread and no loop, GPU or socket of another process, so forking it is
+safe; it imports the modules that all actors need, so a worker starts in milliseconds and shares that memory
+copy-on-write. When its connection to the node ends, or the thread that started it, it kills every worker and all their
+descendants, and ends.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ _MAX_MESSAGE: Final = 1 << 20
 _MAX_FDS: Final = 4
 # Seconds that workers have to end by themselves when the node is gone.
 _LAST_GRACE: Final = 0.3
-# Seconds from the signal of a thread's end to its end, at most.
 _LAST_BREATH: Final = 0.2
 # Modules that the code of actors loads when it first uses them: loaded here, once for all workers.
 OF_ACTORS: Final = (
@@ -113,7 +112,6 @@ class ForkServer:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Close the fork server's descriptors and signal handlers: in a new worker, or at the end."""
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGCONT, VISIT):
             signal.signal(number, signal.SIG_DFL)
@@ -124,10 +122,10 @@ class ForkServer:
             os.close(self._board)
 
     def _continued(self) -> None:
-        """SIGCONT came: the parent is gone, or closes its runtime, or this process was continued.
+        """SIGCONT, which also wakes a stopped process: the parent is gone, or closes its runtime.
 
-        SIGCONT also wakes a stopped process. It has a handler because an import may take long. A kill at the parent's
-        end would be simpler, and would leave the descendants of the workers.
+        A handler, because an import may take long; a kill at the parent's end would leave the descendants of the
+        workers.
         """
         deadline = time.monotonic() + _LAST_BREATH
         while os.getpid() == self._pid and time.monotonic() < deadline:
@@ -273,7 +271,7 @@ class ForkServer:
 
 @contextmanager
 def _gpus_looked_for_without_cuda() -> Generator[None]:
-    """Have torch.cuda.is_available(), which modules call when they are imported, ask the driver without CUDA."""
+    """Have torch.cuda.is_available(), which imports call, ask the driver without CUDA."""
     if _CHECK in os.environ:
         yield
         return

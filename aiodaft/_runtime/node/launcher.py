@@ -47,8 +47,6 @@ from aiodaft.exceptions import SpawnFailed
 
 
 class ForkServerWatch:
-    """Watches one fork server from an order until its answer."""
-
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
@@ -77,7 +75,6 @@ class ForkServerWatch:
             self._timer = self._loop.call_later(self._timeouts.fork_server_look, self._look)
 
     def heard(self, *, more: bool) -> None:
-        """It answered; `more` if it owes another answer."""
         if self._reported:
             logger.warning("the fork server (pid %d) answers again", self._pid())
         self.close()
@@ -131,7 +128,6 @@ class WorkerLauncher(Launcher):
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        # Why there is no fork server any more.
         self._lost: str | None = None
         self._watch = ForkServerWatch(loop, self._server_pid, self._worker_pids, self._give_up, timeouts)
         # Whether the fork server has carried out an order, so that its first imports are done.
@@ -243,7 +239,7 @@ class WorkerLauncher(Launcher):
             self._process.returncode = 0
 
     def _leave(self) -> None:
-        """Close this process's ends of all sockets; needs no running loop. Idempotent."""
+        """Close this process's ends of all sockets; needs no running loop."""
         self._watch.close()
         if self._socket is not None:
             self._socket.close()
@@ -362,7 +358,6 @@ class WorkerLauncher(Launcher):
         return {worker.pid for worker in self.workers.values() if worker.pid}
 
     def _is_awaited(self) -> bool:
-        """Whether the fork server has still to read an order, or to report the start of a worker."""
         return self._sending.locked() or any(not worker.started.done() for worker in self.workers.values())
 
     def _check_server(self) -> None:

@@ -27,9 +27,7 @@ FreeResources: TypeAlias = Callable[[], Mapping[str, float]]
 _SKEW: Final = 0.5
 # Seconds for which the predecessor of a node may keep its name: more than a lease.
 _PREDECESSOR: Final = 15.0
-# Seconds that the coordinator gets to answer a node that ends.
 _LEAVING: Final = 2.0
-# Seconds after which a question that failed is asked again.
 _PAUSE: Final = 0.5
 
 
@@ -40,7 +38,6 @@ class Membership:
         self._member = member
         self._free = free
         self._holder = LeaseHolder(_SKEW)
-        # The names of actors of this node, as the coordinator granted them.
         self._names: dict[str, NamedActor] = {}
         self._names_known = 0
         # Names that the node has lost with its lease, or to a coordinator that had forgotten them.
@@ -48,15 +45,12 @@ class Membership:
         # Processes with names that have ended, as far as the coordinator has not heard of it.
         self._ended: set[PeerId] = set()
         self._unsettled = asyncio.Event()
-        # Called again and again while the coordinator does not answer and the lease is over.
+        # Called repeatedly while the coordinator does not answer and the lease is over.
         self.on_alone: Callable[[], object] = lambda: None
         # Called with the time until which the lease is sure, when all names are.
         self.on_prolonged: Callable[[float], object] = lambda until: None
-        # Ends an actor of which another one has the name now.
         self.on_replaced: Callable[[NamedActor], Awaitable[object]] = _is_there
-        # Called when another process has become the node of this name.
         self.on_ousted: Callable[[DaftError], object] = lambda why: None
-        # Whether an actor that had a name lives.
         self.is_there: Callable[[NamedActor], Awaitable[bool]] = _is_there
 
     async def join(self) -> float:
@@ -104,7 +98,6 @@ class Membership:
 
     @property
     def until(self) -> float:
-        """The time until which no other actor can have a name of this node's actors."""
         return self._holder.fence_at
 
     async def stay(self) -> None:
@@ -190,7 +183,6 @@ class Membership:
                 await self._coordinator.now.leave(self._holder.epoch)
 
     async def watch_names(self) -> None:
-        """Know the names of the node's actors, to tell them to a coordinator that was started again."""
         while True:
             try:
                 self._note_names(await self._coordinator.now.watch_names("", self._names_known))
@@ -275,8 +267,6 @@ _PAUSES: Final = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 class Cluster(NamedTuple):
-    """A cluster, as it is found at the address of one of its nodes."""
-
     address: str
     network: Network
     welcome: Welcome
@@ -308,11 +298,6 @@ class Attachment:
         nodes.add(Member(cluster.welcome.node_name, cluster.welcome.node, cluster.address))
 
     async def ready(self) -> None:
-        """Learn of the nodes, and go on doing so.
-
-        Raises:
-            DaftError: The cluster cannot be reached.
-        """
         await self._nodes.learn_from(self._peer.process.options.agent)
         self._peer.process.create_task(watch_members(self._coordinator, self._nodes), name="watch members")
 
@@ -346,7 +331,7 @@ class Attachment:
             self._missed.discard(node)
 
     async def aclose(self) -> None:
-        """The nodes end the workers, when they see that the connections of this process have ended."""
+        """The nodes end the workers when they see these connections end."""
         await self.console.aclose()
 
     def abandon(self) -> None:

@@ -40,7 +40,6 @@ class NodePort:
         self._launcher = launcher
 
     def control_came(self, came: Authenticated) -> None:
-        """A process of another machine has connected. Takes over the socket."""
         peer, remote, wanted, (sock, _, _, session) = self._peer, PeerId(came.sender), PeerId(came.to), came
         connections = peer.connections
         if wanted == ANY_NODE:
@@ -155,7 +154,7 @@ class NodeProcessOptions(NamedTuple):
     Attributes:
         join: The address of another node of the cluster; None: this is the first one.
         network: The way to the other machines, with the key of the cluster.
-        process: The options of its workers in runtimes; the ids are filled in.
+        process: Those of its workers in runtimes; the ids are filled in.
     """
 
     name: str
@@ -175,7 +174,6 @@ class NodeProcess:
         self._coordinator = coordinator
         self._env = env
         self._over = asyncio.Event()
-        # Whether it ends for that reason; see `end_when_alone`.
         self.is_alone = False
         self.problem: str | None = None
         # The tasks that are of no use any more once the node leaves.

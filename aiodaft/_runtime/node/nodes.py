@@ -165,7 +165,6 @@ class Nodes:
         # The processes of nodes that are being drained, and until when, on the clock of `Env`.
         self.draining: dict[PeerId, float] = {}
         self._leaving = asyncio.Lock()
-        # Called with a node that has joined, or joined again.
         self.on_joined: Callable[[Member], object] = lambda member: None
         # Called with the name of a node that is no member any more, or is another incarnation.
         self.on_gone: Callable[[str], object] = lambda name: None
@@ -244,7 +243,6 @@ class Nodes:
         return self._agent(self._member(peer))
 
     def _tell(self, peer: PeerId, errand: Errand) -> None:
-        """Tell the node of a process something; one that is no member, if it comes back."""
         name = node_of(peer)
         if name in self._members:
             errand(self._agent(self._members[name]))
@@ -381,7 +379,6 @@ class LocalNode:
         self._claims = machine.claims
         self.launcher = launcher(process.loop, options, env.timeouts, console)
         self._console = console
-        # To programs on other machines, while workers write to them.
         self._relays: WeakValueDictionary[PeerId, Relay] = WeakValueDictionary()
         self.launcher.relay_to = self._relay_to
         self._code = host_code(peer)
@@ -414,8 +411,6 @@ class LocalNode:
         return reason if isinstance(reason, ProtocolError) else ending
 
     def _owner_lost(self, connection: Connection, reason: Exception) -> None:
-        """End the workers of a controller, unless it connects again."""
-
         def end() -> None:
             now = connections.get(owner)
             if self._broken.get(owner) is not connection:
@@ -444,7 +439,6 @@ class LocalNode:
                 peer.agent_of(worker).lose_node.tell(name, process)
 
     async def aclose(self) -> None:
-        """End all workers, after the peer has closed its connections to them."""
         await self.launcher.aclose()
         self._code.close()
         self._claims.close()

@@ -85,7 +85,7 @@ def _read_files(path: str, found: Iterator[tuple[str, str]]) -> Iterator[File]:
 
 
 def unpack_code(archive: bytes, folder: str) -> None:
-    """Write the files of an archive that `pack_code` made to an empty folder.
+    """Write the files of an archive of `pack_code` to an empty folder.
 
     Raises:
         OSError: They cannot be written.
@@ -106,8 +106,6 @@ _ARCHIVE: Final = ".archive"
 
 
 class _Kept:
-    """A folder on this machine, and its users: actors, and the owners of actors."""
-
     coming: asyncio.Task[str]
 
     def __init__(self) -> None:
@@ -124,7 +122,6 @@ class ShippedCode(Actor):
     def __init__(self, process: Process, fetch: Callable[[PeerId, str], Awaitable[bytes]]) -> None:
         self._process = process
         self._fetch = fetch
-        # By their digests; and the last digest of each path.
         self._offered: dict[str, bytes] = {}
         self._last: dict[str, str] = {}
         # The parent of the folders, and the descriptor that locks this.
@@ -217,7 +214,7 @@ class ShippedCode(Actor):
             await self._process.in_thread(partial(_remove, kept.coming.result()))
 
     def close(self) -> None:
-        """Remove the folders on this machine. Blocks. Call it when no worker is left."""
+        """Remove the folders, when no worker is left. Blocks."""
         if self._root is not None and self._lock is not None:
             remove_folder(self._root)
             os.close(self._lock)

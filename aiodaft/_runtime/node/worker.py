@@ -70,11 +70,6 @@ class WorkerEnvironment(NamedTuple):
 
     @classmethod
     def here(cls, own: Mapping[str, str] | None = None, cwd: str = "", python: str = "") -> WorkerEnvironment:
-        """These in this process now.
-
-        Raises:
-            SpawnFailed: The working directory does not exist any more.
-        """
         try:
             directory = cwd or os.getcwd()
         except OSError as error:
@@ -95,7 +90,6 @@ class WorkerEnvironment(NamedTuple):
         return self._replace(environment=dict(os.environ), directory=directory, path=path, terminal="")
 
     def for_share(self, cpus: float, gpus: Sequence[str]) -> dict[str, str]:
-        """Variables that say what a worker may use of its machine; `gpus` has names for CUDA_VISIBLE_DEVICES."""
         variables = dict(self.own)
         if gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -171,18 +165,13 @@ class WorkerSettings(NamedTuple):
 
 
 class Spawn(NamedTuple):
-    """Start a worker; has its descriptors."""
-
     worker: PeerId
     directory: str
     path: list[str]
-    # Folders in front of `path`, for this worker alone.
     code: list[str]
     # To the environment of the fork server; None removes a variable.
     changes: dict[str, str | None]
-    # To be imported before the fork.
     modules: list[str]
-    # Variables for this worker alone.
     environment: dict[str, str]
     settings: bytes
     # The interpreter to be started; empty: the worker may be forked.
@@ -303,10 +292,9 @@ class Conditions(NamedTuple):
 
     Attributes:
         patience: The time that its process may be silent; None: as long as one that it shares may be anyway.
-        worker_environment: The environment that its process inherits from the controller; None if it shares another
-            actor's process.
+        worker_environment: That of the controller; None if it shares another actor's process.
         options: Those of the controller, for the whole runtime. Default: those of the node.
-        code: The code that the program has shipped. Default: nothing.
+        code: That which the program has shipped. Default: nothing.
         outlives: Whether it is to belong to its node as soon as it is made; see `NodeAgent.keep`.
     """
 
@@ -344,7 +332,6 @@ class Worker:
         # The names of the actors in it, and of all that ever were.
         self.actors: dict[ActorId, str] = {}
         self.placed: dict[ActorId, str] = {}
-        # The process that its actors belong to.
         self.owner = PeerId("")
         # The controller on another machine that it writes to; see `ProcessOptions`.
         self.program = PeerId("")
@@ -357,7 +344,6 @@ class Worker:
         # Its error if its node ends it; the error of its callers once it has ended.
         self.given_up: OutcomeUnknown | None = None
         self.error: OutcomeUnknown | None = None
-        # The file in which the kernel counts processes killed for want of memory.
         self.oom_counter: str | None = None
 
     @property
@@ -418,8 +404,8 @@ class Machine:
     """The resources that a machine offers to actors.
 
     Args:
-        cpus: CPUs to offer. Default: the process's affinity.
-        gpus: GPUs to offer. Default: all that the process may use.
+        cpus: Default: the process's affinity.
+        gpus: Default: all that the process may use.
         share_gpus: Whether other runtimes may use the same GPUs at the same time.
     """
 
@@ -427,7 +413,6 @@ class Machine:
         self, env: Env, cpus: float | None, gpus: int | None, custom: Mapping[str, float] | None, *, share_gpus: bool
     ) -> None:
         machine = env.gpus()
-        # The names of the GPUs in CUDA_VISIBLE_DEVICES.
         self.gpu_names = gpu_names(machine, os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
         self.claims = GpuClaims([] if share_gpus else [device_named(name, machine) for name in self.gpu_names])
         self.resources: Resources[Tenant] = Resources(

@@ -150,7 +150,6 @@ def _loaded() -> tuple[Any, Any]:
     return getattr(numpy, "random", None), torch if hasattr(torch, "default_generator") else None
 
 
-# Seconds that the orderly end of a worker may take.
 _EXIT_GRACE = 1.0
 # A package with so many modules is slow to import.
 _MANY_MODULES = 100
@@ -169,7 +168,6 @@ class Heartbeat:
         self._host = host
         self._loop_thread = threading.get_ident()
         self._lag = 0.0
-        # When a callback was scheduled on the loop; None once it has run.
         self._asked: float | None = None
         # The longest running call, as its caller and number, and when it was first seen.
         self._oldest: tuple[PeerId, CallId] | None = None
@@ -314,7 +312,6 @@ class WorkerMain:
 
 
 def large_packages(modules: Sequence[str]) -> tuple[str, ...]:
-    """The packages of which many modules are among these."""
     counts = Counter(name.partition(".")[0] for name in modules)
     return tuple(name for name, count in counts.items() if count >= _MANY_MODULES and name != "aiodaft")
 
@@ -430,7 +427,6 @@ def _begin_telemetry(peer: Peer) -> None:
 
 
 def _who() -> dict[str, Any]:
-    """The context of a log record: the actor, its method, its rank, and the trace."""
     hosted, call = acting(), current_call.get()
     if hosted is None:
         return {}

@@ -62,7 +62,6 @@ from aiodaft._runtime.process import Process, ProcessOptions, Timeouts
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost, SpawnFailed
 from aiodaft_transport.system import start_thread
 
-# Seconds that the report of an end usually needs.
 _REPORT_TIME: Final = 0.1
 
 
@@ -71,14 +70,12 @@ class Launcher(ABC):
         self._loop = loop
         self._timeouts = timeouts
         self._output = OutputReader(console)
-        # The workers that were ordered and have not ended, as far as is known.
         self.workers: dict[PeerId, Worker] = {}
         self.on_ended: Callable[[Worker, Ending], object] = lambda worker, ending: None
         # Called with the reason when there is no fork server any more, and so never a worker again.
         self.on_server_lost: Callable[[str], object] = lambda why: None
         # Takes output to the program on another machine that shows it; None if this process does.
         self.relay_to: Callable[[PeerId], Relay | None] = lambda program: None
-        # Called when a command wants to ask something, with the pid of the fork server.
         self.on_visit: Callable[[int], object] = lambda pid: None
 
     @abstractmethod
@@ -219,7 +216,6 @@ def condition_of(pid: int) -> str:
 
 
 def watch_oom_kills(kills: OomKills, pid: int) -> str | None:
-    """The file that counts the kills in the control group of a process; None where the kernel has none."""
     counter = next((path for path in oom_counters(_read(f"/proc/{pid}/cgroup")) if os.path.exists(path)), None)
     if counter is not None:
         kills.watch(counter, oom_kills(_read(counter)))
@@ -276,7 +272,6 @@ class ExecLauncher(Launcher):
             raise SpawnFailed("fork=True needs a fork server, which this system does not have: leave it out")
         super().__init__(loop, timeouts, console)
         self._children: dict[PeerId, _Child] = {}
-        # The ends of the pipe with which the workers end; there once one was started.
         self._lifeline: tuple[int, int] | None = None
         self._closed = False
 
@@ -444,7 +439,6 @@ class Draining:
         return left
 
     async def wait_unneeded(self, worker: PeerId) -> None:
-        """Wait until the values of a process are not needed any more, at most for the grace."""
         with suppress(TimeoutError, DaftError):
             async with asyncio.timeout(self._drain.left(self._clock())):
                 await self.unneeded(worker)
@@ -488,7 +482,6 @@ class Introductions:
         self._nodes = nodes
         self._workers = workers
         self._why_ended = why_ended
-        # How many connections each pair has got from here.
         self._connected: Counter[frozenset[PeerId]] = Counter()
 
     def introduce(self, first: PeerId, second: PeerId, known: int) -> str:

@@ -13,11 +13,13 @@ from tiny_gpt import GPT, batches, train  # noqa: E402
 from torch.distributed.tensor import Shard  # noqa: E402
 
 import aiodaft  # noqa: E402
+from aiodaft.methods import method  # noqa: E402
 from aiodaft.tensor.capturing import capture  # noqa: E402
 from aiodaft.tensor.loading import workers  # noqa: E402
 from aiodaft.tensor.planner import Planner  # noqa: E402
 from aiodaft.tensor.rules import Rules  # noqa: E402
 from aiodaft.tensor.strategy import Strategy  # noqa: E402
+from aiodaft.tensor.worker import Worker  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -106,3 +108,55 @@ async def test_a_strategy_trains_as_one_process_and_another_one_goes_on_from_its
             optimizer.param_groups[0]["lr"] = 1e-2 / (k + 1)
             losses.append(float(await step(x, y)))
     assert losses == pytest.approx(alone, abs=1e-5)
+
+
+class Listening(Worker):
+    @method
+    async def payload(self) -> int:
+        """The bytes that this process has received from others, but for small values inside of messages."""
+        return aiodaft.current_runtime().traffic().payload_received
+
+
+def train_mlp(model: Any, optimizer: torch.optim.Optimizer, x: Any) -> Any:
+    loss = model(x).square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.programs
+@pytest.mark.asyncio(loop_scope="function")
+async def test_the_bytes_that_a_transport_brings_are_those_of_the_plan() -> None:
+    layers = [torch.nn.Linear(*shape, bias=False) for shape in ((200, 400), (400, 200))]
+    model, x = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1]), torch.randn(400, 200)
+    program = capture(train_mlp, model, torch.optim.SGD(model.parameters(), lr=1e-3), x)
+    columns, rows = {"0.weight": {"dp": Shard(0)}}, {"2.weight": {"dp": Shard(1)}}
+    plans = {
+        "data": program.plan(Strategy(inputs=ROWS), {"dp": 2}),
+        "ZeRO-3": program.plan(Strategy(inputs=ROWS, params=ROWS, use={"*": {}}), {"dp": 2}),
+        "tensor": program.plan(Strategy(params=columns | rows), {"dp": 2}),
+        "pipeline": program.plan(Strategy(stages=("0",), microbatches=2), {"pp": 2}),
+    }
+    counted = {}
+    async with aiodaft.Runtime(preload=(), transport="tcp") as rt:
+        for axes in ({"dp": 2}, {"pp": 2}):
+            async with workers(rt, axes, Listening) as group:
+                for name, plan in plans.items():
+                    if plan.axes == axes:
+                        step = await group.load(plan, model.state_dict())
+                        await step(x)  # makes the connections
+                        before = await group.group.all(Listening.payload)
+                        await step(x)
+                        after = await group.group.all(Listening.payload)
+                        counted[name] = [b - a for a, b in zip(before, after, strict=True)]
+    for name, plan in plans.items():
+        # Scalars go inside of messages, and the controller sends the argument to the ranks that take it.
+        large = [one for one in plan.collectives if max(one.received) > 4]
+        arguments = [
+            sum(one.role == "argument" and rank in plan.ranks_of(one.stage) for one in plan.inputs) for rank in (0, 1)
+        ]
+        part = x.nbytes // 2 if name in ("data", "ZeRO-3") else x.nbytes
+        assert counted[name] == [
+            sum(one.times * one.received[rank] for one in large) + arguments[rank] * part for rank in (0, 1)
+        ], name

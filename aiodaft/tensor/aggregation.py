@@ -16,6 +16,21 @@ from typing import ClassVar, Final, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+__all__ = [
+    "Code",
+    "Codec",
+    "Encoder",
+    "GradientCode",
+    "Int8",
+    "LowRank",
+    "Ternary",
+    "TopK",
+    "flag_median",
+    "median",
+    "total",
+    "trimmed_mean",
+]
+
 T = TypeVar("T")
 Parts = tuple[Tensor, ...]
 

@@ -25,6 +25,7 @@ _NAMES = {
     "aiodaft.tensor.recorder": "immediate",
     "aiodaft.tensor.rules": "rule",
     "aiodaft.tensor.segments": "Collective",
+    "aiodaft.tensor.searching": "Candidate Found search",
     "aiodaft.tensor.simulation": "Simulation",
     "aiodaft.tensor.strategy": "Strategy",
     "aiodaft.tensor.tracer": "CaptureError",

@@ -13,6 +13,7 @@ from aiodaft.tensor.program import ImplicitCollectives, Program
 from aiodaft.tensor.randoms import manual_seed
 from aiodaft.tensor.recorder import immediate
 from aiodaft.tensor.rules import rule
+from aiodaft.tensor.searching import Candidate, Found, search
 from aiodaft.tensor.segments import Collective
 from aiodaft.tensor.simulation import Simulation
 from aiodaft.tensor.strategy import Strategy
@@ -21,9 +22,11 @@ from aiodaft.tensor.worker import Worker
 
 __all__ = [
     "PRESETS",
+    "Candidate",
     "CaptureError",
     "Collective",
     "DistTensor",
+    "Found",
     "Hardware",
     "ImplicitCollectives",
     "Link",
@@ -44,5 +47,6 @@ __all__ = [
     "manual_seed",
     "measure_hardware",
     "rule",
+    "search",
     "workers",
 ]

@@ -49,6 +49,7 @@ _MODULES = (
     "telemetry",
     "tensor",
     "testing",
+    "topics",
     "typing",
     "web",
 )

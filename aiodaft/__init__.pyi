@@ -55,6 +55,9 @@ from aiodaft import (
     testing as testing,
 )
 from aiodaft import (
+    topics as topics,
+)
+from aiodaft import (
     typing as typing,
 )
 from aiodaft import (

@@ -22,6 +22,7 @@ from aiodaft import (
     state,
     supervision,
     telemetry,
+    topics,
     typing,
 )
 from aiodaft.tensor import aggregation
@@ -45,6 +46,7 @@ PUBLIC = [
     state,
     supervision,
     telemetry,
+    topics,
     typing,
 ]
 

@@ -54,6 +54,23 @@ async def test_a_run_that_a_member_ends_says_so_and_the_next_has_its_new_process
             assert await places(graph(1, 2, 3)) == await places([member.same() for member in group])
 
 
+async def test_the_parts_of_a_step_stay_at_its_actor_also_after_a_restart(rt: aiodaft.Runtime) -> None:
+    group = await rt.on(restart=FOR_EVER).group(2, Node)
+
+    def flow(pair: Any) -> list[Ref[Any]]:
+        first, second = group[0].same(pair).parts(2)
+        return [group[1].same(aiodaft.typing.lazy([second, first])), first]
+
+    async with aiodaft.compile(flow) as graph:
+        for _ in range(2):
+            turned, first = graph([1, 2])
+            assert (await turned, await first) == ([2, 1], 1)
+            assert await places([first]) == await places([group[0].same([1])])
+            with pytest.raises(ActorDied):
+                await group[0].die("die")
+            await group[0].same(0)
+
+
 async def test_members_without_other_steps_are_followed(rt: aiodaft.Runtime) -> None:
     group, source = await rt.on(restart=FOR_EVER).group(2, Node), await rt.spawn(Node)
     outside = group[0].same([5])

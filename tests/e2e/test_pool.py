@@ -208,6 +208,9 @@ async def test_values_without_such_parts_are_errors_of_the_parts(rt: aiodaft.Run
         for part in pool.submit(fail, "wrong").parts(2):
             with pytest.raises(ValueError, match="wrong"):
                 await part
+        for part in pool.submit(die, 3).parts(2):  # type: ignore[misc]  # no list
+            with pytest.raises(aiodaft.ActorDied, match="die"):
+                await part
         values = rt.put((1, "two"))
         assert [await part for part in values.parts(2)] == [1, "two"]
         assert await asyncio.to_thread(lambda: [part.result() for part in values.parts(2)]) == [1, "two"]

@@ -30,8 +30,8 @@ async def run(bench: Bench) -> None:
             plan = program.plan(strategy, axes)
             async with tensor.workers(rt, axes, Clocked) as workers:
                 step = await workers.load(plan, model.state_dict())
-                hardware = _on(await tensor.measure_hardware(rt, 2), plan.size)
-                samples = [await _seconds(workers, step, batch) for _ in range(bench.turns)]
+                hardware = on(await tensor.measure_hardware(rt, 2), plan.size)
+                samples = [await seconds_of(workers, step, batch) for _ in range(bench.turns)]
             simulated = plan.simulate(hardware)
             for what, found, took in (
                 ("seconds", simulated.seconds, min(wall for wall, _ in samples)),
@@ -42,7 +42,7 @@ async def run(bench: Bench) -> None:
                 bench.add(f"{title}, {what}, error", abs(found / took - 1), "", "<= 0.15")
 
 
-async def _seconds(workers: Any, step: Any, batch: Any) -> tuple[float, float]:
+async def seconds_of(workers: Any, step: Any, batch: Any) -> tuple[float, float]:
     """Seconds of a step, by the wall and of CPU of all workers."""
     from .tensor_workers import Clocked  # noqa: PLC0415 - it needs torch
 
@@ -53,7 +53,7 @@ async def _seconds(workers: Any, step: Any, batch: Any) -> tuple[float, float]:
     return took / _STEPS, (sum(await workers.group.all(Clocked.cpu)) - sum(before)) / _STEPS
 
 
-def _on(hardware: Any, ranks: int) -> Any:
+def on(hardware: Any, ranks: int) -> Any:
     """The same machine with more ranks, which share its processors."""
     from dataclasses import replace  # noqa: PLC0415 - with the others
 

@@ -44,6 +44,7 @@ _MODULES = (
     "prometheus",
     "queue",
     "resharding",
+    "serve",
     "state",
     "supervision",
     "telemetry",

@@ -40,6 +40,9 @@ from aiodaft import (
     resharding as resharding,
 )
 from aiodaft import (
+    serve as serve,
+)
+from aiodaft import (
     state as state,
 )
 from aiodaft import (

@@ -1,37 +1,20 @@
-"""Models of `serve_disagg.py`: a small GPT, or a class of transformers. Tokens are bytes.
+"""Models of `serve_disagg.py`: a small GPT, or a class of transformers. Tokens are bytes."""
 
-A model is a function of tokens, and of the keys and values of those before them, which it does not keep.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pydoc_data.topics import topics
-from typing import Protocol
 
 import torch
 from byte_gpt import batches
-from hugging_face import WithKeysAndValues
+from hugging_face import causal_lm
 from torch import Tensor, nn
+
+from aiodaft.serve import Model, TransformersModel
+from aiodaft.serve.torch_engine import OnLayer
 
 CONTEXT, TEXT = 256, 10_000
 WIDTH, LAYERS, HEADS = 64, 2, 8
 
 Weights = dict[str, Tensor]
-OnLayer = Callable[[Tensor], object]
-
-
-class Model(Protocol):
-    shape: tuple[int, int, int]  # layers, heads, values of a head
-
-    def __call__(self, tokens_BT: Tensor, past_LKBHPD: Tensor, lengths_B: Tensor, on_layer: OnLayer) -> Tensor:
-        """The logits (B, V) of the token after each row.
-
-        Args:
-            tokens_BT: The tokens.
-            past_LKBHPD: Keys and values of tokens before them; of row b, only the first `lengths_B[b]` count.
-            lengths_B: The number of tokens before them.
-            on_layer: Is given the keys and values of the tokens, (2, B, H, T, D), as soon as a layer has them.
-        """
-        ...
 
 
 class Block(nn.Module):
@@ -53,7 +36,7 @@ class Block(nn.Module):
 class ByteGPT(nn.Module):
     """A GPT that learns in seconds: at first, head h of layer 0 looks h bytes back, and those of others look nearby."""
 
-    shape = LAYERS, HEADS, WIDTH // HEADS
+    shape, context = (LAYERS, HEADS, WIDTH // HEADS), CONTEXT
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,10 +68,14 @@ class ByteGPT(nn.Module):
         return self.head(x_BTC)
 
 
-def make_model(name: str, weights: Weights | None = None) -> Model:
+def make_model(name: str, weights: Weights | None = None) -> ByteGPT | TransformersModel:
     torch.set_num_threads(1)  # one thread adds in the same order everywhere
     torch.manual_seed(0)
-    model = ByteGPT() if name == "bytes" else WithKeysAndValues(name, 256, CONTEXT)
+    no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if name == "bytes":
+        model = ByteGPT()
+    else:
+        model = TransformersModel(causal_lm(name, **no_tokens, vocab_size=256, max_position_embeddings=CONTEXT))
     if weights is not None:
         model.load_state_dict(weights)
     return model.eval()

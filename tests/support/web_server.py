@@ -25,3 +25,4 @@ async def serving(app: Any, lifespan: Literal["on", "auto"] = "on") -> AsyncGene
                 yield f"http://127.0.0.1:{port}"
             finally:
                 server.should_exit = True
+                await task  # an error of the block would cancel it in the middle of its lifespan

@@ -8,20 +8,18 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from itertools import pairwise
-from typing import NoReturn, Self
+from typing import NoReturn
 
 import pytest
-from serve_batch import Sizes
 from serve_disagg import open_router, options_of
-from serve_engine import Counts, Engine
 from serve_model import LAYERS, WIDTH, Weights, greedy, make_model, text, train
-from serve_policies import Prompt
-from serve_router import LOSSES, Router
 
 import aiodaft
+from aiodaft.serve import Given, Piece, Request, Router, Sampling, Sizes, TorchEngine
+from aiodaft.serve.torch_engine import Counts
 
 pytestmark = [pytest.mark.programs, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
@@ -59,8 +57,8 @@ def opened(rt: aiodaft.Runtime, weights: Weights, *options: str) -> AbstractAsyn
 
 
 async def completed(router: Router, prompt: bytes, count: int = COUNT, tenant: str = "") -> bytes:
-    async with aclosing(router.complete(Prompt(prompt, count, tenant))) as tokens:
-        return bytes([token async for token in tokens])
+    async with aclosing(router.generate(Request((*prompt,), count, tenant=tenant))) as pieces:
+        return bytes([token async for piece in pieces for token in piece.ids])
 
 
 async def all_completed(router: Router, prompts: Sequence[bytes]) -> list[bytes]:
@@ -143,10 +141,10 @@ async def test_prompts_go_on_when_an_engine_is_killed_and_others_change_their_ro
 
     async def complete(prompt: bytes) -> bytes:
         tokens = b""
-        async with aclosing(router.complete(Prompt(prompt, COUNT))) as more:
-            async for token in more:
-                tokens += bytes([token])
-                came.put_nowait(token)
+        async with aclosing(router.generate(Request((*prompt,), COUNT))) as more:
+            async for piece in more:
+                tokens += bytes(piece.ids)
+                came.put_nowait(len(tokens))
         return tokens
 
     async def have_come(count: int) -> None:
@@ -179,10 +177,10 @@ async def test_prompts_go_on_when_an_engine_is_killed_and_others_change_their_ro
         assert all(now.steps > then.steps for now, then in zip(await counts_of(router), before, strict=True))
 
 
-class Fragile(Engine):
+class Fragile(TorchEngine):
     """Cannot compute a step."""
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> TorchEngine:
         self.model.step = self.fail  # type: ignore[method-assign]
         return await super().__aenter__()
 
@@ -191,11 +189,11 @@ class Fragile(Engine):
 
 
 async def test_a_prompt_that_kills_engines_fails_in_the_end(rt: aiodaft.Runtime, weights: Weights) -> None:
-    async with rt.group(2, Fragile, "bytes", weights, Sizes()) as fragile, Router([], fragile).running() as router:
+    async with rt.group(2, Fragile, make_model, "bytes", weights) as fragile, Router([], fragile).running() as router:
         with pytest.raises(aiodaft.ActorDied) as caught:
             await completed(router, b"poison")
-        assert "an engine ends: MemoryError('no room for keys and values')" in caught.value.last_lines
-        assert router.resumed == LOSSES
+        assert "MemoryError: no room for keys and values" in caught.value.last_lines
+        assert router.resumed == 3
         assert router.under_way == 0
 
 
@@ -204,8 +202,8 @@ async def test_without_an_engine_that_decodes_and_is_restarted_there_is_an_error
 ) -> None:
     place = rt.on(restart="temporary")
     async with (
-        place.group(1, Engine, "bytes", weights, Sizes()) as prefill,
-        place.group(1, Engine, "bytes", weights, Sizes()) as decode,
+        place.group(1, TorchEngine, make_model, "bytes", weights) as prefill,
+        place.group(1, TorchEngine, make_model, "bytes", weights) as decode,
         Router(prefill, decode).running() as router,
     ):
         with pytest.raises(ValueError, match="the last engine that decodes"):
@@ -218,40 +216,154 @@ async def test_without_an_engine_that_decodes_and_is_restarted_there_is_an_error
             await completed(router, b"nobody")
 
 
-@pytest.mark.usefixtures("rt")
-async def test_while_a_long_prompt_comes_others_get_a_token_at_each_step(weights: Weights) -> None:
-    async with Engine("bytes", weights, Sizes(chunk=8)) as engine:
+class Measured(TorchEngine):
+    @aiodaft.method
+    async def measure(self) -> tuple[int, int, int, list[int]]:
+        """Read a long prompt while another one is decoded; the token, its steps, and those of the other's tokens."""
         steps: list[int] = []
         decoding = asyncio.Event()
 
         async def decode() -> None:
-            async for _ in engine.decode(b"short", 100):
-                steps.append(engine.steps)
+            async for _ in TorchEngine.decode.__wrapped__(self, Request((*b"short",), 100)):
+                steps.append(self.steps)
                 decoding.set()
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(decode())
             await decoding.wait()
-            begun = engine.steps
-            first = await anext(engine.decode(b"long " * 40, 201))
-            ended = engine.steps
+            begun = self.steps
+            async with aclosing(TorchEngine.decode.__wrapped__(self, Request((*b"long " * 40,), 1))) as long:
+                first = await anext(long)
+            ended = self.steps
+        return first.ids[0], begun, ended, steps
+
+
+async def test_while_a_long_prompt_comes_others_get_a_token_at_each_step(rt: aiodaft.Runtime, weights: Weights) -> None:
+    async with rt.spawn(Measured, make_model, "bytes", weights, sizes=Sizes(chunk=8)) as engine:
+        first, begun, ended, steps = await engine.measure()
     assert first == greedy(make_model("bytes", weights), [b"long " * 40], 1)[0][0]
     assert ended - begun >= 200 // 8
     assert steps[-1] > ended
     assert max(after - before for before, after in pairwise(steps)) <= 2
 
 
+SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=11, presence_penalty=0.3)
+
+
+async def moved_along(router: Router, prompt: bytes, sampling: Sampling, stops_at: Sequence[int]) -> bytes:
+    """Move a request whenever it has so many tokens; one that ends first stays."""
+    tokens = list[int]()
+    async with aclosing(router.generate(Request((*prompt,), 100, sampling))) as pieces:
+        async for piece in pieces:
+            tokens.extend(piece.ids)
+            if len(tokens) in stops_at:
+                (flight,) = (one for one in router.flights if one.request.tokens == (*prompt,))
+                await router.move(flight)
+    return bytes(tokens)
+
+
+async def test_requests_move_in_the_middle_of_their_texts_and_nothing_is_computed_twice(
+    rt: aiodaft.Runtime, weights: Weights, prompts: list[bytes]
+) -> None:
+    some = [prompts[number] for number in range(6)]
+    async with opened(rt, weights, "--prefill", "0", "--decode", "1") as alone:
+        expected = await asyncio.gather(*(moved_along(alone, one, SAMPLED, ()) for one in some))
+    async with opened(rt, weights, "--prefill", "0", "--decode", "2") as router:
+        places = [(5, 25), (10, 30), (), (1,), (20,), (15,)]
+        texts = [moved_along(router, *each) for each in zip(some, [SAMPLED] * 6, places, strict=True)]
+        assert await asyncio.gather(*texts) == expected
+        assert 0 < router.moved <= 7
+        assert router.resumed == 0
+        await nothing_is_left(rt, router)
+        # No prompt was read again.
+        assert sum(count.prompt_tokens for count in await counts_of(router)) == sum(map(len, some))
+
+
+async def test_a_request_pauses_for_at_most_two_steps_while_it_moves(rt: aiodaft.Runtime, weights: Weights) -> None:
+    moved = False
+    two = "--prefill", "0", "--decode", "2"
+    while not moved:  # it may have ended before
+        async with opened(rt, weights, *two) as router, aclosing(router.generate(Request((*b"pause",), 200))) as pieces:
+            before = [await anext(pieces) for _ in range(20)]
+            moved = await router.move(*router.flights)
+            after = [piece async for piece in pieces]
+            steps = sum(count.steps for count in await counts_of(router))
+        assert len(before) + len(after) == 200
+        # The token that follows the prompt took a step, as each other; one may have been under way when it stopped.
+        assert steps <= 200 + 1
+
+
+class Mortal(TorchEngine):
+    """Dies when it is to take the rest of a request."""
+
+    @aiodaft.method
+    async def take(self, name: str, given: Given) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Refusing(TorchEngine):
+    """Dies when it is to have a request that moves, before the other engine has let it go."""
+
+    @aiodaft.method(ordered=False)
+    async def decode(
+        self, request: Request, given: Given | None = None, layers: list[object] | None = None
+    ) -> AsyncGenerator[Piece]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        yield Piece(())
+
+
+@pytest.mark.parametrize("cls", [Mortal, Refusing])
+async def test_a_request_stays_or_goes_on_when_the_engine_dies_that_it_was_to_move_to(
+    cls: type[TorchEngine], rt: aiodaft.Runtime, weights: Weights, prompts: list[bytes]
+) -> None:
+    (expected,) = greedy(make_model("bytes", weights), prompts[:1], 120)
+    async with (
+        rt.group(1, TorchEngine, make_model, "bytes", weights) as living,
+        rt.group(1, cls, make_model, "bytes", weights) as dying,
+        Router([], living, {"decode": lambda _, members: members[0]}).running() as router,
+    ):
+        dies = router.add(dying[0], "decode")
+        while not router.members[dies].load:
+            await router.changed.wait()
+        tokens = list[int]()
+        async with aclosing(router.generate(Request((*prompts[0],), 120))) as pieces, asyncio.TaskGroup() as tasks:
+            async for piece in pieces:
+                tokens.extend(piece.ids)
+                if len(tokens) == 10:
+                    moving = tasks.create_task(router.move(*router.flights, dies))
+        assert bytes(tokens) == expected
+        assert moving.result() is False
+        assert (router.moved, router.resumed) == (0, 1 if cls is Mortal else 0)
+        counts = await router.members[0].engine.counts()
+        assert (counts.sequences, counts.pages_in_use) == (0, 0)
+
+
+async def test_an_engine_is_drained_and_takes_another_role_without_a_lost_token(
+    rt: aiodaft.Runtime, weights: Weights, prompts: list[bytes]
+) -> None:
+    expected = greedy(make_model("bytes", weights), prompts[:16], 60)
+    async with opened(rt, weights, "--prefill", "1", "--decode", "2") as router, asyncio.TaskGroup() as tasks:
+        completing = [tasks.create_task(completed(router, prompt, 60)) for prompt in prompts[:16]]
+        while sum(len(flight.ids) for flight in router.flights) < 200:
+            await asyncio.sleep(0)
+        await router.drain(1, "prefill")
+        assert not router.members[1].under_way or router.members[1].role == "prefill"
+        assert await asyncio.gather(*completing) == expected
+        assert router.moved > 0
+        await nothing_is_left(rt, router)
+
+
 async def test_what_waits_for_a_place_is_refused_beyond_the_queue_and_a_client_that_leaves_makes_room(
     rt: aiodaft.Runtime, weights: Weights
 ) -> None:
     async with opened(rt, weights, "--prefill", "0", "--decode", "1", "--places", "1", "--queue", "1") as router:
-        first = router.complete(Prompt(b"first", 200))
+        first = router.generate(Request((*b"first",), 200))
         await anext(first)
         async with asyncio.TaskGroup() as tasks:
             second = tasks.create_task(completed(router, b"second"))
             while not router.turns.waiting:
                 await asyncio.sleep(0)
-            with pytest.raises(aiodaft.Overloaded, match="1 prompts wait"):
+            with pytest.raises(aiodaft.Overloaded, match="1 requests wait"):
                 await completed(router, b"third")
             await first.aclose()
             assert len(await second) == COUNT

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
-from aiodaft._protocol.groups.reshard import Grid, Rule, bundle, lay_out, plan
+from aiodaft._protocol.groups.reshard import Grid, Rule, bundle, lay_out, plan, relayed
 from aiodaft._protocol.groups.roster import Axes
 from aiodaft._protocol.ids import RESHARDING
 from aiodaft._runtime.calls.call import Caller, Target
+from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.graphs.graph_value import Opaque
 from aiodaft._runtime.groups.resharding import Expected, Resharding, Source, beside, resharding_of
 from aiodaft._runtime.objects.ref_state import state_of
@@ -155,7 +156,7 @@ class Sharded(Refs[dict[str, "torch.Tensor"]]):
         sources = [Source(state_of(ref).producer, f"rank {rank} of the source", ref) for rank, ref in enumerate(self)]
         checks = [
             resharding_of(self._caller, peer, label).check(Opaque(shard), rank, self.layout._expected(rank))
-            for rank, (peer, label, shard) in enumerate(sources)
+            for rank, (peer, label, shard, _) in enumerate(sources)
         ]
         for result in await asyncio.gather(*checks, return_exceptions=True):
             if isinstance(result, BaseException):
@@ -173,25 +174,28 @@ class ReshardPlan:
         received: For each rank of the destination the bytes that it gets from other processes.
     """
 
-    def __init__(self, source: Layout, destination: Layout, *, colocated: bool) -> None:
+    def __init__(self, source: Layout, destination: Layout, *, colocated: bool, relays: bool) -> None:
         self.source = source
         self.destination = destination
+        self._relays = relays
         self._together = min(source.size, destination.size) if colocated else 0
         homes = [rank if rank < self._together else None for rank in range(destination.size)]
-        self._plan = made = plan(source._grids, destination._grids, homes)
+        grids = source._grids, destination._grids
+        self._plan = made = relayed(*grids, homes, source.size) if relays else plan(*grids, homes)
         self.received = tuple(sum(piece.nbytes for piece in pieces) for pieces in made.sent)
         sent = [0] * source.size
         for pieces in made.sent:
             for piece in pieces:
-                sent[piece.source] += piece.nbytes
+                if piece.source < source.size:
+                    sent[piece.source] += piece.nbytes
         self.sent = tuple(sent)
         # The orders for each rank of the destination.
         self._orders = [self._order(rank) for rank in range(destination.size)]
 
     @property
     def bytes(self) -> int:
-        """Bytes that a move sends between processes: no move without relays can send fewer."""
-        return sum(self.sent)
+        """Bytes that a move sends between processes: none can send fewer."""
+        return sum(self.received)
 
     def __repr__(self) -> str:
         return f"<ReshardPlan: {self.bytes:,} bytes from {self.source.size} to {self.destination.size} ranks>"
@@ -230,7 +234,13 @@ class ReshardPlan:
                     f"the plan is for ranks that share processes (colocated=True), and {targets[rank].label} is in "
                     f"another process than the shard of rank {rank}"
                 )
-        moved = (self._receive(target, rank, sources) for rank, target in enumerate(targets))
+        for target in targets if self._relays else ():
+            if isinstance(target, FollowingTarget):
+                await target.arrive()
+        moved: list[Ref[dict[str, torch.Tensor]]] = []
+        for rank, target in enumerate(targets):
+            moved.append(self._receive(target, rank, sources))
+            sources.append(Source(target.remote, target.label, moved[-1], pending=True))
         return Sharded(moved, self.destination)
 
     def _receive(self, target: Target, rank: int, sources: Sequence[Source]) -> Ref[dict[str, torch.Tensor]]:
@@ -247,7 +257,7 @@ class ReshardPlan:
         return self.destination._expected(rank), kept, parcels, made.bound, ranks
 
 
-def reshard(source: Layout, destination: Layout, *, colocated: bool = False) -> ReshardPlan:
+def reshard(source: Layout, destination: Layout, *, colocated: bool = False, relays: bool = False) -> ReshardPlan:
     """Plan the way of tensors from one layout to another. The plan is computed once, and serves any number of moves.
 
     Each rank of the destination gets each of its elements once. Of replicas, the rank sends that has the fewest bytes
@@ -259,10 +269,13 @@ def reshard(source: Layout, destination: Layout, *, colocated: bool = False) -> 
         colocated: Rank i of both is in the same process, as with the same group, or with `rt.on(with_=group)`: elements
             that the process has are not sent. The larger of the two has further ranks.
 
+        relays: Members with the same shard pass it on: each process sends an element to two of them at most. They must
+            not change it before all refs of a move are done. With one that dies, those that it sends to fail.
+
     Raises:
         ValueError: The source lacks a tensor, or part of it, or has it in another shape or dtype.
     """
-    return ReshardPlan(source, destination, colocated=colocated)
+    return ReshardPlan(source, destination, colocated=colocated, relays=relays)
 
 
 def _check_count(found: int, expected: int, what: str) -> None:

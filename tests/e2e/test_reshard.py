@@ -40,6 +40,10 @@ async def received(group: Group[Rank]) -> list[tuple[int, int]]:
     return await group.all(Rank.received)
 
 
+async def sent(group: Group[Rank]) -> list[int]:
+    return [nbytes for _, nbytes in await group.all(Rank.sent)]
+
+
 def lower_bound(destination: Layout) -> int:
     return sum(destination.nbytes(rank) for rank in range(destination.size))
 
@@ -81,6 +85,43 @@ async def test_a_member_that_is_being_restarted_gets_its_shard_when_it_is_up_and
     assert rt.traffic().payload == here
     assert (await rt.info(new[1])).restarts == 1
     await assert_has(new, destination, whole, moved)
+
+
+@pytest.mark.parametrize("shared_runtime", ["shm", "tcp"], indirect=True)
+async def test_replicas_pass_shards_on_and_no_process_sends_more_than_twice(rt: aiodaft.Runtime) -> None:
+    source = tp(2)
+    destination = Layout({"replica": 6}, {"w": Sharding(shape=(1024, 256), dtype=F32)})
+    plan = reshard(source, destination, relays=True)
+    whole = whole_tensors({"w": Sharding(shape=(1024, 256), dtype=F32)})
+    nbytes = whole["w"].nbytes
+    assert plan.sent == (nbytes, nbytes)
+    assert plan.bytes == 6 * nbytes
+    old, new = await rt.group(2, Rank), await rt.group(6, Rank)
+    shards = await loaded(old, source, whole)
+    await shards.gather().ready()
+    here, before = rt.traffic().payload, await sent(old) + await sent(new)
+    moved = await plan.move(shards, to=new)
+    for ref in moved:
+        await ref.ready()
+    after = await sent(old) + await sent(new)
+    # Of a half each to two, and of all to two: the third and the fourth have it of the first.
+    assert [b - a for a, b in zip(before, after, strict=True)] == [nbytes, nbytes, 2 * nbytes, 2 * nbytes, 0, 0, 0, 0]
+    assert rt.traffic().payload == here
+    await assert_has(new, destination, whole, moved)
+
+
+async def test_with_a_member_that_dies_those_fail_to_which_it_passes_its_shard(rt: aiodaft.Runtime) -> None:
+    destination = Layout({"replica": 6}, {"w": Sharding(shape=(1024, 256), dtype=F32)})
+    plan = reshard(tp(1), destination, relays=True)
+    old, new = await rt.group(1, Rank), await rt.on(restart="temporary").group(6, Rank)
+    shards = await loaded(old, tp(1), whole_tensors({"w": Sharding(shape=(1024, 256), dtype=F32)}))
+    await new[0].end_at_parcel(0)
+    moved = await plan.move(shards, to=new)
+    for ref in moved:
+        await ref.ready()
+    # The first one dies when it passes its shard on, to the third and the fourth.
+    assert [place for place, ref in enumerate(moved) if isinstance(ref.exception(), aiodaft.ActorDied)] == [2, 3]
+    assert [place for place, ref in enumerate(moved) if ref.exception() is None] == [0, 1, 4, 5]
 
 
 async def test_stages_of_a_pipeline_get_their_layers(rt: aiodaft.Runtime) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
@@ -24,6 +25,7 @@ from aiodaft._protocol.groups.reshard import (
     lay_out,
     nbytes_in,
     plan,
+    relayed,
 )
 from aiodaft._protocol.groups.roster import Axes
 
@@ -168,6 +170,20 @@ def test_a_dimension_is_cut_as_torch_chunk_does_with_empty_parts_at_the_end() ->
     assert even_cuts(8, 3) == (0, 3, 6, 8)
     assert even_cuts(5, 4) == (0, 2, 4, 5, 5)
     assert even_cuts(0, 2) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_replicas_pass_their_shard_to_two_others_at_most(count: int) -> None:
+    rows = lay_out("w", Rule((4, 2), {0: ("tp",)}, {}, {}), "float32", 4, axes(tp=2))
+    replicas = lay_out("w", Rule((4, 2), {0: ("tp",)}, {}, {}), "float32", 4, axes(replica=count, tp=2))
+    made = relayed({"w": rows}, {"w": replicas}, [None] * (2 * count), 2)
+    senders = Counter((piece.source, piece.source_start) for pieces in made.sent for piece in pieces)
+    assert max(senders.values()) <= 2
+    # All ranks get all of their elements once, from a source or from a rank before them.
+    for rank, pieces in enumerate(made.sent):
+        assert [piece.size for piece in pieces] == [(2, 2)]
+        assert all(piece.source < 2 or piece.source - 2 < rank for piece in pieces)
+        assert {piece.source % 2 for piece in pieces} == {rank % 2}
 
 
 def test_a_dimension_is_cut_over_one_axis_after_the_other_as_dtensor_does() -> None:

@@ -90,6 +90,12 @@ class Rank(Actor):
         return traffic.payloads_received, traffic.payload_received
 
     @method
+    async def sent(self) -> tuple[int, int]:
+        """The payloads that this process has sent, and their bytes."""
+        traffic = current_peer().connections.traffic()
+        return traffic.payloads_sent, traffic.payload_sent
+
+    @method
     async def most_on_the_way(self) -> int:
         """The most bytes on the way from and to this process, once there are none."""
         transit = resharding().transit

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product, zip_longest
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
@@ -143,6 +143,8 @@ _PARCEL: Final = 32 << 20
 _ON_THE_WAY: Final = 4
 # The least limit of a message, for small tensors too: a message costs as much time as the copy of that much.
 _LEAST: Final = 256 << 10
+# The processes to which one process sends a shard, if replicas pass it on.
+_CHILDREN: Final = 2
 
 
 class Piece(NamedTuple):
@@ -260,6 +262,38 @@ def plan(source: Mapping[str, Grid], target: Mapping[str, Grid], homes: Sequence
                 sent[rank].append(Piece(name, chosen, source_start, target_start, size, itemsize, nbytes))
     largest = max((grid.nbytes for grid in target.values()), default=0)
     return Plan(tuple(map(tuple, sent)), tuple(map(tuple, kept)), largest)
+
+
+def relays(target: Mapping[str, Grid], homes: Sequence[int | None]) -> dict[int, int]:
+    """For ranks that replicas can pass their shard on to: the rank that does so. Each rank passes it to two at most."""
+    parents: dict[int, int] = {}
+    replicas: dict[tuple[tuple[int, ...] | None, ...], list[int]] = {}
+    for rank, home in enumerate(homes):
+        if home is None:
+            ranks = replicas.setdefault(tuple(grid.cells[rank] for grid in target.values()), [])
+            if len(ranks) >= _CHILDREN:
+                parents[rank] = ranks[len(ranks) // _CHILDREN - 1]
+            ranks.append(rank)
+    return parents
+
+
+def relayed(source: Mapping[str, Grid], target: Mapping[str, Grid], homes: Sequence[int | None], count: int) -> Plan:
+    """As `plan`; but replicas pass shards on: rank `r` of the target is, as a source, number `count + r`."""
+    parents = relays(target, homes)
+    rest = {
+        name: grid._replace(cells=tuple(None if rank in parents else cell for rank, cell in enumerate(grid.cells)))
+        for name, grid in target.items()
+    }
+    made = plan(source, rest, homes)
+    sent = list(made.sent)
+    for rank, parent in parents.items():
+        boxes = ((name, grid, grid.box(rank)) for name, grid in target.items())
+        sent[rank] = tuple(
+            Piece(name, count + parent, start := (0,) * len(box), start, tuple(end - first for first, end in box),
+                  grid.itemsize, grid.bytes_in(box))
+            for name, grid, box in boxes if box is not None and grid.bytes_in(box)
+        )  # fmt: skip
+    return replace(made, sent=tuple(sent))
 
 
 def _check(name: str, source: Grid | None, target: Grid) -> None:

@@ -135,6 +135,8 @@ class Source(NamedTuple):
     peer: PeerId
     label: str
     shard: Ref[Mapping[str, torch.Tensor]]
+    # It is being made by another move.
+    pending: bool = False
 
 
 class Opened(NamedTuple):
@@ -276,6 +278,9 @@ class Resharding(Actor):
             DaftError: A source is lost, or its shard.
         """
         ranks = cast("Mapping[int, Source]", sources.content)
+        for source in ranks.values():
+            if source.pending:
+                await source.shard.ready()
         tensors = {name: self.allocate(shape, dtype) for name, dtype, shape in new}
         for parcel in kept:
             pieces = [Piece(*fields) for fields in parcel]

@@ -1,4 +1,4 @@
-"""`aiodaft plan`: what a step of a program takes, before anything runs."""
+"""`aiodaft plan`: strategies for a program, and what a step takes, before anything runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aiodaft.tensor.hardware import PRESETS, Hardware
 from .options import Failed, Output, json_option
 
 if TYPE_CHECKING:
-    from aiodaft.tensor import Plan, Program, Simulation, Strategy
+    from aiodaft.tensor import Found, Plan, Program, Simulation, Strategy
 
 _GB: Final = 1e9
 _FILE: Final = click.Path(path_type=Path, dir_okay=False)
@@ -29,18 +29,26 @@ _SCRIPT: Final = click.Path(path_type=Path, dir_okay=False, exists=True)
 
 @click.command()
 @click.argument("script", type=_SCRIPT, required=False)
-@click.option("--strategy", type=_SCRIPT, help="The strategy, a file of JSON.")
+@click.option("--gpus", type=click.IntRange(min=1), help="Search the fastest strategies for so many devices.")
+@click.option("--strategy", type=_SCRIPT, help="In place of a search, a strategy for --axes, a file of JSON.")
 @click.option("--axes", metavar="NAME=SIZE,...", default="", help="The axes of the devices, such as dp=8,tp=8.")
 @click.option("--memory", type=float, metavar="GB", help="The memory of a device.  [default: that of --hardware]")
 @click.option("--hardware", metavar="NAME|FILE", help=f"{', '.join(PRESETS)}, or JSON.  [default: one of these]")
 @click.option("--measure", type=_FILE, help="Measure this machine, and write the file for --hardware.")
+@click.option("--write", type=_FILE, help="Write the best strategy, for --strategy.")
 @click.option("--draw", type=_FILE, help="Draw the time line of its step, as SVG.")
 @click.option("--trace", type=_FILE, help="Write the time line for Perfetto.")
 @json_option
 def plan(
-    script: Path | None, measure: Path | None, draw: Path | None, trace: Path | None, as_json: bool, **options: Any
+    script: Path | None,
+    measure: Path | None,
+    write: Path | None,
+    draw: Path | None,
+    trace: Path | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
-    """Say what a step of a program takes.
+    """Find strategies for a program, and what a step takes.
 
     SCRIPT has a function `program` that returns `tensor.capture(...)`. The script is run, but not as "__main__".
     """
@@ -52,7 +60,9 @@ def plan(
     elif script is None:
         raise click.UsageError("Missing argument 'SCRIPT'.")
     if script is not None:
-        done = _plan(output, script, **options)
+        chosen, done = _plan(output, script, **options)
+        if write is not None:
+            write.write_text(chosen.to_json(), encoding="utf-8")
         if draw is not None:
             draw.write_text(done.draw(), encoding="utf-8")
         if trace is not None:
@@ -66,24 +76,30 @@ async def _measured() -> Hardware:
 
 
 def _plan(
-    output: Output, script: Path, strategy: Path | None, axes: str, memory: float | None, hardware: str | None
-) -> Simulation:
+    output: Output, script: Path, gpus: int | None, strategy: Path | None, axes: str, hardware: str | None, memory: Any
+) -> tuple[Strategy, Simulation]:
     from aiodaft.tensor.operations import size_text  # noqa: PLC0415 - it loads torch
 
     sizes = _sizes(axes)
-    if strategy is None or not sizes:
-        raise click.UsageError("give --strategy and --axes")
-    machine = _hardware(hardware, math.prod(sizes.values()))
+    if (gpus is None) == (strategy is None) or (strategy is not None and not sizes):
+        raise click.UsageError("give --gpus, or --strategy and --axes")
+    machine = _hardware(hardware, gpus or math.prod(sizes.values()))
     limit = machine.memory if memory is None else memory * _GB
     program = _program(script)
-    chosen = _or_failed(lambda: tensor.Strategy.from_json(strategy.read_text(encoding="utf-8")))
-    made = _or_failed(lambda: program.plan(chosen, sizes))
-    done: Simulation = _or_failed(lambda: made.simulate(machine))
-    output.line(f"{made.describe()}\n{done.describe()}")
-    if (over := max(done.peak) - limit) > 0:
-        raise Failed(f"a rank takes {size_text(max(done.peak))}: {size_text(over)} more than it has")
+    if strategy is None:
+        found: Found = _or_failed(lambda: tensor.search(program, gpus or 1, machine, memory=limit))
+        best = found.best
+        chosen, made, done = best.strategy, best.plan, best.simulation
+        output.line(found.describe())
+    else:
+        chosen = _or_failed(lambda: tensor.Strategy.from_json(strategy.read_text(encoding="utf-8")))
+        made = _or_failed(lambda: program.plan(chosen, sizes))
+        done = _or_failed(lambda: made.simulate(machine))
+        output.line(f"{made.describe()}\n{done.describe()}")
+        if (over := max(done.peak) - limit) > 0:
+            raise Failed(f"a rank takes {size_text(max(done.peak))}: {size_text(over)} more than it has")
     _answer(output, chosen, made, done)
-    return done
+    return chosen, done
 
 
 def _answer(output: Output, strategy: Strategy, made: Plan, done: Simulation) -> None:

@@ -69,6 +69,22 @@ def test_a_script_is_planned_and_its_step_has_a_time_and_a_picture(script: Path,
     assert answer["memory"] == 4 * (40 * 40 + 20 * 40 + 20 * 40)
 
 
+def test_a_search_gives_a_strategy_whose_plan_takes_what_it_says(script: Path, tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    given = ["plan", str(script), "--gpus", "2", "--hardware", str(tmp_path / "lab.json"), "--json"]
+    found = CliRunner().invoke(main, [*given, "--write", str(tmp_path / "mine.json")])
+    assert (found.exit_code, found.stderr) == (0, "")
+    answer = json.loads(found.stdout)
+    assert answer["strategy"] == json.loads((tmp_path / "mine.json").read_text())
+    axes = ",".join(f"{name}={size}" for name, size in answer["axes"].items())
+    assert json.loads(plan(script, "--json", axes=axes).stdout) == answer
+    # By replicas it takes 2 seconds; in parts 1, and one more for the sum.
+    assert answer["seconds"] == 2
+    refused = CliRunner().invoke(main, [*given, "--memory", "1e-9"])
+    assert refused.exit_code == 1
+    assert "no strategy was found that holds in 1 B: the least takes 10.4 kB" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("more", "axes", "status", "words"),
     [
@@ -76,7 +92,7 @@ def test_a_script_is_planned_and_its_step_has_a_time_and_a_picture(script: Path,
         ((), "tp=4", 1, "the plan is for 4 ranks, and the hardware has 2 devices"),
         ((), "dp=2", 1, "there is no axis tp: the axes are dp"),
         ((), "tp:2", 2, "--axes is 'tp:2': give names and sizes"),
-        ((), "", 2, "give --strategy and --axes"),
+        ((), "", 2, "give --gpus, or --strategy and --axes"),
     ],
 )
 def test_what_cannot_be_planned_is_said(

@@ -214,8 +214,9 @@ class Engine(Actor, restart=Restart(intensity=10, backoff=Backoff(base=0.01, max
 
 
 class Tokenizer(Protocol):
-    """Between text and tokens, of which `stops` end a text."""
+    """Between text and tokens: there are `size`, of which `stops` end a text."""
 
+    size: int
     stops: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
@@ -234,6 +235,7 @@ class Tokenizer(Protocol):
 class Bytes:
     """The tokenizer of models that read bytes, and of engines that take text (`HttpEngine`)."""
 
+    size = 256
     stops: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> list[int]:

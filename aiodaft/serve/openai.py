@@ -30,14 +30,14 @@ from aiodaft.serve.routing import Router
 from aiodaft.web import Ingress
 
 # Fields that change the answer in a way that is not there, and the values that do not.
-_MISSING: Final[Mapping[str, tuple[Any, ...]]] = {
-    "audio": (),
-    "best_of": (1,),
-    "functions": ([],),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",),
-    "tools": ([],),
+_MISSING: Final[Mapping[str, Any]] = {
+    "audio": None,
+    "best_of": 1,
+    "functions": [],
+    "prompt_logprobs": None,
+    "response_format": {"type": "text"},
+    "suffix": "",
+    "tools": [],
 }
 _NUMBERS: Final = (
     ("temperature", 1.0, 0, 2),
@@ -100,9 +100,9 @@ class _Body:
             raise BadRequest(f"'{name}' is to be a string or a list of strings, not {value!r:.100}", name)
         return tuple(found)
 
-    def ids(self, name: str, value: Any) -> list[int]:
-        if not (isinstance(value, list) and all(type(one) is int and 0 <= one < 1 << 32 for one in value)):
-            raise BadRequest(f"'{name}' is to be text or tokens, or a list of these, not {value!r:.100}", name)
+    def ids(self, name: str, value: Any, size: int) -> list[int]:
+        if not (isinstance(value, list) and all(type(one) is int and 0 <= one < size for one in value)):
+            raise BadRequest(f"'{name}' is to be tokens, which are less than {size}, not {value!r:.100}", name)
         return value
 
 
@@ -110,15 +110,15 @@ def asked_of(fields: Any, chat: bool, tokenizer: Tokenizer, context: int | None)
     """The request with these fields; others do nothing."""
     body = _Body(fields)
     for name, neutral in _MISSING.items():
-        if name in body.fields and body.fields[name] not in neutral:
+        if body.fields.get(name, neutral) != neutral:
             raise BadRequest(f"'{name}' is not supported", name, "unsupported_parameter")
     prompts = [_chat(body, tokenizer)] if chat else _prompts(body, tokenizer)
     count = body.number("max_tokens", None, 1, 1 << 31, int)
     count = body.number("max_completion_tokens", count, 1, 1 << 31, int)
-    stops = frozenset(body.ids("stop_token_ids", body.fields.get("stop_token_ids", [])))
+    stops = frozenset(body.ids("stop_token_ids", body.fields.get("stop_token_ids", []), tokenizer.size))
     if not body.one("ignore_eos", bool, False):
         stops |= tokenizer.stops
-    sampling, n = _sampling(body, chat), body.number("n", 1, 1, _MOST, int)
+    sampling, n = _sampling(body, chat, tokenizer.size), body.number("n", 1, 1, _MOST, int)
     if n * len(prompts) > _MOST:
         raise BadRequest(f"{n * len(prompts)} texts are asked for: {_MOST} are the most", "n")
     tenant, session = body.one("user", str, ""), body.one("prompt_cache_key", str, "")
@@ -147,14 +147,16 @@ def asked_of(fields: Any, chat: bool, tokenizer: Tokenizer, context: int | None)
         body.one("stream", bool, False),
         bool(body.one("stream_options", dict, {}).get("include_usage")),
         body.one("return_token_ids", bool, False),
-        body.number("timeout", None, 0, float("inf")),
+        body.number("timeout", None, 0, 1 << 31),
     )
 
 
 def _prompts(body: _Body, tokenizer: Tokenizer) -> list[list[int]]:
     given = body.fields.get("prompt", "")
     several = given if isinstance(given, list) and not (given and type(given[0]) is int) else [given]
-    found = [tokenizer.encode(one) if isinstance(one, str) else body.ids("prompt", one) for one in several]
+    found = [
+        tokenizer.encode(one) if isinstance(one, str) else body.ids("prompt", one, tokenizer.size) for one in several
+    ]
     if not found or not all(found):
         raise BadRequest("'prompt' is empty", "prompt")
     return found
@@ -184,15 +186,17 @@ def _message(one: Any) -> dict[str, Any]:
     return {**one, "content": "".join(part["text"] for part in parts)}
 
 
-def _sampling(body: _Body, chat: bool) -> Sampling:
+def _sampling(body: _Body, chat: bool, size: int) -> Sampling:
     logprobs = body.number("top_logprobs" if chat else "logprobs", None, 0, 20, int)
     if chat:
         logprobs = (logprobs or 0) if body.one("logprobs", bool, False) else None
     biases = body.one("logit_bias", dict, {})
     try:
-        logit_bias = tuple((int(token), float(bias)) for token, bias in biases.items())
-    except (TypeError, ValueError):
-        raise BadRequest("'logit_bias' is to map tokens to numbers", "logit_bias") from None
+        logit_bias = tuple((range(size)[int(token)], float(bias)) for token, bias in biases.items())
+    except (TypeError, ValueError, IndexError):
+        raise BadRequest(
+            f"'logit_bias' is to map tokens, which are less than {size}, to numbers", "logit_bias"
+        ) from None
     numbers = {name: body.number(name, default, low, high) for name, default, low, high in _NUMBERS}
     top_k, seed = body.number("top_k", 0, -1, 1 << 31, int), random.getrandbits(62)
     seed = body.number("seed", seed, -(1 << 63), (1 << 63) - 1, int)
@@ -206,8 +210,8 @@ def _fitting(prompt: int, count: int | None, context: int | None, chat: bool) ->
         return count or 1 << 31
     if prompt + (count or 1) > context:
         kind = "messages" if chat else "prompt"
-        text = f"This model's maximum context length is {context} tokens. However, you requested {prompt} in the {kind}"
-        raise BadRequest(f"{text} and {count or 1} in the completion.", kind, "context_length_exceeded")
+        text = f"This model's maximum context length is {context} tokens: {prompt} are in the {kind}"
+        raise BadRequest(f"{text}, {count or 1} in the completion.", kind, "context_length_exceeded")
     return context - prompt if count is None else count
 
 
@@ -316,22 +320,22 @@ class _Metrics:
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
 
-        def made(cls: Any, name: str, about: str, *labels: str, **options: Any) -> Any:
-            named = cls(f"vllm:{name}", about, ("model_name", *labels), registry=self.registry, **options)
+        def made(cls: Any, name: str, *labels: str, **options: Any) -> Any:
+            named = cls(f"vllm:{name}", "", ("model_name", *labels), registry=self.registry, **options)
             return partial(named.labels, model) if labels else named.labels(model)
 
-        self.running = made(Gauge, "num_requests_running", "")
-        self.waiting = made(Gauge, "num_requests_waiting", "")
-        self.usage = made(Gauge, "kv_cache_usage_perc", "")
-        self.queries = made(Gauge, "prefix_cache_queries_total", "")
-        self.hits = made(Gauge, "prefix_cache_hits_total", "")
-        self.preempted = made(Gauge, "num_preemptions_total", "")
-        self.prompt = made(Count, "prompt_tokens", "")
-        self.text = made(Count, "generation_tokens", "")
-        self.ended = made(Count, "request_success", "", "finished_reason")
-        self.first = made(Histogram, "time_to_first_token_seconds", "", buckets=_BOUNDS)
-        self.between = made(Histogram, "inter_token_latency_seconds", "", buckets=_BOUNDS)
-        self.whole = made(Histogram, "e2e_request_latency_seconds", "", buckets=_BOUNDS)
+        self.running = made(Gauge, "num_requests_running")
+        self.waiting = made(Gauge, "num_requests_waiting")
+        self.usage = made(Gauge, "kv_cache_usage_perc")
+        self.queries = made(Gauge, "prefix_cache_queries_total")
+        self.hits = made(Gauge, "prefix_cache_hits_total")
+        self.preempted = made(Gauge, "num_preemptions_total")
+        self.prompt = made(Count, "prompt_tokens")
+        self.text = made(Count, "generation_tokens")
+        self.ended = made(Count, "request_success", "finished_reason")
+        self.first = made(Histogram, "time_to_first_token_seconds", buckets=_BOUNDS)
+        self.between = made(Histogram, "inter_token_latency_seconds", buckets=_BOUNDS)
+        self.whole = made(Histogram, "e2e_request_latency_seconds", buckets=_BOUNDS)
 
     def page(self, router: Router) -> Response:
         loads = [member.load for member in router.members if member.load]

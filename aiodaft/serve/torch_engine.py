@@ -118,7 +118,7 @@ class PretrainedTokenizer:
     """A tokenizer of transformers (`AutoTokenizer.from_pretrained(name)`), with the chat template of its model."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.size = tokenizer, len(tokenizer)
         self.stops = frozenset({tokenizer.eos_token_id} - {None})
 
     def encode(self, text: str) -> list[int]:
@@ -163,6 +163,7 @@ def _drawn(logits_V: Tensor, sampling: Sampling, place: int) -> int:
         if sampling.top_p < 1:
             sorted_V = sorted_V * keep_V / (sorted_V * keep_V).sum()
             keep_V &= sorted_V.cumsum(0) - sorted_V < sampling.top_p
+        keep_V[0] = True
         probabilities_V[order_V[~keep_V]] = 0
     sums_V = probabilities_V.cumsum(0)
     chance = sums_V[-1:] * _chance(sampling.seed, place)
@@ -174,13 +175,16 @@ def sampled(logits_V: Tensor, request: Request, tokens: list[int]) -> Piece:
     sampling = request.sampling
     written = tokens[len(request.tokens) - request.written :]
     changed_V = _penalized(logits_V, sampling, tokens, written) if _changes(sampling) else logits_V
-    token = _drawn(changed_V, sampling, len(tokens)) if sampling.temperature else int(changed_V.argmax())
+    token = _drawn(changed_V, sampling, len(tokens)) if sampling.temperature > _COLD else int(changed_V.argmax())
     if sampling.logprobs is None:
         return Piece((token,))
     logprobs_V = torch.log_softmax(logits_V.float(), 0)
     most, which = logprobs_V.topk(min(sampling.logprobs, len(logprobs_V)))
     top = tuple(zip(which.tolist(), most.tolist(), strict=True))
     return Piece((token,), 1, float(logprobs_V[token]), top)
+
+
+_COLD: Final = 1e-5  # a temperature below is that of the most likely token: its draws would overflow
 
 
 def _changes(sampling: Sampling) -> bool:

@@ -163,6 +163,9 @@ async def test_logprobs_have_the_forms_of_completions_and_of_chats() -> None:
     [
         (COMPLETIONS, {"prompt": ""}, 400, "prompt", None),
         (COMPLETIONS, {"prompt": [1, "x"]}, 400, "prompt", None),
+        (COMPLETIONS, {"prompt": [1, 256]}, 400, "prompt", None),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"256": 1}}, 400, "logit_bias", None),
+        (COMPLETIONS, {"prompt": "x", "timeout": math.inf}, 400, "timeout", None),
         (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", None),
         (COMPLETIONS, {"prompt": "x", "temperature": "hot"}, 400, "temperature", None),
         (COMPLETIONS, {"prompt": "x", "temperature": 2.5}, 400, "temperature", None),
@@ -183,7 +186,7 @@ async def test_errors_have_the_status_and_the_body_of_openai(
 ) -> None:
     app = serve.app(Opened(), "letters")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(with_router(app)), base_url="http://here") as client:
-        response = await client.post(path, json=fields)
+        response = await client.post(path, content=json.dumps(fields))
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (status, param, code)
     assert error["type"] == "invalid_request_error"

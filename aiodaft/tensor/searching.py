@@ -28,7 +28,7 @@ from aiodaft.tensor.strategy import Strategy
 from aiodaft.tensor.ways import REPLICA, Runs, Ways
 
 OTHERS: Final = 10
-_ROUNDS: Final = 4
+_ROUNDS: Final = 3
 
 
 @dataclass(frozen=True)
@@ -190,25 +190,34 @@ class _Search:
 
     def _search(self, layouts: Sequence[_Layout]) -> None:
         later: list[_Proposal] = []
+        scarce: list[tuple[float, _Layout, list[_Proposal]]] = []
         for layout in layouts:
             proposals = self._proposals(layout, math.inf, recompute=False)
-            scale, tried = 1.0, list[tuple[_Proposal, Candidate]]()
-            for _ in range(_ROUNDS):
-                tried = [(one, made) for one in proposals[:2] if (made := self._best_of(one)) is not None]
-                if not tried or any(self._over(made) <= 0 for _, made in tried):
-                    break
-                scale = min([scale * 0.95, *(one.held / self._used(made) for one, made in tried if one.held)])
-                before = proposals
-                kept, again = (self._proposals(layout, scale * self.memory, recompute=one) for one in (False, True))
-                proposals = [*kept[:1], *again[:1], *kept[1:], *again[1:]]
-                if [one.strategy for one in proposals] == [one.strategy for one in before]:
-                    break
-            if not any(self._over(made) <= 0 for _, made in tried):
-                self._accumulated(proposals)
+            made = [made for one in proposals[:2] if (made := self._best_of(one)) is not None]
             later += proposals[2:]
+            if made and min(map(self._over, made)) > 0:
+                scarce.append((made[0].seconds, layout, proposals))
+        for _, layout, proposals in sorted(scarce, key=lambda one: one[0]):
+            later += self._squeezed(layout, proposals)
         for one in sorted(later, key=lambda one: one.seconds):
             self._best_of(one)
         self._climb()
+
+    def _squeezed(self, layout: _Layout, proposals: list[_Proposal]) -> list[_Proposal]:
+        """Tries what the solver finds with less memory, and returns what it proposes besides."""
+        scale = 1.0
+        for _ in range(_ROUNDS):
+            tried = [(one, made) for one in proposals[:2] if (made := self._best_of(one)) is not None]
+            if not tried or any(self._over(made) <= 0 for _, made in tried):
+                return proposals[2:]
+            scale = min([scale * 0.95, *(one.held / self._used(made) for one, made in tried if one.held)])
+            before = proposals
+            kept, again = (self._proposals(layout, scale * self.memory, recompute=one) for one in (False, True))
+            proposals = [*kept[:1], *again[:1], *kept[1:], *again[1:]]
+            if [one.strategy for one in proposals] == [one.strategy for one in before]:
+                break
+        self._accumulated(proposals)
+        return proposals[2:]
 
     def _accumulated(self, proposals: Sequence[_Proposal]) -> None:
         """Less memory by micro-batches, if none of the rest holds."""
@@ -238,7 +247,7 @@ class _Search:
         choices = Choices(self.runs, self.hardware, layout.axes, layout.inner, self.tables)
         found: list[_Proposal] = []
         whole = dict(choices.now)
-        for begin in self._beginnings(choices):
+        for begin in self._beginnings(choices, ("whole", "update", "store") if budget == math.inf else ("store",)):
             choices.now = {**whole, **begin}
             last = next(iter(choices.now.values()), None)
             for axis in (*(one for one in choices.axes if one not in begin), *begin):
@@ -254,13 +263,12 @@ class _Search:
         seconds, held = (last.seconds, last.held) if last is not None else (0.0, 0.0)
         return _Proposal(seconds, held, choices.strategy(recompute=recompute), layout, dict(choices.now), recompute)
 
-    def _beginnings(self, choices: Choices) -> Iterator[dict[str, Picked]]:
+    def _beginnings(self, choices: Choices, kinds: Sequence[str]) -> Iterator[dict[str, Picked]]:
         """Nothing; and the first axis for data, with and without sharded states."""
         yield {}
         for axis in list(choices.axes)[:1]:
-            kinds = ("whole", "update", "store") if self.runs.updates else ("whole",)
             size = choices.axes[axis]
-            for kind in kinds:
+            for kind in kinds if self.runs.updates else ("whole",):
                 options = {
                     name: next((one for one in choices.options(name, axis) if one.kind == kind), WHOLE)
                     for name in choices.parameters
@@ -297,7 +305,7 @@ class _Search:
             began = time.monotonic()
             try:
                 made = plan(self.program, self.micro, strategy, layout.axes)
-            except ValueError:
+            except (NotImplementedError, ValueError):
                 self.tried[key] = None
             else:
                 found = self.tried[key] = Candidate(strategy, layout.axes, made, made.simulate(self.hardware))

@@ -216,16 +216,16 @@ class Ways:
         """The ways with these placements; where a sum is pending at the end of a module, it may be cut instead."""
         key = (run.kind, takes, parameters)
         if key not in self._known:
-            way, sums = self._lowered(run, takes, parameters, {})
-            self._known[key] = (
-                way,
-                *(
-                    self._lowered(run, takes, parameters, {name: Shard(dim)})[0]
-                    for name, meta in sums.items()
-                    for dim, length in enumerate(meta.shape)
-                    if length % self.size == 0
-                ),
-            )
+            try:
+                way, sums = self._lowered(run, takes, parameters, {})
+            except NotImplementedError:  # a placement that cannot be reached from another
+                self._known[key] = ()
+                return ()
+            cuts = [
+                (name, dim) for name, meta in sums.items() for dim, n in enumerate(meta.shape) if n % self.size == 0
+            ]
+            asked = [self._lowered(run, takes, parameters, {name: Shard(dim)})[0] for name, dim in cuts]
+            self._known[key] = (way, *asked)
         return self._known[key]
 
     def route(self, meta: Meta, source: Placement, target: Placement) -> tuple[Message, ...]:

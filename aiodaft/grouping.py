@@ -161,6 +161,7 @@ class GroupMembers:
             return []
         cls = self._what.cls
         self._scope.check_spawning(cls)
+        self._what.check_size(wanted.size)
         base = self._owner.new_label(cls)
         gangs = self._gangs(ranks)
         shares = await self._reserve(base, gangs)
@@ -168,7 +169,7 @@ class GroupMembers:
         made: dict[int, Handle] = {}
 
         async def make(rank: int, share: Reserved, there: Constraints) -> None:
-            enrolment, what = Enrolment(wanted, rank, self.renew), self._what._replace(constraints=there)
+            enrolment, what = Enrolment(wanted, rank, self.renew), self._what.of_rank(rank, there)
             handle = made[rank] = await self._scope.spawn_one(what, share, enrolment)
             self._enrolments[target_of(handle)] = enrolment
 

@@ -6,7 +6,7 @@ import inspect
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import (
@@ -18,6 +18,7 @@ from typing import (
     Never,
     NoReturn,
     ParamSpec,
+    TypeAlias,
     TypeVar,
     cast,
     get_origin,
@@ -33,7 +34,7 @@ from aiodaft._protocol.numbers import is_count
 from aiodaft._protocol.supervision import Backoff, Kind, Restart, check_alone
 from aiodaft._runtime.node.nodes import Site
 from aiodaft._runtime.owning import Owner
-from aiodaft._runtime.placing import Blueprint, Constraints, FixedSites, check_surroundings, check_where
+from aiodaft._runtime.placing import Blueprint, Constraints, FixedSites, check_surroundings, check_where, items_of
 from aiodaft._runtime.scope_actors import ScopeActors
 from aiodaft._runtime.serialization.errors import add_note, frames_of_program
 from aiodaft.actor import Actor, handle_of, target_of
@@ -48,6 +49,8 @@ __all__ = ["Mesh", "Placement", "Slice", "Spawned"]
 P = ParamSpec("P")
 T = TypeVar("T")
 ActorT = TypeVar("ActorT", bound=Actor)
+Axis: TypeAlias = Mapping[str, int]
+Items: TypeAlias = Iterable[Any]
 
 # Workers of pools hold no state, so none is lost.
 _AGAIN: Final = Restart(intensity=None, backoff=Backoff(base=0.01, max=1.0))
@@ -261,16 +264,22 @@ class Spawner(ABC):
 
         return Spawned(f"host({hosted_class.__name__})", start, end)
 
-    # A keyword besides a ParamSpec cannot be typed: here the arguments of the constructor are checked at run time.
+    # Keywords besides a ParamSpec cannot be typed: here the arguments of the constructor are checked at run time.
     @overload
     def group(
-        self, n: int, cls: Callable[..., ActorT], /, *args: Any, axes: Mapping[str, int], **kwargs: Any
+        self, n: int, cls: Callable[..., ActorT], /, *args: Any, axes: Axis, each: Items | None = None, **kwargs: Any
+    ) -> Spawned[Group[ActorT]]: ...
+    @overload
+    def group(
+        self, n: int, cls: Callable[..., ActorT], /, *args: Any, each: Items, **kwargs: Any
     ) -> Spawned[Group[ActorT]]: ...
     @overload
     def group(
         self, n: int, cls: Callable[P, ActorT], /, *args: P.args, **kwargs: P.kwargs
     ) -> Spawned[Group[ActorT]]: ...
-    def group(self, n: int, cls: Any, /, *args: Any, axes: Mapping[str, int] | None = None, **kwargs: Any) -> Any:  # type: ignore[misc]  # a ParamSpec may have that keyword
+    def group(  # type: ignore[misc]  # a ParamSpec may have these keywords
+        self, n: int, cls: Any, /, *args: Any, axes: Axis | None = None, each: Items | None = None, **kwargs: Any
+    ) -> Any:
         """Make n actors of one class; none if one fails, or if there is no room for all.
 
         Args:
@@ -278,37 +287,40 @@ class Spawner(ABC):
             cls: The class.
             args: The arguments of the constructor, the same for all; each member finds its rank by `current_group()`.
             axes: Names and sizes of axes, such as `{"dp": 2, "tp": 2}`: the ranks form a grid, row by row. A parameter
-                `axes` of the constructor is given by position.
+                `axes` or `each` of the constructor is given by position.
+            each: Items, of which the one of its rank is the first argument of a member's constructor, as for
+                `Group.each`. There are at least n; further ones are for members that join later.
             kwargs: The arguments of the constructor, by keyword.
 
         Raises:
-            ValueError: The axes have another number of places than n.
+            ValueError: The axes have another number of places than n, or there are fewer items.
             Exception: As `spawn`.
         """
-        return self._group("group", n, cls, args, kwargs, axes)
+        return self._group("group", n, cls, (args, kwargs, each), axes)
 
     @overload
     def host_group(
-        self, n: int, cls: Callable[..., T], /, *args: Any, axes: Mapping[str, int], **kwargs: Any
+        self, n: int, cls: Callable[..., T], /, *args: Any, axes: Axis, each: Items | None = None, **kwargs: Any
+    ) -> Spawned[ServiceGroup[T]]: ...
+    @overload
+    def host_group(
+        self, n: int, cls: Callable[..., T], /, *args: Any, each: Items, **kwargs: Any
     ) -> Spawned[ServiceGroup[T]]: ...
     @overload
     def host_group(
         self, n: int, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> Spawned[ServiceGroup[T]]: ...
-    def host_group(self, n: int, cls: Any, /, *args: Any, axes: Mapping[str, int] | None = None, **kwargs: Any) -> Any:  # type: ignore[misc]  # as above
+    def host_group(  # type: ignore[misc]  # as above
+        self, n: int, cls: Any, /, *args: Any, axes: Axis | None = None, each: Items | None = None, **kwargs: Any
+    ) -> Any:
         """Make n instances of any class; none if one fails, or if there is no room for all.
 
-        Args:
-            n: The number of instances.
-            cls: The class.
-            args: As for `group`.
-            axes: As for `group`.
-            kwargs: As for `group`.
+        The arguments are those of `group`.
 
         Raises:
             Exception: As `group`.
         """
-        return self._group("host_group", n, cls, args, kwargs, axes)
+        return self._group("host_group", n, cls, (args, kwargs, each), axes)
 
     def pool(self, n: int, *, concurrency: int = 1, retries: int = 0) -> Spawned[Pool]:
         """Make n actors that run plain functions: `pool.submit(fn, x)`.
@@ -369,25 +381,28 @@ class Spawner(ABC):
         what: Literal["group", "host_group"],
         n: Any,
         cls: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        axes: Mapping[str, int] | None,
+        given: tuple[tuple[Any, ...], dict[str, Any], Items | None],
+        axes: Axis | None,
     ) -> Spawned[Any]:
         if isinstance(n, type):
             raise TypeError(f"the number of members comes first: use `rt.{what}({cls!r:.80}, {n.__name__}, ...)`")
-        values = (*args, *kwargs.values())
-        with _noting_that_all_get_the_same(n, values):
-            cls = _check_class(cls, args, kwargs, plain="host_group" if what == "group" else "")
         if not is_count(n):
             raise ValueError(f"a group has a positive number of members, not {n!r}")
         scope, constraints = self._spawning()
+        args, kwargs, items = given
+        blueprint = Blueprint(cls, args, kwargs, constraints, items_of(items))
+        blueprint.check_size(n)
+        values = (*args, *kwargs.values())
+        with _noting_that_all_get_the_same(n, values):
+            args = blueprint.of_rank(0, constraints).args
+            cls = _check_class(cls, args, kwargs, plain="host_group" if what == "group" else "")
         if constraints.is_named:
             raise ValueError("on(name=..., lifetime=...) is for one actor, not for a group")
         grid = Axes.of(axes, n)
 
         async def start() -> Group[Any]:
             with _noting_that_all_get_the_same(n, values):
-                return await spawn_group(scope, n, Blueprint(cls, args, kwargs, constraints), grid)
+                return await spawn_group(scope, n, blueprint._replace(cls=cls), grid)
 
         def end(group: Group[Any], graceful: bool) -> Awaitable[None]:
             return scope.end_block(list(group), graceful)
@@ -519,8 +534,7 @@ def _noting_that_all_get_the_same(n: int, values: Sequence[object]) -> Generator
         yield
     except Exception as error:
         if any(isinstance(value, list | tuple) and len(value) == n for value in values):
-            rank = "aiodaft.current_group().rank"
-            add_note(error, f"each member gets the same arguments, not one of the {n} elements: `{rank}` is its place")
+            add_note(error, f"each member gets the same arguments, not one of the {n} elements: use `each=[...]`")
         raise
 
 

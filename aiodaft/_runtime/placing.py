@@ -135,6 +135,13 @@ def check_surroundings(
     return env and dict(env), folder and os.path.abspath(folder), of_path
 
 
+def items_of(each: object) -> list[Any] | None:
+    """Return the items of members; raise TypeError unless there may be several."""
+    if isinstance(each, str | bytes) or not (each is None or isinstance(each, Iterable)):
+        raise TypeError(f"each={each!r:.80}: items are needed, one for each member")
+    return None if each is None else list(each)
+
+
 class Blueprint(NamedTuple):
     """An actor to be made: its class, the arguments of its constructor, and those of `on(...)`."""
 
@@ -142,6 +149,16 @@ class Blueprint(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     constraints: Constraints
+    # Of a group: an item for each rank, the first argument of its constructor.
+    each: Sequence[Any] | None = None
+
+    def check_size(self, n: int) -> None:
+        if self.each is not None and n > len(self.each):
+            raise ValueError(f"each has {len(self.each)} items: too few for a group of {n} members")
+
+    def of_rank(self, rank: int, constraints: Constraints) -> Blueprint:
+        args = self.args if self.each is None else (self.each[rank], *self.args)
+        return self._replace(args=args, constraints=constraints)
 
     @property
     def demand(self) -> Demand:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from actors import Box, Echo, NeedsGpu
+from actors import Box, Echo, NeedsGpu, Plain
 from inside import actors_of, agent_of, resources_of
 from leaks import is_alive
 from probes import FirstIsQuick, Member
+from supervised import AT_ONCE
 
 import aiodaft
 from aiodaft.testing import in_process
@@ -53,6 +54,33 @@ async def test_each_gives_every_member_its_own(rt: aiodaft.Runtime) -> None:
     with pytest.raises(TypeError, match=r"Member.times\("):
         group.all(Member.times)  # type: ignore[call-overload]  # the mistake under test
     assert rt.traffic() == before
+
+
+async def test_the_constructor_of_each_member_gets_its_own_item(rt: aiodaft.Runtime) -> None:
+    own = rt.on(restart=aiodaft.Restart(intensity=None, backoff=AT_ONCE))
+    group = await own.group(2, Member, each=(scale for scale in (1, 2, 30)), axes={"dp": 2})
+    assert await group.all(Member.times, 5) == [5, 10]
+    # The next items are for members that join later; a member keeps its own when it is restarted.
+    await group.resize(3)
+    os.kill(await group[1].pid(), signal.SIGKILL)
+    while (await rt.info(group[1])).epoch == 0:
+        pass
+    assert await group.all(Member.times, 5) == [5, 10, 150]
+    with pytest.raises(ValueError, match="each has 3 items: too few for a group of 4 members"):
+        await group.resize(4)
+    assert await group.all(Member.times, 1) == [1, 2, 30]
+    services = await rt.host_group(2, Plain, each=[10, 20])
+    assert await services.all(Plain.add, 1) == [11, 21]
+    wrong: Any
+    for wrong, kind, text in (
+        ([1], ValueError, "each has 1 items: too few for a group of 2 members"),
+        (5, TypeError, "each=5: items are needed, one for each member"),
+        ("ab", TypeError, "each='ab': items are needed"),
+    ):
+        with pytest.raises(kind, match=text):
+            rt.group(2, Member, each=wrong)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        rt.group(2, Member, 7, each=[1, 2])
 
 
 async def test_any_takes_the_member_with_the_fewest_calls(rt: aiodaft.Runtime) -> None:

@@ -57,7 +57,7 @@ async def launcher_and_server(
 
     launcher = launcher_with((), timeouts or Timeouts())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", start)
+        patch.setattr(launching.__dict__["subprocess"], "Popen", start)
         await spawn(launcher)
     (server,) = servers
     server.setblocking(False)

@@ -30,14 +30,15 @@ class Member:
     load: Load | None = None
     told: int = 0
     sent: int = 0
-    since: dict[object, int] = field(default_factory=dict)  # requests since the last load, and their work
+    pending: int = 0  # the work of the requests since the last load
+    since: dict[object, int] = field(default_factory=dict)
     under_way: set[object] = field(default_factory=set)
     beginnings: dict[bytes, None] = field(default_factory=dict)
 
     @property
     def work(self) -> int:
         """The tokens that it has to compute."""
-        return (self.load.work if self.load else 0) + sum(self.since.values())
+        return (self.load.work if self.load else 0) + self.pending
 
     @property
     def free(self) -> int:
@@ -56,13 +57,13 @@ class Member:
         return low * PAGE
 
     def take(self, load: Load) -> None:
-        self.load, self.told = load, self.told + 1
+        self.load, self.told, self.pending = load, self.told + 1, 0
         self.since.clear()
         for key in load.forgotten:
             self.beginnings.pop(key, None)
 
     def lose(self) -> None:
-        self.load = None
+        self.load, self.pending = None, 0
         self.since.clear()
         self.beginnings.clear()
 
@@ -70,6 +71,7 @@ class Member:
     def sending(self, request: Request, work: int, number: int = 0) -> Generator[None]:
         self.sent, key = number or self.sent, object()
         self.since[key] = work
+        self.pending += work
         self.under_way.add(key)
         for page in request.keys:
             self.beginnings.pop(page, None)
@@ -79,7 +81,7 @@ class Member:
         try:
             yield
         finally:
-            self.since.pop(key, None)
+            self.pending -= self.since.pop(key, 0)
             self.under_way.discard(key)
 
 

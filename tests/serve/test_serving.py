@@ -238,6 +238,32 @@ class Measured(TorchEngine):
         return first.ids[0], begun, ended, steps
 
 
+class Left(TorchEngine):
+    @aiodaft.method
+    async def leave(self) -> tuple[int, int, int]:
+        """Leave two texts, of which one waits; the sequences, pages and further steps at once after that."""
+        begun, queued = (TorchEngine.decode.__wrapped__(self, Request((*b"left",), 200)) for _ in range(2))
+        await anext(begun)
+        waiting = aiodaft.create_task(anext(queued))
+        while not self.batch.waiting:
+            await asyncio.sleep(0)
+        before = self.steps
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        for one in (begun, queued):
+            await one.aclose()
+        return len(self.batch.running) + len(self.batch.waiting), self.batch.pages.in_use, self.steps - before
+
+
+async def test_a_client_that_leaves_frees_its_place_and_its_pages_within_two_steps(
+    rt: aiodaft.Runtime, weights: Weights
+) -> None:
+    async with rt.spawn(Left, make_model, "bytes", weights, sizes=Sizes(places=1)) as engine:
+        sequences, pages, steps = await engine.leave()
+    assert (sequences, pages) == (0, 0)
+    assert steps <= 2
+
+
 async def test_while_a_long_prompt_comes_others_get_a_token_at_each_step(rt: aiodaft.Runtime, weights: Weights) -> None:
     async with rt.spawn(Measured, make_model, "bytes", weights, sizes=Sizes(chunk=8)) as engine:
         first, begun, ended, steps = await engine.measure()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from aiodaft.serve import Model, Piece, Request, Sampling, Sizes
 from aiodaft.serve.batch import Batch, Sequence
 from aiodaft.serve.engine import GREEDY
-from aiodaft.serve.torch_engine import PagedModel, sampled
+from aiodaft.serve.torch_engine import PagedModel, PretrainedTokenizer, pretrained, sampled
 
 COUNT = 12
 
@@ -188,6 +189,34 @@ def test_penalties_count_the_text_and_logprobs_are_those_of_the_model() -> None:
     assert torch.tensor(piece.logprob).isclose(logprobs[0])
     assert [token for token, _ in piece.top] == [0, 1]
     assert torch.tensor([logprob for _, logprob in piece.top]).allclose(logprobs[:2])
+
+
+def test_a_model_and_a_tokenizer_of_transformers_are_loaded_from_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its bars would leave a thread.
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = {"[UNK]": 0, "</s>": 1, "user": 2, "hello": 3, "world": 4}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>", unk_token="[UNK]")
+    fast.chat_template = "{% for one in messages %}{{ one.role }} {{ one.content }} {% endfor %}"
+    fast.save_pretrained(tmp_path)
+    tokenizer = PretrainedTokenizer(transformers.AutoTokenizer.from_pretrained(tmp_path))
+    assert (tokenizer.size, tokenizer.stops) == (5, {1})
+    assert tokenizer.encode("hello world") == [3, 4]
+    assert tokenizer.decode([3, 4, 1]) == "hello world"
+    assert tokenizer.chat([{"role": "user", "content": "hello"}]) == [2, 3]
+
+    no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    llama = causal_lm("LlamaForCausalLM", **no_tokens, vocab_size=5, max_position_embeddings=64)
+    llama.save_pretrained(tmp_path)  # type: ignore[operator]
+    model = pretrained(str(tmp_path))
+    assert (model.shape, model.context) == ((2, 4, 16), 64)
+    tokens = torch.tensor([[2, 3, 4]])
+    with torch.no_grad():
+        assert torch.equal(model(tokens, *no_past(model, 1), lambda _: None), llama(tokens).logits[:, -1])
 
 
 def test_the_model_learns_words(weights: Weights) -> None:

@@ -1,4 +1,4 @@
-"""A server of language models: engines, a router in front of them, and OpenAI's API. `pip install ".[serve]"`."""
+"""A server of language models: engines, a router in front of them, and OpenAI's API. `pip install aiodaft-serve`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -73,7 +73,7 @@ class Trainer(Worker):
             for rollouts, rewards, reference_BA in batch:
                 self.ages.check(rollouts.versions, self.version)
                 self.loss(rollouts, torch.tensor(rewards), reference_BA).div(samples).backward()
-            gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
+            gradients = {name: one.grad for name, one in self.parameters.items() if one.grad is not None}
             ranks = range(self.layout.size)
             of_rank = (self.layout.shard(gradients, rank).values() for rank in ranks)
             # Of equal length, so that each member gets one.
@@ -110,7 +110,8 @@ class Trainer(Worker):
             self.optimizer.step()
             self.version += 1
             policy = {name: rows.detach() for name, rows in self.rows.items() if name.startswith("policy.")}
-            return digest(policy, {name: self.layout.part(name, self.rank)[0].start for name in policy})
+            parts = {name: self.layout.part(name, self.rank) for name in policy}
+            return digest(policy, {name: part[0].start for name, part in parts.items() if part is not None})
 
     @aiodaft.method
     def shard(self) -> Weights:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import pytest
+import pytest_asyncio
 import torch
-from sharded import Rank, assert_has, loaded, whole_tensors
+from sharded import Rank, Reader, assert_has, loaded, whole_tensors
 
 import aiodaft
 from aiodaft import checkpoint
@@ -44,36 +46,15 @@ WHOLE = whole_tensors(
 )
 
 
-class Reader(Rank):
-    """A rank that counts the bytes that its process reads from files in place."""
-
-    @aiodaft.method
-    async def count_reads(self) -> None:
-        self.bytes_read = 0
-        read = os.preadv
-
-        def counted(file: int, memory: list[Any], offset: int) -> int:
-            count = read(file, memory, offset)
-            self.bytes_read += count
-            return count
-
-        os.preadv = counted
-
-    @aiodaft.method
-    async def reads(self) -> int:
-        return self.bytes_read
-
-    @aiodaft.method
-    async def end_in_write(self) -> None:
-        """End the process with its second access to a file."""
-        write, accesses = os.pwrite, iter([False])
-
-        def once(*args: Any) -> int:
-            if next(accesses, True):
-                os.kill(os.getpid(), 9)
-            return write(*args)
-
-        os.pwrite = once
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.transports)]
+)
+async def shared_runtime(request: pytest.FixtureRequest) -> AsyncIterator[aiodaft.Runtime]:
+    """On each transport; on one of them also without pickle."""
+    codec: Literal["pickle", "msgpack"] = "msgpack" if request.param == "tcp" else "pickle"
+    async with aiodaft.Runtime(transport=request.param, codec=codec) as runtime:
+        await runtime.stop(await runtime.spawn(Rank))
+        yield runtime
 
 
 @pytest.fixture

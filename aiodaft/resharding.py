@@ -151,8 +151,9 @@ class Sharded(Refs[dict[str, "torch.Tensor"]]):
         """The shards and their processes, once all exist and fit."""
         for ref in self:
             await ref.ready()
-            if ref.exception() is not None:
-                await ref
+        # All errors have been seen, and the first one is raised.
+        for ref in [ref for ref in self if ref.exception() is not None]:
+            await ref
         sources = [Source(state_of(ref).producer, f"rank {rank} of the source", ref) for rank, ref in enumerate(self)]
         checks = [
             resharding_of(self._caller, peer, label).check(Opaque(shard), rank, self.layout._expected(rank))

@@ -374,8 +374,11 @@ class Step:
         ]
         counted = Counted(self.name, self._random[SEED], self._random[STEP]) if self._counting else None
         members, session, key = self._workers.group, self._session, uuid4().hex
-        members.each(Worker.begin_copy, numbers, session, key, counted)
-        return Sharded(members.all(Worker.copied, session, key), layout)
+        begun = members.each(Worker.begin_copy, numbers, session, key, counted)
+        for ref in begun:
+            # `copied` has this error, too.
+            ref.add_done_callback(Ref.exception)
+        return Sharded(members.each(Worker.copied, begun, session, key), layout)
 
     def _same(self, inputs: Sequence[Input], plan: Plan) -> dict[int, tuple[Input, int]]:
         here = {

@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from threading import Thread
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from aiodaft.methods import method
 from aiodaft.tensor.code import Code, Pending, Routine, Watch
 from aiodaft.tensor.instructions import Slot, slots_of
 from aiodaft.tensor.stage_runs import Pipe, StagedRoutine, StageRuns
+from aiodaft_transport.system import start_thread
 
 if TYPE_CHECKING:
     from aiodaft.tensor.code import Compiled
@@ -227,17 +227,13 @@ class Worker(Actor):
 
     @method
     def begin_copy(self, numbers: dict[str, int], session: str, key: str, counted: Counted | None) -> None:
-        """Begin to copy local parts beside the next runs, which wait before they change these. It never fails."""
+        """Begin to copy local parts beside the next runs, which wait before they change these."""
         self._session(session).begin_copy(numbers, key, counted)
 
     @method
-    async def copied(self, session: str, key: str) -> dict[str, Tensor]:
-        """Return the copies of `begin_copy`, which was called before."""
-        here = self._session(session)
-        try:
-            return borrow(await asyncio.wrap_future(here.copies.setdefault(key, Future())))
-        finally:
-            here.copies.pop(key, None)
+    async def copied(self, begun: None, session: str, key: str) -> dict[str, Tensor]:
+        """Return the copies that `begin_copy` makes, of which this gets the result."""
+        return borrow(await asyncio.wrap_future(self._session(session).copies.pop(key)))
 
     @method
     def take(self, parts: dict[str, Tensor], numbers: dict[str, int], session: str) -> None:
@@ -285,18 +281,15 @@ class _Session:
                     row.plan.close()
 
     def begin_copy(self, numbers: Mapping[str, int], key: str, counted: Counted | None) -> None:
-        # Of done ones, the caller has taken the result, or will not ask.
-        self.copies = {one: copies for one, copies in self.copies.items() if one == key or not copies.done()}
-        copies = self.copies.setdefault(key, Future())
+        parts = {name: self.find(number) for name, number in numbers.items()}
+        if counted is not None and self._rank == 0:
+            done = self.loaded[counted.name].done
+            parts |= {SEED: torch.tensor(counted.seed), STEP: torch.tensor(counted.first + done)}
+        copies = Future[dict[str, Tensor]]()
+        start_thread(_copy, parts, copies, name="copy of the state")
+        # Nobody asks for done ones: their calls of `copied` were cancelled.
+        self.copies = {one: made for one, made in self.copies.items() if not made.done()} | {key: copies}
         self._copying.append(copies)
-        try:
-            parts = {name: self.find(number) for name, number in numbers.items()}
-            if counted is not None and self._rank == 0:
-                done = self.loaded[counted.name].done
-                parts |= {SEED: torch.tensor(counted.seed), STEP: torch.tensor(counted.first + done)}
-            Thread(target=_copy, args=(parts, copies), name="copy of the state", daemon=True).start()
-        except BaseException as error:  # noqa: BLE001 - `copied` raises it
-            copies.set_exception(error)
 
     def wait_copied(self) -> None:
         """Wait before tensors change."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import pytest_asyncio
@@ -136,6 +136,10 @@ async def test_bad_input_is_refused_before_anything_moves(rt: aiodaft.Runtime, t
     with pytest.raises(ValueError, match=r"'layer0' in the shard of rank 0 of the source is torch.float32 of shape"):
         await checkpoint.save(Sharded(state, placed({"tp": 4})), tmp_path / "two")
     group = await rt.group(3, Reader)
+    nothing: Any = group.all(Reader.reads)
+    with pytest.raises(AttributeError, match="bytes_read"):
+        # All ranks fail: one error is raised, and the others are seen.
+        await checkpoint.save(Sharded(nothing, STAGED), tmp_path / "two")
     await group.all(Reader.count_reads)
     with pytest.raises(ValueError, match="the source has no tensor 'other'"):
         await checkpoint.load(tmp_path / "one", Layout({"x": 3}, {"other": Sharding(shape=(2,), dtype=F32)}), to=group)

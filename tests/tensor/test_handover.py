@@ -162,3 +162,16 @@ async def test_a_step_runs_beside_the_copy_of_the_state_and_waits_before_it_chan
     assert {*shards[0]}.isdisjoint(shards[1])
     sizes = [sum(tensor.nbytes for tensor in shard.values()) for shard in shards]
     assert abs(sizes[0] - sizes[1]) <= max(tensor.nbytes for tensor in before.values())
+
+
+async def test_with_a_dead_worker_there_is_no_checkpoint_and_one_error(
+    rt: aiodaft.Runtime, tmp_path: Path, fitting: Any
+) -> None:
+    program, weights, _ = fitting
+    plan = program.plan(Strategy(), {"dp": 2})
+    async with tensor.workers(rt, plan.axes) as workers:
+        step = await workers.load(plan, weights)
+        await rt.kill(workers.group[1])
+        with pytest.raises(aiodaft.ActorDied):
+            await checkpoint.save(step, tmp_path / "one")
+    assert os.listdir(tmp_path) == []

@@ -71,10 +71,11 @@ class Simulation:
 
     def describe(self) -> str:
         """The times of the step and of its collectives, as a text."""
-        share = ", ".join(f"{axis} {max(by) / self.seconds:.0%}" for axis, by in self.waits.items())
+        whole, busy = self.seconds or 1.0, max(self.busy)
+        share = ", ".join(f"{axis} {max(by) / whole:.0%}" for axis, by in self.waits.items())
         head = (
-            f"{time_text(self.seconds)} a step; a rank computes for {time_text(max(self.busy))} "
-            f"({max(self.busy) / self.seconds:.0%}), waits at most: {share}; memory {ranks_text(self.peak)}"
+            f"{time_text(self.seconds)} a step; a rank computes for {time_text(busy)} ({busy / whole:.0%}), "
+            f"waits at most: {share}; memory {ranks_text(self.peak)}"
         )
         totals: dict[tuple[str, str], list[float]] = {}
         for one, seconds in self.collectives:
@@ -93,11 +94,10 @@ class Simulation:
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the spans as a trace for Perfetto or chrome://tracing, in the form of `Runtime.trace`."""
         events: list[dict[str, Any]] = []
-        for first in dict.fromkeys(self.same):
-            pid, name = first + 1, _ranks_title([rank for rank, same in enumerate(self.same) if same == first])
-            events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
-            for tid, track in enumerate(("operations", "collectives"), 1):
-                events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": track}})
+        for first, title in self._titles().items():
+            for tid, name in enumerate((title, "operations", "collectives")):
+                kind = "thread_name" if tid else "process_name"
+                events.append({"ph": "M", "name": kind, "pid": first + 1, "tid": tid, "args": {"name": name}})
         for one in self.spans:
             where = {"pid": one.rank + 1, "tid": 2 if one.kind == "collective" else 1}
             times = {"ts": round(one.start * 1e6, 3), "dur": round((one.end - one.start) * 1e6, 3)}
@@ -107,17 +107,16 @@ class Simulation:
 
     def draw(self) -> str:
         """An SVG of the time line: a row for each rank, and one below for its collectives."""
-        rows = list(dict.fromkeys(self.same))[:_ROWS]
-        scale = _WIDTH / self.seconds
+        titles, scale = self._titles(), _WIDTH / (self.seconds or 1.0)
         parts = [_text(4, 12, f"{time_text(self.seconds)} a step")]
         for at, kind in enumerate(_COLOURS):
             x = _LEFT + 90 * at
             parts.append(
                 f'<rect x="{x}" y="3" width="10" height="10" fill="{_COLOURS[kind]}"/>{_text(x + 14, 12, kind)}'
             )
-        for at, first in enumerate(rows):
+        for at, (first, words) in enumerate(titles.items()):
             y = 22 + at * _ROW
-            parts.append(_text(4, y + 12, _ranks_title([rank for rank, same in enumerate(self.same) if same == first])))
+            parts.append(_text(4, y + 12, words))
             for one in _joined(self.spans, first):
                 top, height = (y + 18, 6) if one.kind == "collective" else (y, 16)
                 title = one.name if one.microbatch < 0 else f"{one.name}, micro-batch {one.microbatch}"
@@ -127,17 +126,24 @@ class Simulation:
                     f' height="{height}" fill="{_COLOURS[one.kind]}" stroke="#fff" stroke-width="0.4">'
                     f"<title>{escape(title)}: {time_text(taken)}</title></rect>"
                 )
-        width, height = _LEFT + _WIDTH + 4, 26 + _ROW * len(rows)
+        width, height = _LEFT + _WIDTH + 4, 26 + _ROW * len(titles)
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
             f' font-family="sans-serif" font-size="11" fill="currentColor">{"".join(parts)}</svg>'
         )
 
+    def _titles(self) -> dict[int, str]:
+        """The ranks that have spans, with those that are the same."""
+        ranks: dict[int, list[int]] = {}
+        for rank, first in enumerate(self.same):
+            ranks.setdefault(first, []).append(rank)
+        return {first: f"rank {first}" if len(all_) == 1 else _range(all_) for first, all_ in ranks.items()}
+
     def _repr_html_(self) -> str:
         return f"{self.draw()}<pre>{escape(self.describe())}</pre>"
 
 
-_LEFT, _WIDTH, _ROW, _ROWS = 90, 800, 30, 32
+_LEFT, _WIDTH, _ROW = 90, 800, 30
 _COLOURS: Final = {
     "forward": "#4c78a8",
     "backward": "#54a24b",
@@ -165,12 +171,9 @@ def _joined(spans: Sequence[Span], rank: int) -> list[Span]:
     return joined
 
 
-def _ranks_title(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks[-1] - ranks[0] + 1 == len(ranks):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"{len(ranks)} ranks from {ranks[0]}"
+def _range(ranks: Sequence[int]) -> str:
+    is_row = ranks[-1] - ranks[0] + 1 == len(ranks)
+    return f"ranks {ranks[0]} to {ranks[-1]}" if is_row else f"{len(ranks)} ranks from {ranks[0]}"
 
 
 def simulate(plan: Instructions, hardware: Hardware) -> Simulation:

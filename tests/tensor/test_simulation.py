@@ -169,6 +169,14 @@ def test_planning_for_10000_devices_takes_as_many_instructions_as_for_16() -> No
     assert gradients == pytest.approx(13 * 2 + 2 * 25600 / 2 * 4999 / 5000 / 4 / 100, rel=1e-3)
 
 
+def test_a_step_without_work_takes_no_time() -> None:
+    program = capture(lambda x: x.t(), torch.zeros(2, 3))
+    done = program.plan(Strategy(), {"dp": 2}).simulate(HARDWARE)
+    assert done.seconds == 0
+    assert done.describe().startswith("0.0 us a step; a rank computes for 0.0 us (0%), waits at most: dp 0%")
+    assert "0.0 us a step" in done.draw()
+
+
 def test_a_plan_for_more_ranks_than_devices_is_refused(program: Any) -> None:
     with pytest.raises(ValueError, match="the plan is for 16 ranks, and the hardware has 8 devices"):
         program.plan(MEGATRON, {"dp": 8, "tp": 2}).simulate(HARDWARE)

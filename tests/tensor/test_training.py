@@ -117,7 +117,7 @@ class Listening(Worker):
         return aiodaft.current_runtime().traffic().payload_received
 
 
-def train_mlp(model: Any, optimizer: torch.optim.Optimizer, x: Any) -> Any:
+def train_mlp(model: Any, optimizer: Any, x: Any) -> Any:
     loss = model(x).square().sum()
     loss.backward()
     optimizer.step()

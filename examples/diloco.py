@@ -1,96 +1,28 @@
-"""Low-communication training of a GPT by members that join and die: DiLoCo or Streaming DiLoCo.
+"""Low-communication training of a GPT by members that join and die: DiLoCo and its family.
 
-    python examples/diloco.py --variant streaming --members 4 --kill 3 --join 5
+    python examples/diloco.py --variant streaming --codec int8 --members 4 --kill 3 7 9 --join 5 8
 
 Members take many inner steps each for itself, and then one outer step together, by the average of their changes:
-Douillard et al., DiLoCo, https://arxiv.org/abs/2311.08105. In Streaming DiLoCo, https://arxiv.org/abs/2501.18512,
-fragments of the parameters have their outer steps in turn, and inner steps go on while a fragment travels.
+
+    diloco     Douillard et al., https://arxiv.org/abs/2311.08105
+    streaming  fragments have their outer steps in turn, and travel during inner steps, https://arxiv.org/abs/2501.18512
+    eager      the average comes an outer step later: nobody waits for it, https://arxiv.org/abs/2502.12996
+    desloc     the moments of AdamW are averaged, too, but more seldom, https://arxiv.org/abs/2505.22549
 """
 
 import argparse
 import asyncio
 import random
-from collections.abc import Iterable
-from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import TypeVar
 
-import torch
-from byte_gpt import Stage
-from diloco_member import Member, Plan, adamw, batch_of, evaluate, learn
-from torch import Tensor
+from diloco_member import Member
+from diloco_plan import CODECS, PLANS, bytes_of, data_parallel
+from diloco_training import Training
 
 import aiodaft
 
-T = TypeVar("T")
 PRELOAD = ("torch", "torch._dynamo")  # which AdamW uses: loaded once, and not by each member
-# After 12 outer steps, the momentum of the paper, 0.9, is not better yet.
-PLANS = {"diloco": Plan(lr=1.0, momentum=0.5), "streaming": Plan(fragments=5, overlap=1, keep=0.5)}
-
-
-async def of_the_living(refs: Iterable[aiodaft.Ref[T]]) -> list[T]:
-    """The results of the members that have not died."""
-    results = await asyncio.gather(*refs, return_exceptions=True)
-    for error in results:
-        if isinstance(error, BaseException) and not isinstance(error, aiodaft.ActorDied):
-            raise error
-    return [result for result in results if not isinstance(result, BaseException)]
-
-
-class Training:
-    """The algorithm. It moves no data: parameters go from member to member."""
-
-    def __init__(self, group: aiodaft.Group[Member], plan: Plan) -> None:
-        self.group, self.plan = group, plan
-        self.outer_steps, self.digest = 0, ""
-
-    async def outer_step(self) -> tuple[int, ...]:
-        """Inner steps, and an outer step of one fragment; returns the ranks of the members that are in it."""
-        plan, fragment = self.plan, self.outer_steps % self.plan.fragments
-        begin = self.outer_steps * plan.steps
-        end = begin + plan.steps
-        trained = self.group.all(Member.train, range(begin, end - plan.overlap))
-        changes = self.group.all(Member.change, fragment)
-        # This call is made before the average exists: members take these steps while the changes travel.
-        overlapped = self.group.all(Member.train, range(end - plan.overlap, end))
-        ranks, sums = await self.combine(changes)
-        taken = [self.group[rank].take(total, len(ranks), fragment) for rank, total in zip(ranks, sums, strict=True)]
-        digests = set(await of_the_living(taken))
-        await of_the_living([*trained, *overlapped])
-        if len(digests) != 1:
-            raise AssertionError(f"after outer step {self.outer_steps}, members share different states: {digests}")
-        (self.digest,) = digests
-        self.outer_steps += 1
-        return ranks
-
-    async def combine(self, changes: aiodaft.Refs[Tensor]) -> aiodaft.collectives.Survivors[Tensor]:
-        """The sum of the changes, without those of members that have died."""
-        return await aiodaft.collectives.among_survivors(aiodaft.all_reduce, changes)
-
-    async def change_members(self, count: int) -> None:
-        """Leave out the dead, and have `count` members. If one dies meanwhile, this may have to be called again."""
-        with suppress(aiodaft.ActorDied, aiodaft.exceptions.OwnerDied, aiodaft.exceptions.PeerLost):
-            await self.group.heal(count, prepare=self.catch_up)
-
-    async def catch_up(self, new: list[Member]) -> None:
-        state = self.group.any(Member.state)  # of one that lives
-        await asyncio.gather(*(member.join(aiodaft.typing.lazy(state)) for member in new))
-
-    async def received(self) -> int:
-        """The bytes of tensors that the members have received from each other."""
-        return sum(await of_the_living(self.group.all(Member.received)))
-
-
-def data_parallel(plan: Plan, members: int, steps: int) -> float:
-    """The loss after the same inner steps if each is taken by all members together; here in one process."""
-    torch.set_num_threads(1)
-    model = Stage(0, 1)
-    optimizer = adamw(model)
-    for step in range(steps):
-        parts = zip(*(batch_of(plan, step, rank) for rank in range(members)), strict=True)
-        x_BL, y_BL = map(torch.cat, parts)
-        learn(model, optimizer, (x_BL, y_BL))
-    return evaluate(model)
 
 
 async def train(rt: aiodaft.Runtime, training: Training, options: SimpleNamespace) -> int:
@@ -107,11 +39,14 @@ async def train(rt: aiodaft.Runtime, training: Training, options: SimpleNamespac
             await training.change_members(len(training.group) - (step in options.kill) + (step in options.join))
             received = await training.received()
             print(f"after outer step {step}: {len(training.group)} members")
+    if training.sent is not None:
+        await training.finish(training.sent)
     return most
 
 
 async def main(options: SimpleNamespace) -> None:
-    plan, members, steps = PLANS[options.variant], options.members, options.outer_steps
+    plan = replace(PLANS[options.variant], codec=CODECS[options.codec])
+    members, steps = options.members, options.outer_steps
     async with aiodaft.Runtime(preload=PRELOAD) as rt:
         # A member that dies is left out, not restarted.
         training = Training(await rt.on(restart="temporary").group(members, Member, plan), plan)
@@ -119,19 +54,21 @@ async def main(options: SimpleNamespace) -> None:
         most = await train(rt, training, options)
         last, received = await training.group.any(Member.evaluate), await training.received()
         payload = rt.traffic().payload
-    inner = steps * plan.steps
-    print(f"{options.variant}: loss {first:.4f} -> {last:.4f} after {steps} outer steps, {inner} inner steps")
+    print(
+        f"{options.variant}: loss {first:.4f} -> {last:.4f} after {steps} outer steps, {steps * plan.steps} inner steps"
+    )
     print(f"  all members share the same bits after each outer step: {training.digest:.12}")
-    # An all-reduce of n bytes takes 2 (K - 1) n: all values go to where they are added, and the sum goes back.
-    all_reduce = 2 * (members - 1) * 4 * sum(parameter.numel() for parameter in Stage(0, 1).parameters())
-    print(f"  bytes that members have received: {received} ({received / all_reduce:.2f} all-reduces), {most} at a time")
-    print(f"  data parallel: loss {data_parallel(plan, members, inner):.4f}, {all_reduce * inner} bytes")
+    print(f"  bytes that members have received: {received}, {most} at a time")
+    print(f"  bytes by the formula, without deaths: {bytes_of(plan, members, steps)}")
+    loss, parallel = data_parallel(plan, members, steps * plan.steps)
+    print(f"  data parallel: loss {loss:.4f}, {parallel} bytes")
     print(f"  the controller: {payload} payload bytes")
 
 
 def options_of(arguments: list[str] | None = None) -> SimpleNamespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", choices=PLANS, default="diloco")
+    parser.add_argument("--codec", choices=CODECS, default="none", help="makes changes shorter")
     parser.add_argument("--members", type=int, default=4)
     parser.add_argument("--outer-steps", type=int, default=12)
     parser.add_argument("--kill", type=int, nargs="*", default=[], help="outer steps in which a member is killed")

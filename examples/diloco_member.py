@@ -1,71 +1,25 @@
-"""The members of `diloco.py`: inner steps by AdamW on parameters of their own, outer steps on those that all share."""
+"""The members of `diloco.py`: inner steps by AdamW on vectors of their own, outer steps on those that all share."""
 
 import hashlib
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from byte_gpt import Stage, batches
-from torch import Tensor, nn
+from byte_gpt import Stage
+from diloco_plan import Plan, adamw, batch_of, evaluate, learn
+from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import aiodaft
+from aiodaft.tensor.aggregation import Code, Encoder, total
 
-Batch = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The plan by which members train.
-
-    Attributes:
-        inner_steps: Inner steps between two outer steps of the same parameters: H of the papers.
-        fragments: Parts of the parameters, which have their outer steps in turn: P.
-        overlap: Inner steps of which a member does not wait for the average of the others: tau.
-        keep: The share of its own parameters that a member keeps when it takes the shared ones: alpha.
-        lr: The learning rate of outer steps.
-        momentum: Their momentum, which is Nesterov's.
-        batch: Sequences of a member in one inner step.
-    """
-
-    inner_steps: int = 10
-    fragments: int = 1
-    overlap: int = 0
-    keep: float = 0.0
-    lr: float = 0.7
-    momentum: float = 0.9
-    batch: int = 4
-
-    @property
-    def steps(self) -> int:
-        """Inner steps from one outer step to the next one, of any fragment."""
-        return self.inner_steps // self.fragments
+Change = Tensor | list[Code]
+# The shared vectors, the momenta of the outer steps, and the inner steps that the moments are of.
+State = tuple[list[Tensor], list[Tensor | None], float]
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    x_BL, y_BL = batch
-    return nn.functional.cross_entropy(model(x_BL).flatten(0, 1), y_BL.flatten())
-
-
-def batch_of(plan: Plan, step: int, rank: int) -> Batch:
-    """The batch that a member learns from in an inner step."""
-    return next(batches(plan.batch, 1, f"{step}/{rank}"))
-
-
-def learn(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-    optimizer.zero_grad()
-    loss_of(model, batch).backward()
-    optimizer.step()
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module) -> float:
-    """The loss on a batch that is no member's."""
-    return loss_of(model, next(batches(64, 1, "evaluation"))).item()
+def add_up(changes: list[list[Code]]) -> Tensor:
+    """The sum of the changes of all members."""
+    return torch.cat([total(codes) for codes in zip(*changes, strict=True)])
 
 
 class Member(aiodaft.Actor):
@@ -77,9 +31,20 @@ class Member(aiodaft.Actor):
         self.inner = adamw(self.model)
         own = parameters_to_vector(self.model.parameters()).detach()
         vector_to_parameters(own, self.model.parameters())  # from now on, they lie in `own`
-        self.own = own.tensor_split(plan.fragments)
-        self.shared = [fragment.clone() for fragment in self.own]
+        self.own = [*own.tensor_split(plan.fragments), *self._moments(own)]
+        self.shared = [vector.clone() for vector in self.own]
+        # The vectors from which the inner steps began, and the changes of the last ones.
+        self.begun, self.last = [vector.clone() for vector in self.own], [torch.zeros_like(one) for one in self.own]
+        self.encoders = [Encoder(plan.codec) for _ in self.own] if plan.codec is not None else []
         self.outer = torch.optim.SGD(self.shared, plan.lr, plan.momentum, nesterov=plan.momentum > 0)
+
+    def _moments(self, parameters: Tensor) -> Iterator[Tensor]:
+        """Vectors in which the moments of AdamW lie from now on, if they are shared."""
+        shapes = list(self.model.parameters())
+        for name in ("exp_avg", "exp_avg_sq")[: len(self.plan.moments)]:
+            yield (vector := torch.zeros_like(parameters))
+            for shape, view in zip(shapes, vector.split([one.numel() for one in shapes]), strict=True):
+                self.inner.state[shape] |= {"step": torch.tensor(0.0), name: view.view_as(shape)}
 
     @aiodaft.method
     def train(self, steps: range) -> None:
@@ -88,40 +53,61 @@ class Member(aiodaft.Actor):
             learn(self.model, self.inner, batch_of(self.plan, step, aiodaft.current_group().rank))
 
     @aiodaft.method
-    def change(self, fragment: int) -> Tensor:
-        """The pseudo-gradient: from the parameters of this member to the shared ones."""
-        return self.shared[fragment] - self.own[fragment]
+    def change(self, due: tuple[int, ...]) -> Change:
+        """The pseudo-gradient of some vectors: from those of this member to the shared ones."""
+        for index in due:
+            self.last[index] = (self.begun if self.plan.eager else self.shared)[index] - self.own[index]
+            self.begun[index].copy_(self.own[index])
+        if self.encoders:
+            return [self.encoders[index].encode(self.last[index]) for index in due]
+        return torch.cat([self.last[index] for index in due])
 
     @aiodaft.method
-    def take(self, changes: Tensor, count: int, fragment: int) -> str:
-        """The outer step by the sum of the changes of `count` members; returns the digest of the shared parameters."""
-        self.shared[fragment].grad = changes / count
-        self.outer.step()  # of this fragment: the others have no gradient
+    def take(self, changes: Tensor, count: int, due: tuple[int, ...]) -> str:
+        """The outer step by the sum of the changes of `count` members; returns the digest of the shared vectors."""
+        for index, change in zip(due, changes.split([len(self.shared[index]) for index in due]), strict=True):
+            self.shared[index].grad = change / count
+        self.outer.step()  # of these vectors: the others have no gradient
         self.outer.zero_grad()
-        self.own[fragment].lerp_(self.shared[fragment], 1 - self.plan.keep)
+        for index in due:
+            self.own[index].lerp_(self.shared[index], 1 - self.plan.keep)
+            if index > self.plan.fragments:
+                self.own[index].clamp_(min=0.0)  # second moments, of which a codec may have made negative ones
+            if self.plan.eager:
+                # The inner steps that this change does not have: of the member's own ones, its share counts at once.
+                self.own[index].sub_(self.last[index], alpha=self.plan.lr / count)
+                self.begun[index].copy_(self.own[index])
         return self.digest()
 
     def digest(self) -> str:
-        momenta = [self.outer.state[fragment].get("momentum_buffer") for fragment in self.shared]
-        tensors = [*self.shared, *(momentum for momentum in momenta if momentum is not None)]
+        tensors = [*self.shared, *(momentum for momentum in self._momenta() if momentum is not None)]
         return hashlib.sha256(torch.cat(tensors).numpy().tobytes()).hexdigest()
 
-    @aiodaft.method
-    def state(self) -> tuple[list[Tensor], dict[str, Any]]:
-        return self.shared, self.outer.state_dict()
+    def _momenta(self) -> list[Tensor | None]:
+        return [self.outer.state[vector].get("momentum_buffer") for vector in self.shared]
+
+    def _clocks(self) -> list[Tensor]:
+        """The numbers of inner steps, if the moments are shared."""
+        return [state["step"] for state in self.inner.state.values()] if self.plan.moments else []
 
     @aiodaft.method
-    def join(self, state: tuple[list[Tensor], dict[str, Any]]) -> None:
-        """Begin with the shared parameters of the others; the state of the inner optimizer is this member's own."""
-        shared, outer = state
-        self.outer.load_state_dict(outer)
-        for mine, own, theirs in zip(self.shared, self.own, shared, strict=True):
-            own.copy_(mine.copy_(theirs))
+    def state(self) -> State:
+        return self.shared, self._momenta(), max((clock.item() for clock in self._clocks()), default=0.0)
+
+    @aiodaft.method
+    def join(self, state: State) -> None:
+        """Begin with the vectors that all share; moments that are not shared begin anew."""
+        shared, momenta, step = state
+        for index, (vector, momentum) in enumerate(zip(shared, momenta, strict=True)):
+            self.begun[index].copy_(self.own[index].copy_(self.shared[index].copy_(vector)))
+            self.outer.state[self.shared[index]]["momentum_buffer"] = None if momentum is None else momentum.clone()
+        for clock in self._clocks():
+            clock.fill_(step)
 
     @aiodaft.method
     def evaluate(self) -> float:
         model = Stage(0, 1)
-        vector_to_parameters(torch.cat(self.shared), model.parameters())
+        vector_to_parameters(torch.cat(self.shared[: self.plan.fragments]), model.parameters())
         return evaluate(model)
 
     @aiodaft.method

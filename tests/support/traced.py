@@ -96,6 +96,18 @@ class TraceFile:
         assert all(begins[number]["ts"] < ends[number]["ts"] for number in begins)
         return [self.where(event) for event in begins.values()]
 
+    def blocked(self, method: str) -> float:
+        """Seconds from the end of the call before to the moment when a call of the method could begin, of all calls."""
+        queued = [one for one in self._events if one["ph"] == "b" and one["name"] == f"{method} is queued"]
+        blocked = 0.0
+        for one in (one for one in self.slices if one["name"] == method):
+            track = [other for other in self.slices if (other["pid"], other["tid"]) == (one["pid"], one["tid"])]
+            ended = max((other["ts"] + other["dur"] for other in track if other["ts"] < one["ts"]), default=one["ts"])
+            came = [wait["ts"] for wait in queued if wait["pid"] == one["pid"] and wait["ts"] <= one["ts"]]
+            begins = max(came, default=one["ts"])
+            blocked += max(0.0, begins - ended) / 1e6
+        return blocked
+
     def arrows(self, name: str) -> list[tuple[str, str]]:
         """The slices that arrows with a name connect."""
         starts = {event["id"]: event for event in self._events if event["ph"] == "s" and event["name"] == name}

@@ -58,7 +58,12 @@ class Training:
 
     async def finish(self, sent: Sent) -> tuple[int, ...]:
         """Average changes, and have all members of now take an outer step by them."""
-        ranks, sums = await self.combine(sent.changes)
+        try:
+            ranks, sums = await self.combine(sent.changes)
+        except aiodaft.ActorDied:
+            if not self.plan.eager:
+                raise
+            return ()  # all that had changes of the last outer step have died, and those that have joined have none
         place = {sent.members[rank]: index for index, rank in enumerate(ranks)}
         # A member that has joined meanwhile gets the sum from another one.
         taken = [member.take(sums[place.get(member, 0)], len(ranks), sent.due) for member in self.group]

@@ -196,6 +196,7 @@ class Twins:
 
     def __init__(self, plan: Plan, count: int) -> None:
         self.plan, self.members, self.steps = plan, [Member(plan) for _ in range(count)], 0
+        self.digest = ""
         # The changes that an eager member takes an outer step later.
         self.sent: tuple[tuple[int, ...], list[Any]] | None = None
 
@@ -208,13 +209,13 @@ class Twins:
         self.steps += 1
         if self.plan.eager:
             sent, self.sent = self.sent, sent
-        if sent is None:
-            return ""
+        if sent is None or not ranks:
+            return self.digest
         due, changes = sent
         given = [changes[rank] for rank in ranks]
         total = reduce(torch.add, given) if self.plan.codec is None else add_up(given)
-        (digest,) = {member.take(total, len(ranks), due) for member in self.members}
-        return digest
+        (self.digest,) = {member.take(total, len(ranks), due) for member in self.members}
+        return self.digest
 
     def train(self, steps: range) -> None:
         for rank, member in enumerate(self.members):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, Self, TypeVar, cast, overload
 
 from aiodaft._protocol.connections.messages import WANT_REPLY
-from aiodaft._protocol.graphs.layout import NO_NOTE, ValueNote, lay_out, listing_of, summary, svg_of
+from aiodaft._protocol.graphs.listing import NO_NOTE, ValueNote, listing_of, mermaid_of, rows_of, summary
 from aiodaft._protocol.graphs.plan import Dataflow, Step
 from aiodaft._runtime.calls.call import Caller, CallSink, Request, Target
 from aiodaft._runtime.calls.following import AlwaysBeside
@@ -28,6 +28,7 @@ from aiodaft._runtime.process import Process, current_process
 from aiodaft._runtime.serialization.containers import map_refs
 from aiodaft.actor import class_of, target_of
 from aiodaft.exceptions import DaftError
+from aiodaft.html import page, table
 from aiodaft.methods import MethodSpec, specs_of
 from aiodaft.ref import Ref, Refs, parts_of
 
@@ -189,19 +190,13 @@ class Graph(Generic[P, Out]):
             self._core.cancel("its graph was left by an error")
         await self.aclose()
 
-    def draw(self, file: str | os.PathLike[str]) -> None:
-        """Write a picture of the graph, an SVG file: a lane for each actor, its calls from top to bottom, and arrows.
+    def draw(self) -> str:
+        """Return the graph as a Mermaid flowchart, which GitHub, JupyterLab, Sphinx and mermaid.live render.
 
-        An arrow is a value that goes to another process; a dashed one stays in its process. A box is a call, with the
-        type of its result. Steps of collectives are in the lane of their member. Calls of one method in a row, each of
-        which takes only the result of the one before, are one box, and of more than 80 rows only the first 48 and the
-        last 24 are shown. Takes time linear in the calls.
-
-        Raises:
-            OSError: The file cannot be written.
+        Each actor has a frame with its calls, those of collectives in the frame of their member. A dashed arrow is a
+        value that stays in its process. Of a graph with more than 400 calls and arrows, only the first are shown.
         """
-        with open(file, "w", encoding="utf-8") as written:
-            written.write(self._repr_svg_())
+        return mermaid_of(self._core.dataflow, self._notes())
 
     def describe(self) -> str:
         """Return the graph as text: its actors, and for each call a line with the values that it takes."""
@@ -234,11 +229,9 @@ class Graph(Generic[P, Out]):
         }
         return {**declared, **{value: note for value, note in self._found.items() if note.kind}}
 
-    def _repr_svg_(self) -> str:
-        return svg_of(lay_out(self._core.dataflow, self._notes(), owner=self._caller.process.id))
-
     def _repr_html_(self) -> str:
-        return f'<div style="max-height: 50em; overflow: auto">{self._repr_svg_()}</div>'
+        rows = [*rows_of(self._core.dataflow, self._notes())]
+        return page(repr(self).strip("<>"), table(["", "call", "value", "time", "line"], rows))
 
     def __rich__(self) -> Text:
         from rich.text import Text  # noqa: PLC0415 - only rich calls this

@@ -9,13 +9,22 @@ author = "the aiodaft authors"
 project_copyright = "the aiodaft authors"
 version = release = aiodaft.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinxcontrib.mermaid",
+]
 exclude_patterns = ["site"]
 html_theme = "furo"
 html_title = f"aiodaft {version}"
 
 # Headings get the anchors that they have on GitHub, so that links work at both places.
 myst_heading_anchors = 4
+
+# GitHub draws such blocks, too.
+myst_fence_as_directive = ["mermaid"]
 
 # Docstrings name code in single backticks.
 default_role = "code"

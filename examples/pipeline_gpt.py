@@ -8,9 +8,11 @@ go from rank to rank. Then each rank adds up the gradients of its replicas, in t
 """
 
 import argparse
+import asyncio
 import functools
 import runpy
 from collections.abc import Collection
+from pathlib import Path
 
 import torch
 from byte_gpt import Stage, batches
@@ -70,7 +72,7 @@ async def main(
     dp: int,
     skips: list[tuple[int, int]],
     compiled: bool,
-    picture: str | None,
+    picture: Path | None,
 ) -> None:
     schedule = schedule_of(name, ranks, microbatches, skips)
     timeline = pipeline.simulate(schedule)
@@ -84,7 +86,7 @@ async def main(
         losses = [sum([await loss for loss in run(batch)]) for batch in batches(2 * microbatches * dp)]
         if isinstance(run, aiodaft.Graph) and picture:
             await run.times()
-            run.draw(picture)
+            await asyncio.to_thread(picture.write_text, run.draw())
         parameters = [await rank.parameters() for group in groups for rank in group]
     whole = [Stage(stage, of) for stage in range(of)]
     expected = train_in_one(whole, microbatches, dp, skips)
@@ -106,7 +108,9 @@ if __name__ == "__main__":
         "--skip", nargs="*", default=[], metavar="STAGE:MICROBATCH", help="the micro-batches that skip a stage"
     )
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--draw", metavar="FILE", help="with --compiled: draw the graph and its last run, as SVG")
+    parser.add_argument(
+        "--draw", type=Path, metavar="FILE", help="with --compiled: draw the graph and its last run, as Mermaid"
+    )
     options = parser.parse_args()
     if options.draw and not options.compiled:
         parser.error("--draw needs --compiled")

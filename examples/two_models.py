@@ -8,9 +8,11 @@ back, and neither passes through this process, which waits only for the losses.
 """
 
 import argparse
+import asyncio
 import random
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import byte_gpt
 import torch
@@ -97,7 +99,7 @@ def step_of(front: Front, back: Back, mode: str) -> Callable[[Tensor, Tensor], a
     return aiodaft.compile(step, timed=True) if mode == "compiled" else step
 
 
-async def main(mode: str, picture: str | None) -> None:
+async def main(mode: str, picture: Path | None) -> None:
     whole = make_half(0)[0], make_half(1)[0]
     expected = train_in_one(*whole)
     print(f"one process:    loss {expected[0]:.4f} -> {expected[-1]:.4f}")
@@ -109,7 +111,7 @@ async def main(mode: str, picture: str | None) -> None:
         print(f"two processes:  loss {losses[0]:.4f} -> {losses[-1]:.4f}, {mode}")
         if isinstance(step, aiodaft.Graph) and picture:
             await step.times()
-            step.draw(picture)
+            await asyncio.to_thread(picture.write_text, step.draw())
         traffic = rt.traffic()
         print(f"the controller: {traffic.payload} payload bytes, {traffic.control // STEPS} bytes of messages a step")
         x, y = next(batches())
@@ -126,7 +128,9 @@ async def main(mode: str, picture: str | None) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=["eager", "compiled"], default="eager")
-    parser.add_argument("--draw", metavar="FILE", help="with --mode compiled: draw the graph and its last run, as SVG")
+    parser.add_argument(
+        "--draw", type=Path, metavar="FILE", help="with --mode compiled: draw the graph and its last run, as Mermaid"
+    )
     options = parser.parse_args()
     if options.draw and options.mode == "eager":
         parser.error("--draw needs --mode compiled")

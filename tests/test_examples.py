@@ -43,7 +43,7 @@ def test_agents_work_together_with_no_one_in_charge() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("options", [(), ("--mode", "compiled")], ids=["eager", "compiled"])
 def test_two_models_equal_one_and_nothing_passes_the_controller(options: tuple[str, ...], tmp_path: Path) -> None:
-    picture = tmp_path / "graph.svg"
+    picture = tmp_path / "graph.mmd"
     output = run_example("two_models.py", *options, *(["--draw", str(picture)] if options else []))
     assert "the controller: 0 payload bytes" in output
     assert "are equal, bit for bit" in output
@@ -114,7 +114,7 @@ def test_send_and_recv_equal_calls_and_the_comparison_says_what_each_takes() -> 
 )
 def test_a_pipeline_computes_what_one_process_computes(options: tuple[str, ...], tmp_path: Path) -> None:
     schedule, ranks, microbatches, *flags = options
-    picture = tmp_path / "graph.svg"
+    picture = tmp_path / "graph.mmd"
     if "--compiled" in flags:
         flags += ["--draw", str(picture)]
     output = run_example(

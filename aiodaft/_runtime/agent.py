@@ -15,7 +15,7 @@ from aiodaft._protocol.calls.mailbox import BoundedMailbox
 from aiodaft._protocol.connections.messages import WANT_REPLY
 from aiodaft._protocol.diagnostics.failures import CallAt, Waiting
 from aiodaft._protocol.diagnostics.trace import ProcessTrace
-from aiodaft._protocol.graphs.layout import ValueNote
+from aiodaft._protocol.graphs.listing import ValueNote
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import AGENT, FIRST_USER_ACTOR, ActorId, CallId, PeerId, epoch_of, incarnation, node_of
 from aiodaft._runtime.actors.host import Enlisted, Fence, Host, end_background

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from io import StringIO
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from graph_actors import Node
+from html_page import Page
 from rich.console import Console
 
 import aiodaft
@@ -20,32 +20,36 @@ from aiodaft._runtime.serialization.encoded import kind_of
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-def titles(svg: str) -> list[str]:
-    return [title.text or "" for title in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}title")]
-
-
-async def test_a_graph_is_drawn_and_described_with_its_actors_and_calls(
-    module_rt: aiodaft.Runtime, tmp_path: Path
-) -> None:
+async def test_a_graph_is_drawn_and_described_with_its_actors_and_calls(module_rt: aiodaft.Runtime) -> None:
     a, b = [await module_rt.spawn(Node, name) for name in "ab"]
 
     def flow(x: Ref[Any]) -> list[Ref[Any]]:
         return [b.pid(), b.same([a.same(x), x])]
 
     async with aiodaft.compile(flow) as graph:
-        graph.draw(tmp_path / "graph.svg")
-        svg = (tmp_path / "graph.svg").read_text()
-        assert graph._repr_svg_() == svg
-        assert svg in graph._repr_html_()
-        names = [(await module_rt.info(actor)).name for actor in (a, b)]
-        assert [title.partition(",")[0] for title in titles(svg)] == [
-            "controller", *names[::-1], "input 0", "Node.pid", "Node.same", "Node.same", "output 0", "output 1",
+        infos = [await module_rt.info(actor) for actor in (b, a)]
+        names = [info.name for info in infos]
+        drawn = graph.draw()
+        assert drawn.startswith("flowchart TB\n")
+        assert re.findall(r'"(.+?)[<"]', drawn) == [
+            "input 0", f"{names[0]} in {infos[0].process}", "Node.pid", "Node.same",
+            f"{names[1]} in {infos[1].process}", "Node.same", "output 0", "output 1",
         ]  # fmt: skip
         text = graph.describe()
         assert text.startswith("3 calls to 2 actors\n")
-        assert f"%3 = {names[1]}.same(%2, %0)" in text
+        assert f"%3 = {names[0]}.same(%2, %0)" in text
         assert [line.split()[-3:-1] for line in text.splitlines() if ".pid()" in line] == [["#", "int,"]]
         assert text.endswith("return %1, %3")
+        read = Page(graph._repr_html_())
+        assert read.title == "Graph of 3 calls to 2 actors"
+        head, *rows = read.rows
+        assert head == ["", "call", "value", "time", "line"]
+        assert [row[:2] for row in rows] == [
+            ["%0", "input"], ["%1", f"{names[0]}.pid()"], ["%2", f"{names[1]}.same(%0)"],
+            ["%3", f"{names[0]}.same(%2, %0)"],
+        ]  # fmt: skip
+        assert rows[1][2:4] == ["int", ""]
+        assert rows[1][4].startswith("test_graph_pictures.py:")
         assert repr(graph) == "<Graph of 3 calls to 2 actors>"
         Console(file=(shown := StringIO()), width=200).print(graph)
         assert shown.getvalue() == f"{text}\n"
@@ -78,9 +82,7 @@ async def test_a_timed_graph_knows_what_its_steps_took_and_made_when_they_ran_la
         assert same.actor == (await module_rt.info(a)).name
         assert on_thread.value in ("int", "list")
         assert all(step.seconds is not None and step.seconds > 0 for step in (same, wait, on_thread))
-        svg = graph._repr_svg_()
-        assert svg.count("bytes 293 KiB") == 2 * 3
-        assert "last run: " in svg
+        assert graph.draw().count("<br>bytes 293 KiB<br>") == graph.describe().count("bytes 293 KiB, ") == 2
         # A step that fails has made nothing, but ran; the one after it keeps its last time.
         failing = graph(13, 13)
         with pytest.raises(ValueError, match="does not take 13"):

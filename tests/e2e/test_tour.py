@@ -39,7 +39,12 @@ PRINTED = {
     "failure": r"unsupported operand.*\nraised by Counter.add in Counter-1 .*\nneeded by Counter.add",
     "restart": r"1 after 1 restart",
 }
-SHOWN = {"chain": "float32[1048576]", "graph": "<svg", "restart": "<li>ActorDied: ", "overview": "unsupported operand"}
+SHOWN = {
+    "chain": "float32[1048576]",
+    "graph": "<strong>Graph of 2 calls",
+    "restart": "<li>ActorDied: ",
+    "overview": "unsupported operand",
+}
 
 
 def cells() -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import FAILED_VALUE, GraphItem
-from aiodaft._protocol.graphs.layout import ValueNote
+from aiodaft._protocol.graphs.listing import ValueNote
 from aiodaft._protocol.graphs.plan import ActorKey, Dataflow, SubPlan, make_plan
 from aiodaft._protocol.graphs.run import BEING_COPIED, UNSENT, OwnedRun, RunEvent, RunState
 from aiodaft._protocol.ids import ActorId, CallId, PeerId

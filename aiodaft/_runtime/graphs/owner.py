@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from aiodaft._protocol.connections import messages as m
-from aiodaft._protocol.graphs.layout import ValueNote
+from aiodaft._protocol.graphs.listing import ValueNote
 from aiodaft._protocol.graphs.plan import Dataflow
 from aiodaft._protocol.graphs.run import (
     BEGUN,

@@ -23,7 +23,7 @@ from aiodaft._protocol.calls.mailbox import ANSWER, FETCHED, FETCHING, NEXT
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.codec import pack, pack_exts
 from aiodaft._protocol.diagnostics.failures import CallAt
-from aiodaft._protocol.graphs.layout import ValueNote
+from aiodaft._protocol.graphs.listing import ValueNote
 from aiodaft._protocol.graphs.plan import Dataflow, Report, SubPlan
 from aiodaft._protocol.graphs.run import Needs, Share
 from aiodaft._protocol.ids import CallId, PeerId

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, cast
 from aiodaft._protocol.calls.mailbox import ANSWER, ANSWERED, CANCEL, GIVEN_UP, LATE, Event, Rules
 from aiodaft._protocol.connections.messages import WANT_REPLY
 from aiodaft._protocol.diagnostics.failures import CallAt
-from aiodaft._protocol.graphs.layout import ValueNote
+from aiodaft._protocol.graphs.listing import ValueNote
 from aiodaft._protocol.graphs.plan import Step, SubPlan
 from aiodaft._protocol.graphs.run import Needs
 from aiodaft._protocol.ids import CallId, PeerId

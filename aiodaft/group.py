@@ -63,7 +63,7 @@ Source: TypeAlias = Items[A0] | AsyncIterable[A0]
 Prepare: TypeAlias = Callable[[list[ActorT]], Awaitable[object]]
 
 
-class MembersOwner(Protocol):
+class MemberChanges(Protocol):
     """Makes and stops the members of a group, in the process that owns them: see `GroupMembers`."""
 
     cell: RosterCell
@@ -106,7 +106,7 @@ class Group(Generic[ActorT]):
     else it stays as it was, and its `repr` says so. A slice stays as it is.
     """
 
-    def __init__(self, roster: Roster[Any], cls: type, owner: MembersOwner | None = None) -> None:
+    def __init__(self, roster: Roster[Any], cls: type, owner: MemberChanges | None = None) -> None:
         # With the handles of the members; of a view: when it was made.
         self._cell = RosterCell(roster) if owner is None else owner.cell
         self._class = cls
@@ -451,7 +451,7 @@ class Group(Generic[ActorT]):
             raise ValueError(f"{handle!r:.200} is no member of {self!r}")
         return self._roster.members.index(handle)
 
-    def _owner_here(self) -> MembersOwner:
+    def _owner_here(self) -> MemberChanges:
         if self._owner is None:
             raise TypeError("only the group that `rt.group` gave can be changed, not a part, view or copy of it")
         return self._owner

@@ -21,7 +21,7 @@ from typing import (
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._runtime.serialization.containers import builder
 from aiodaft.actor import target_of
-from aiodaft.group import Group, Items, MembersOwner, Source
+from aiodaft.group import Group, Items, MemberChanges, Source
 from aiodaft.methods import ATTRIBUTE, Generated, MethodSpec, PlainMethods, Sig, StreamSig, is_private
 from aiodaft.ref import Ref, Refs, Stream
 
@@ -132,7 +132,7 @@ class ServiceGroup(Group[Service[T]]):
     group of some of them, which does not own them.
     """
 
-    def __init__(self, roster: Roster[Any], cls: type, owner: MembersOwner | None = None) -> None:
+    def __init__(self, roster: Roster[Any], cls: type, owner: MemberChanges | None = None) -> None:
         super().__init__(roster, cls, owner)
         self._methods = PlainMethods(cls)
 

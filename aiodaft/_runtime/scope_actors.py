@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from aiodaft._protocol.calls.outgoing import Location
 from aiodaft._protocol.ids import ActorId, PeerId, epoch_of, incarnation, node_of
@@ -22,7 +22,7 @@ from aiodaft._runtime.node.worker import Conditions, Place, Tenant, WorkerEnviro
 from aiodaft._runtime.owning import InnerErrors, Owner, ScopeErrors
 from aiodaft._runtime.placing import Blueprint, Constraints, FixedSites, Order, Reserved, Waiting
 from aiodaft._runtime.platform.tasks import see_through, shield_from_anyio, wait_through
-from aiodaft._runtime.supervision.supervisor import Child, Supervisor
+from aiodaft._runtime.supervision.supervisor import Child, Move, Supervisor
 from aiodaft.actor import Handle, handle_of, target_of
 from aiodaft.exceptions import (
     ActorDied,
@@ -39,20 +39,6 @@ from aiodaft.exceptions import (
 from aiodaft.ref import Ref
 
 T = TypeVar("T")
-
-
-class Start(NamedTuple):
-    """The order to a node to start an actor.
-
-    Attributes:
-        host: The process to share; None for a new one.
-        keep: Whether the actor may be restarted.
-    """
-
-    host: PeerId | None
-    conditions: Conditions
-    keep: bool
-    epoch: int = 0
 
 
 class ScopeActors:
@@ -213,32 +199,44 @@ class ScopeActors:
         environment = WorkerEnvironment.here(constraints.env, constraints.cwd, python) if host is None else None
         patience = constraints.patience_with(cls) or (owner.patience if host is None else None)
         outlives = constraints.lifetime is not None
-        conditions = Conditions(patience, environment, owner.process.options, owner.process.code, outlives)
-        start = Start(host, conditions, watched is not None)
+        conditions = Conditions(
+            patience, environment, owner.process.options, owner.process.code, outlives, watched is not None
+        )
 
-        async def find_place(tenant: Tenant, start: Start) -> Place:
+        async def find_place(tenant: Tenant, host: PeerId | None, epoch: int = 0) -> Place:
             # Also later, when its node is lost: the actors that it is to be near to may have moved.
             wanted = await self.request(label, what.demand, constraints)
-            return await self._find_place(Wish(tenant, label, wanted.demand), wanted, constraints, start)
+
+            async def attempt(site: Site, ranks: Sequence[int]) -> list[Place]:
+                return [await self._start(Reserved(site, wish), conditions, host, epoch)]
+
+            wish = Wish(tenant, label, wanted.demand)
+            order = Order(wanted, self._sites(constraints, host), attempt, lambda site, ranks: None)
+            [(_, place)] = await self._place(order, constraints.wait)
+            return place
 
         def move(actor: ActorId, host: PeerId | None) -> Coroutine[Any, Any, Place]:
-            tenant = Tenant.of(owner.process.id, actor)
-            return find_place(tenant, start._replace(host=host, epoch=epoch_of(actor)))
+            return find_place(Tenant.of(owner.process.id, actor), host, epoch_of(actor))
 
         if reserved is not None:
-            place = await self._start(reserved, start)
+            place = await self._start(reserved, conditions, host, 0)
         else:
-            place = await find_place(owner.new_tenant(), start)
+            place = await find_place(owner.new_tenant(), host)
         if watched is None:
             target = owner.target(place.peer, place.actor, label, self.errors)
             await self._host(target, spec)
             if not outlives:
                 self._targets[target.identity] = target
             return Handle(target, cls)
-        supervisor, kind = watched
+        return await self._host_supervised(place, spec, watched, beside, move)
+
+    async def _host_supervised(
+        self, place: Place, spec: ChildSpec, watched: tuple[Supervisor, Kind], beside: Target | None, move: Move
+    ) -> Handle:
+        owner, (supervisor, kind) = self.owner, watched
         spec.follow = supervisor.policy.follow
         location = Location(place.peer, place.actor)
-        followed = owner.follow(owner.process.id, location, label, self.errors)
+        followed = owner.follow(owner.process.id, location, spec.label, self.errors)
         child = owner.directory.begin(Child(followed, spec, supervisor, beside, move))
         try:
             await self._host(followed, spec, again=True)
@@ -247,7 +245,7 @@ class ScopeActors:
             raise
         self._targets[followed.identity] = followed
         supervisor.join(child, kind)
-        return Handle(followed if supervisor.policy.follow else PinnedTarget(followed, location), cls)
+        return Handle(followed if supervisor.policy.follow else PinnedTarget(followed, location), spec.cls)
 
     def _supervision(self, cls: type, constraints: Constraints) -> tuple[Supervisor, Kind] | None:
         if constraints.lifetime is not None:
@@ -296,17 +294,10 @@ class ScopeActors:
     def beside(self, constraints: Constraints) -> Target | None:
         return None if constraints.beside is None else self.target(constraints.beside)
 
-    async def _find_place(self, wish: Wish[Tenant], request: Request, constraints: Constraints, start: Start) -> Place:
-        async def attempt(site: Site, ranks: Sequence[int]) -> list[Place]:
-            return [await self._start(Reserved(site, wish), start)]
-
-        order = Order(request, self._sites(constraints, start.host), attempt, lambda site, ranks: None)
-        [(_, place)] = await self._place(order, constraints.wait)
-        return place
-
-    async def _start(self, reserved: Reserved, start: Start) -> Place:
+    async def _start(self, reserved: Reserved, conditions: Conditions, host: PeerId | None, epoch: int) -> Place:
+        """Have a node start an actor, in the process of another one (`host`) or in a new one."""
         site, wish = reserved
-        placing: Ref[Place] = site.agent.place(wish, site.within, start.host, start.conditions, start.keep, start.epoch)
+        placing: Ref[Place] = site.agent.place(wish, site.within, host, conditions, epoch)
         try:
             return await placing
         except asyncio.CancelledError:
@@ -315,7 +306,7 @@ class ScopeActors:
                 place = await placing
                 await self._undo(self.owner.target(place.peer, place.actor, wish.label, self.errors))
             else:
-                taking = self._take_back(placing, site, wish, start.epoch)
+                taking = self._take_back(placing, site, wish, epoch)
                 self._note_undoing(self.owner.process.tasks.create_task(taking, name=f"take back {wish.label}"))
             raise
 

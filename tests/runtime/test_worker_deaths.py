@@ -127,8 +127,9 @@ class Machine(Bench):
     async def place(self, *, beside: str | None = None, restartable: bool = False) -> Place:
         name = f"Desk-{next(self._names)}"
         conditions = CONDITIONS if beside is None else Conditions(None, None)
+        conditions = conditions._replace(restartable=restartable)
         tenant = Tenant(OWNER, ActorId(next(self._actors)))
-        place: Place = await self.agent.place(Wish(tenant, name, Demand(cpus=1)), None, beside, conditions, restartable)
+        place: Place = await self.agent.place(Wish(tenant, name, Demand(cpus=1)), None, beside, conditions)
         return place
 
     async def fetch(self, source: PeerId, digest: str) -> bytes:
@@ -290,7 +291,7 @@ def shares(*numbers: int) -> list[Wish[Tenant]]:
 async def test_a_reserved_share_is_that_of_its_actor_as_soon_as_there_is_one(machine: Machine) -> None:
     first, second = shares(20, 21)
     await machine.agent.reserve([first, second], None)
-    place = await machine.agent.place(first, None, None, CONDITIONS, False)
+    place = await machine.agent.place(first, None, None, CONDITIONS)
     assert machine.free == 0
     # A failure elsewhere gives back the whole gang: not the share of a live process.
     await machine.agent.release([first.holder, second.holder])
@@ -306,7 +307,7 @@ async def test_a_reserved_share_is_given_back_if_there_is_no_process_for_it(mach
     await machine.agent.reserve([share], None)
     machine.launcher.starts = False
     with pytest.raises(SpawnFailed):
-        await machine.agent.place(share, None, None, CONDITIONS, False)
+        await machine.agent.place(share, None, None, CONDITIONS)
     assert machine.free == 2
 
 
@@ -314,7 +315,7 @@ async def test_what_a_lost_owner_has_reserved_is_given_back(machine: Machine) ->
     share, part, inner = shares(20, 21, 22)
     await machine.agent.reserve([share], None)
     assert await machine.agent.carve(part) == ()
-    await machine.agent.place(inner, part.holder, None, CONDITIONS, False)
+    await machine.agent.place(inner, part.holder, None, CONDITIONS)
     state = await machine.agent.state()
     assert (state.stock.free["cpus"], state.actors) == (0, 3)
     assert (await machine.agent.state(part.holder)).stock.free["cpus"] == 0

@@ -100,7 +100,7 @@ class _Other:
 
 
 @dataclass(slots=True)
-class _OwnCall:
+class _MadeCall:
     message: Message | None
     # Earlier calls of users that have no message.
     behind: set[CallId | _Other]
@@ -118,7 +118,7 @@ class Session(Generic[CallT]):
         self._waiting: OrderedDict[CallId | _Other, Message | bytes | None] = OrderedDict()
         self._others = 0
         self._own: set[CallId] = set()
-        self._own_waiting: OrderedDict[CallId, _OwnCall] = OrderedDict()
+        self._own_waiting: OrderedDict[CallId, _MadeCall] = OrderedDict()
         self._base_window = self._window = min(window, max_pending)
         # Without the runtime's own calls.
         self.answers = 0
@@ -241,7 +241,7 @@ class Session(Generic[CallT]):
         self.calls[call_id] = call
         self._own.add(call_id)
         unprepared = {other for other, waiting in self._waiting.items() if waiting is None}
-        self._own_waiting[call_id] = _OwnCall(message, unprepared)
+        self._own_waiting[call_id] = _MadeCall(message, unprepared)
         self._pump_own()
 
     def provide(self, call_id: CallId, message: Message, cost: int = 0) -> None:

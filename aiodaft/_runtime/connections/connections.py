@@ -38,7 +38,7 @@ from aiodaft_transport import Key, PeerGone, TransportError
 _LAST_WORD: Final = 2.0
 
 
-class ConnectionsOwner(Protocol):
+class ConnectionEvents(Protocol):
     def introduce(self, remote: PeerId, known: int) -> Awaitable[str]: ...
     def ask(self, remote: PeerId) -> Awaitable[object]: ...
     def connection_lost(self, connection: Connection) -> None: ...
@@ -53,7 +53,7 @@ class ConnectionsOwner(Protocol):
 class Connections(dict[PeerId, Connection]):
     """The connections of one process by the process at the other end, some of them lost."""
 
-    def __init__(self, process: Process, owner: ConnectionsOwner) -> None:
+    def __init__(self, process: Process, owner: ConnectionEvents) -> None:
         super().__init__()
         self._process = process
         self._owner = owner

@@ -196,14 +196,12 @@ class NodeAgent(NodeContact):
         within: Tenant | None,
         beside: str | None,
         conditions: Conditions,
-        restartable: bool,
         epoch: int = 0,
     ) -> Place:
         """Reserve the resources of an actor, unless that is done, and find a process for it.
 
         Args:
             beside: The process of another actor, to share it; None for a new process.
-            restartable: Whether it keeps its resources until `vacate`, also while it has no process.
             epoch: The number of its incarnation, if it was on another node before.
 
         Raises:
@@ -223,7 +221,7 @@ class NodeAgent(NodeContact):
         except BaseException:
             self._give_back(tenant)
             raise
-        if restartable:
+        if conditions.restartable:
             self._restartable[tenant] = conditions
         return place
 

@@ -296,6 +296,7 @@ class Conditions(NamedTuple):
         options: Those of the controller, for the whole runtime. Default: those of the node.
         code: That which the program has shipped. Default: nothing.
         outlives: Whether it is to belong to its node as soon as it is made; see `NodeAgent.keep`.
+        restartable: Whether it keeps its resources until `vacate`, also while it has no process.
     """
 
     patience: Patience | None
@@ -303,6 +304,7 @@ class Conditions(NamedTuple):
     options: ProcessOptions | None = None
     code: Code = Code(PeerId(""))
     outlives: bool = False
+    restartable: bool = False
 
 
 class WorkerProcess(NamedTuple):

@@ -533,7 +533,7 @@ class InboundProducer(Protocol):
     def add_puller(self, found: Callable[[Any], object]) -> None: ...
 
 
-class ObjectsOwner(Protocol):
+class RefMessages(Protocol):
     def borrow(self, owner: PeerId, number: CallId) -> Awaitable[object]: ...
     def give_back(self, owner: PeerId, number: CallId) -> None: ...
     def cancel_remote(self, owner: PeerId, number: CallId) -> None: ...
@@ -553,7 +553,7 @@ class Dropped(Protocol):
 class RefHost:
     pull: Callable[..., Awaitable[ReceivedValue]]
 
-    def __init__(self, process: Process, store: Store, owner: ObjectsOwner, wakeups: Wakeups) -> None:
+    def __init__(self, process: Process, store: Store, owner: RefMessages, wakeups: Wakeups) -> None:
         self.process = process
         self.store = store
         self.owner = owner

@@ -21,7 +21,7 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.broadcast import Fetching, Relays
-from aiodaft._runtime.objects.ref_state import InboundProducer, ObjectsOwner, RefHost, RefState
+from aiodaft._runtime.objects.ref_state import InboundProducer, RefHost, RefMessages, RefState
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.store import IntoTensor, Store
 from aiodaft._runtime.objects.stored import StoredValue
@@ -464,7 +464,7 @@ def _freed(owner: PeerId, number: CallId) -> OwnerDied:
 
 
 class Objects(RefHost):
-    def __init__(self, process: Process, connections: Connections, store: Store, owner: ObjectsOwner) -> None:
+    def __init__(self, process: Process, connections: Connections, store: Store, owner: RefMessages) -> None:
         super().__init__(process, store, owner, connections.ring_poller.wakeups)
         self.refs = RefTable(self, connections)
         self.transfer = Transfer(process, connections, store, self.refs, owner.running_call)

@@ -47,7 +47,7 @@ from aiodaft._runtime.serialization.encoded import (
     lay_out,
     whole_tensor,
 )
-from aiodaft._runtime.serialization.pickling import Owned, TooLong, pickle_into
+from aiodaft._runtime.serialization.pickling import OfProcess, TooLong, pickle_into
 from aiodaft._runtime.serialization.scripts import globals_used
 from aiodaft._runtime.serialization.small import SmallEncoder, encode_small
 from aiodaft.actor import Actor, Handle, target_of
@@ -144,7 +144,7 @@ class Encoder(SmallEncoder):
     def add_tensor(self, tensor: Any) -> int:
         return self.tensors.add(tensor)
 
-    def check_home(self, owned: Owned, what: object, instead: str) -> None:
+    def check_home(self, owned: OfProcess, what: object, instead: str) -> None:
         """Raises TypeError: a ref or handle belongs to another runtime than the process that encodes."""
         if self._home is not None and owned.process is not self._home:
             raise TypeError(f"{what!r} belongs to another runtime, that of {owned.process.runtime_name}: {instead}")
@@ -155,7 +155,7 @@ class Encoder(SmallEncoder):
         return len(self.refs) - 1
 
     def _check_ref(self, ref: Ref[Any]) -> None:
-        self.check_home(cast("Owned", ref._state), ref, "await it, and pass its value")
+        self.check_home(cast("OfProcess", ref._state), ref, "await it, and pass its value")
 
     def _spend(self, elements: int) -> None:
         self._budget -= elements
@@ -285,7 +285,7 @@ class Encoder(SmallEncoder):
 
     def _parts_of(self, value: Any) -> tuple[Any, ...]:
         if type(value) is Handle:
-            self.check_home(cast("Owned", target_of(value)), value, "pass a handle of this one, or a value")
+            self.check_home(cast("OfProcess", target_of(value)), value, "pass a handle of this one, or a value")
         return cast("tuple[Any, ...]", value.__reduce_ex__(5))
 
     def _walk_ref(self, ref: Ref[Any]) -> Any:

@@ -130,7 +130,7 @@ _FRAMES: Final = ("pyarrow.lib", "polars.dataframe.frame", "polars.series.series
 _FILES: Final = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
 
-class Owned(Protocol):
+class OfProcess(Protocol):
     @property
     def process(self) -> Process: ...
 
@@ -146,7 +146,7 @@ class Aside(Protocol):
 
     def add_ref(self, ref: Any) -> int: ...
 
-    def check_home(self, owned: Owned, what: object, instead: str) -> None: ...
+    def check_home(self, owned: OfProcess, what: object, instead: str) -> None: ...
 
 
 def _reduce(aside: Aside, value: Any, *, by_value: bool) -> Any:
@@ -157,7 +157,7 @@ def _reduce(aside: Aside, value: Any, *, by_value: bool) -> Any:
         parts = parts_of(value)
         return (_load_ref, (aside.add_ref(value),)) if parts is None else (_load_gathered, parts)
     if kind is Handle:
-        aside.check_home(cast("Owned", target_of(value)), value, "pass a handle of this one, or a value")
+        aside.check_home(cast("OfProcess", target_of(value)), value, "pass a handle of this one, or a value")
     if isinstance(value, BaseException | TracebackType):
         return _reduce_error(value)
     if kind.__name__ == "ndarray" and kind.__module__ == "numpy" and not value.dtype.hasobject:

@@ -41,7 +41,7 @@ _preparing_here: ContextVar[tuple[Roster[Any] | None, ...]] = ContextVar("aiodaf
 
 
 async def spawn_group(scope: ScopeActors, n: int, what: Blueprint, axes: Axes) -> Group[Any]:
-    """Make a group of actors or services; awaiting `group` and `host_group` does this."""
+    """Make a group of actors or services; awaiting `group` does this."""
     cls, owner = what.cls, scope.owner
     scope.check_spawning(cls)
     roster = Roster[Any](owner.new_group(cls), 0, 0, Axes())

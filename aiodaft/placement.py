@@ -20,7 +20,6 @@ from typing import (
     ParamSpec,
     TypeAlias,
     TypeVar,
-    cast,
     get_origin,
     overload,
 )
@@ -37,7 +36,7 @@ from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.placing import Blueprint, Constraints, FixedSites, check_surroundings, check_where, items_of
 from aiodaft._runtime.scope_actors import ScopeActors
 from aiodaft._runtime.serialization.errors import add_note, frames_of_program
-from aiodaft.actor import Actor, handle_of, target_of
+from aiodaft.actor import Actor, Handle, handle_of, target_of
 from aiodaft.group import Group
 from aiodaft.grouping import spawn_group
 from aiodaft.methods import signature_of
@@ -154,8 +153,8 @@ class Spawner(ABC):
             gpus: GPUs each of them needs: whole ones are exclusive, a fraction shares one.
             resources: Other things each needs, as declared by `Runtime(resources=...)`.
             node: Name of the node, which is a machine.
-            with_: An actor to share the process with: refs between them cost nothing. For `group` and `host_group` also
-                a group with at least as many members: each new member shares the process of the same rank there.
+            with_: An actor to share the process with: refs between them cost nothing. For `group` also a group with at
+                least as many members: each new member shares the process of the same rank there.
             patience: The time to wait for an actor that does not answer; in a shared process, the longest patience
                 counts. Overrides the class line.
             restart: The policy for their deaths. A policy is for each of them alone, and overrides the class
@@ -206,12 +205,18 @@ class Spawner(ABC):
         constraints.demand(Actor)
         return Placement(scope, constraints)
 
-    def spawn(self, cls: Callable[P, ActorT], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[ActorT]:
+    @overload
+    def spawn(self, cls: Callable[P, ActorT], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[ActorT]: ...  # type: ignore[overload-overlap]  # the first that fits counts
+    @overload
+    def spawn(self, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[Service[T]]: ...
+    def spawn(self, cls: Any, /, *args: Any, **kwargs: Any) -> Spawned[Any]:
         """Make an actor in a process of its own: `await` it, or use it as `async with`.
 
+        An instance of a class that is no `Actor` is a `Service`: `service.call(Class.method, ...)` calls it.
+
         Raises:
-            TypeError: `cls` is not an actor class, or the arguments do not fit its constructor. Raised at once; the
-                following errors are raised when the result is awaited.
+            TypeError: `cls` is no class, or the arguments do not fit its constructor. Raised at once; the following
+                errors are raised when the result is awaited.
             InsufficientResources: No node meets the constraints, or the resources are in use; the message says why.
             ActorDied: The actor that it is to be with or near to is gone.
             SerializationError: The class or an argument cannot travel.
@@ -219,18 +224,26 @@ class Spawner(ABC):
             Exception: The error of the constructor.
         """
         scope, constraints = self._spawning()
-        actor_class = _check_class(cls, args, kwargs, plain="host")
+        what = Blueprint(_check_class(cls, args, kwargs), args, kwargs, constraints)
         _check_single(constraints)
 
-        async def start() -> ActorT:
-            return cast("ActorT", await scope.spawn_one(Blueprint(actor_class, args, kwargs, constraints)))
+        async def start() -> Any:
+            return _served(await scope.spawn_one(what), what.cls)
 
-        def end(actor: ActorT, graceful: bool) -> Awaitable[None]:
+        def end(actor: Any, graceful: bool) -> Awaitable[None]:
             return scope.end_block([actor], graceful)
 
-        return Spawned(f"spawn({actor_class.__name__})", start, end)
+        return Spawned(f"spawn({what.cls.__name__})", start, end)
 
-    async def get_or_create(self, name: str, cls: Callable[P, ActorT], /, *args: P.args, **kwargs: P.kwargs) -> ActorT:
+    @overload
+    async def get_or_create(  # type: ignore[overload-overlap]  # the first that fits counts
+        self, name: str, cls: Callable[P, ActorT], /, *args: P.args, **kwargs: P.kwargs
+    ) -> ActorT: ...
+    @overload
+    async def get_or_create(
+        self, name: str, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Service[T]: ...
+    async def get_or_create(self, name: str, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Find the actor with a name, or make it as `spawn` does: of many callers, in any process, only one makes it.
 
         Raises:
@@ -241,46 +254,38 @@ class Spawner(ABC):
         Cancellation: an actor that is being made is taken back.
         """
         scope, constraints = self._spawning()
-        actor_class = _check_class(cls, args, kwargs, plain="host")
+        cls = _check_class(cls, args, kwargs)
         constraints = constraints._replace(name=check_name(name))
         _check_single(constraints)
-        return cast("ActorT", await scope.get_or_spawn(Blueprint(actor_class, args, kwargs, constraints)))
-
-    def host(self, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[Service[T]]:
-        """Make an instance of any class in a process of its own; `service.call(Class.method, ...)` calls it.
-
-        Raises:
-            Exception: As `spawn`.
-        """
-        scope, constraints = self._spawning()
-        hosted_class = _check_class(cls, args, kwargs)
-        _check_single(constraints)
-
-        async def start() -> Service[T]:
-            return Service(await scope.spawn_one(Blueprint(hosted_class, args, kwargs, constraints)), hosted_class)
-
-        def end(service: Service[T], graceful: bool) -> Awaitable[None]:
-            return scope.end_block([service], graceful)
-
-        return Spawned(f"host({hosted_class.__name__})", start, end)
+        return _served(await scope.get_or_spawn(Blueprint(cls, args, kwargs, constraints)), cls)
 
     # Keywords besides a ParamSpec cannot be typed: here the arguments of the constructor are checked at run time.
     @overload
-    def group(
+    def group(  # type: ignore[overload-overlap]  # the first that fits counts
         self, n: int, cls: Callable[..., ActorT], /, *args: Any, axes: Axis, each: Items | None = None, **kwargs: Any
     ) -> Spawned[Group[ActorT]]: ...
     @overload
-    def group(
+    def group(  # type: ignore[overload-overlap]  # as above
         self, n: int, cls: Callable[..., ActorT], /, *args: Any, each: Items, **kwargs: Any
     ) -> Spawned[Group[ActorT]]: ...
     @overload
-    def group(
+    def group(  # type: ignore[overload-overlap]  # as above
         self, n: int, cls: Callable[P, ActorT], /, *args: P.args, **kwargs: P.kwargs
     ) -> Spawned[Group[ActorT]]: ...
+    @overload
+    def group(
+        self, n: int, cls: Callable[..., T], /, *args: Any, axes: Axis, each: Items | None = None, **kwargs: Any
+    ) -> Spawned[ServiceGroup[T]]: ...
+    @overload
+    def group(
+        self, n: int, cls: Callable[..., T], /, *args: Any, each: Items, **kwargs: Any
+    ) -> Spawned[ServiceGroup[T]]: ...
+    @overload
+    def group(self, n: int, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[ServiceGroup[T]]: ...
     def group(  # type: ignore[misc]  # a ParamSpec may have these keywords
-        self, n: int, cls: Any, /, *args: Any, axes: Axis | None = None, each: Items | None = None, **kwargs: Any
+        self, n: Any, cls: Any, /, *args: Any, axes: Axis | None = None, each: Items | None = None, **kwargs: Any
     ) -> Any:
-        """Make n actors of one class; none if one fails, or if there is no room for all.
+        """Make n actors of one class, or services of any; none if one fails, or if there is no room for all.
 
         Args:
             n: The number of actors.
@@ -296,31 +301,28 @@ class Spawner(ABC):
             ValueError: The axes have another number of places than n, or there are fewer items.
             Exception: As `spawn`.
         """
-        return self._group("group", n, cls, (args, kwargs, each), axes)
+        if isinstance(n, type):
+            raise TypeError(f"the number of members comes first: use `rt.group({cls!r:.80}, {n.__name__}, ...)`")
+        if not is_count(n):
+            raise ValueError(f"a group has a positive number of members, not {n!r}")
+        scope, constraints = self._spawning()
+        blueprint = Blueprint(cls, args, kwargs, constraints, items_of(each))
+        blueprint.check_size(n)
+        values = (*args, *kwargs.values())
+        with _noting_that_all_get_the_same(n, values):
+            cls = _check_class(cls, blueprint.of_rank(0, constraints).args, kwargs)
+        if constraints.is_named:
+            raise ValueError("on(name=..., lifetime=...) is for one actor, not for a group")
+        grid = Axes.of(axes, n)
 
-    @overload
-    def host_group(
-        self, n: int, cls: Callable[..., T], /, *args: Any, axes: Axis, each: Items | None = None, **kwargs: Any
-    ) -> Spawned[ServiceGroup[T]]: ...
-    @overload
-    def host_group(
-        self, n: int, cls: Callable[..., T], /, *args: Any, each: Items, **kwargs: Any
-    ) -> Spawned[ServiceGroup[T]]: ...
-    @overload
-    def host_group(
-        self, n: int, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Spawned[ServiceGroup[T]]: ...
-    def host_group(  # type: ignore[misc]  # as above
-        self, n: int, cls: Any, /, *args: Any, axes: Axis | None = None, each: Items | None = None, **kwargs: Any
-    ) -> Any:
-        """Make n instances of any class; none if one fails, or if there is no room for all.
+        async def start() -> Group[Any]:
+            with _noting_that_all_get_the_same(n, values):
+                return await spawn_group(scope, n, blueprint._replace(cls=cls), grid)
 
-        The arguments are those of `group`.
+        def end(group: Group[Any], graceful: bool) -> Awaitable[None]:
+            return scope.end_block(list(group), graceful)
 
-        Raises:
-            Exception: As `group`.
-        """
-        return self._group("host_group", n, cls, (args, kwargs, each), axes)
+        return Spawned(f"group({n}, {cls.__name__})", start, end)
 
     def pool(self, n: int, *, concurrency: int = 1, retries: int = 0) -> Spawned[Pool]:
         """Make n actors that run plain functions: `pool.submit(fn, x)`.
@@ -375,39 +377,6 @@ class Spawner(ABC):
             return mesh._stop(scope.owner, graceful)
 
         return Spawned(f"mesh({hosts}, {gpus})", start, end)
-
-    def _group(
-        self,
-        what: Literal["group", "host_group"],
-        n: Any,
-        cls: Any,
-        given: tuple[tuple[Any, ...], dict[str, Any], Items | None],
-        axes: Axis | None,
-    ) -> Spawned[Any]:
-        if isinstance(n, type):
-            raise TypeError(f"the number of members comes first: use `rt.{what}({cls!r:.80}, {n.__name__}, ...)`")
-        if not is_count(n):
-            raise ValueError(f"a group has a positive number of members, not {n!r}")
-        scope, constraints = self._spawning()
-        args, kwargs, items = given
-        blueprint = Blueprint(cls, args, kwargs, constraints, items_of(items))
-        blueprint.check_size(n)
-        values = (*args, *kwargs.values())
-        with _noting_that_all_get_the_same(n, values):
-            args = blueprint.of_rank(0, constraints).args
-            cls = _check_class(cls, args, kwargs, plain="host_group" if what == "group" else "")
-        if constraints.is_named:
-            raise ValueError("on(name=..., lifetime=...) is for one actor, not for a group")
-        grid = Axes.of(axes, n)
-
-        async def start() -> Group[Any]:
-            with _noting_that_all_get_the_same(n, values):
-                return await spawn_group(scope, n, blueprint._replace(cls=cls), grid)
-
-        def end(group: Group[Any], graceful: bool) -> Awaitable[None]:
-            return scope.end_block(list(group), graceful)
-
-        return Spawned(f"{what}({n}, {cls.__name__})", start, end)
 
 
 class Placement(Spawner):
@@ -561,12 +530,8 @@ def _check_mesh(constraints: Constraints) -> None:
             raise ValueError(f"on({name}=...) is for actors, not for a mesh: give it to `on` of the mesh or a slice")
 
 
-def _check_class(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain: str = "") -> type:
-    """Return the class, without type arguments; raise TypeError if these arguments do not fit its constructor.
-
-    Args:
-        plain: The method for classes that are not actors, which are then refused.
-    """
+def _check_class(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> type:
+    """Return the class, without type arguments; raise TypeError if these arguments do not fit its constructor."""
     cls = get_origin(cls) or cls
     if not isinstance(cls, type):
         raise TypeError(f"spawning takes a class and its constructor's arguments, not {cls!r:.80}")
@@ -592,6 +557,8 @@ def _check_class(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain:
         except TypeError as error:
             wrong = next((name for name in kwargs if name not in signature.parameters), "")
             raise TypeError(f"{cls.__name__}{signature}: {error}{_instead_of(wrong)}") from None
-    if plain and not issubclass(cls, Actor):
-        raise TypeError(f"{cls.__name__} is not an Actor: derive it from aiodaft.Actor, or use rt.{plain}(...)")
     return cls
+
+
+def _served(handle: Handle, cls: type) -> Handle | Service[Any]:
+    return handle if issubclass(cls, Actor) else Service(handle, cls)

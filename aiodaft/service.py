@@ -40,7 +40,7 @@ Generates: TypeAlias = Callable[P, Generated[R]]
 
 @builder
 class Service(Generic[T]):
-    """Handle of an instance that `rt.host` made: `await service.call(LLM.generate, prompts)`."""
+    """Handle of an instance of any class that `rt.spawn` made: `await service.call(LLM.generate, prompts)`."""
 
     def __init__(self, handle: object, cls: type, methods: PlainMethods | None = None) -> None:
         self.handle = handle
@@ -126,7 +126,7 @@ class Service(Generic[T]):
 
 @builder
 class ServiceGroup(Group[Service[T]]):
-    """Instances of one class that `rt.host_group` made, with ranks: a `Group` of services.
+    """Instances of any one class that `rt.group` made, with ranks: a `Group` of services.
 
     Methods are named by the class, `services.all(LLM.generate, prompts)`. An index gives a service, a slice gives a
     group of some of them, which does not own them.

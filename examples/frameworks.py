@@ -108,7 +108,7 @@ async def main() -> None:
     # Modules of the ranks are imported once, not by each: the optimizers of torch import torch._dynamo.
     async with aiodaft.Runtime(preload=("torch.distributed", "torch._dynamo")) as rt:
         on = rt.on(restart=aiodaft.Restart())
-        trainers, model = await on.group(4, Trainer), await on.host(nn.Linear, 1, 1)
+        trainers, model = await on.group(4, Trainer), await on.spawn(nn.Linear, 1, 1)
         calculator, engine = await on.spawn(Calculator), await on.spawn(Engine)
 
         async def use_all() -> None:

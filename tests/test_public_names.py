@@ -11,7 +11,7 @@ import pytest
 import aiodaft
 from aiodaft.service import Service
 
-OF_SPAWNERS = {"get_or_create", "group", "host", "host_group", "mesh", "on", "pool", "spawn"}
+OF_SPAWNERS = {"get_or_create", "group", "mesh", "on", "pool", "spawn"}
 OF_SCOPES = OF_SPAWNERS | {"info", "kill", "scope", "stop"}
 OF_FUTURES = {"add_done_callback", "cancel", "cancelled", "done", "exception", "remove_done_callback", "result"}
 

@@ -84,7 +84,7 @@ async def test_only_an_actor_that_takes_calls_has_a_handle_of_its_own(rt: aiodaf
         await rt.spawn(Early)
     with pytest.raises(RuntimeError, match="is for the code of actors: none runs here"):
         aiodaft.current_actor()
-    me: Any = await (await rt.host(Hosted)).call(Hosted.me)
+    me: Any = await (await rt.spawn(Hosted)).call(Hosted.me)
     assert await me.call(Hosted.size) == 3
 
 

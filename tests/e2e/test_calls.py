@@ -225,7 +225,7 @@ async def test_a_handle_shows_its_methods_as_notebooks_and_help_ask_for_them(rt:
 
 
 async def test_an_unmodified_class_is_hosted(rt: aiodaft.Runtime) -> None:
-    service = await rt.host(Plain, 10)
+    service = await rt.spawn(Plain, 10)
     assert await service.call(Plain.add, 5) == 15
     assert await service.call(Plain.add, 5, times=3) == 25
     assert await service.call(Plain.add_later, service.call(Plain.add, 1)) == 21

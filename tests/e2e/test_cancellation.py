@@ -321,7 +321,7 @@ async def test_a_thread_cannot_be_interrupted_but_its_result_is_dropped(rt: aiod
 async def test_a_method_on_a_thread_gets_no_grace_time() -> None:
     # With such a grace time, a wait for any of it, also for that of the actors when they are stopped, is a hang.
     async with aiodaft.Runtime(preload=(), cancel_grace=3600, stop_grace=0) as rt:
-        subject, other, service = await rt.spawn(Subject), await rt.spawn(Subject), await rt.host(Blocking)
+        subject, other, service = await rt.spawn(Subject), await rt.spawn(Subject), await rt.spawn(Blocking)
         neighbour = await rt.on(with_=other).spawn(Subject)
         for one in (subject, other):
             await one.remember_loop()

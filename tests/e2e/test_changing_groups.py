@@ -219,7 +219,7 @@ async def test_some_members_are_removed_and_the_others_close_ranks(rt: aiodaft.R
             await part.remove(group[0])
     with pytest.raises(ValueError, match="a group cannot have -1 members"):
         await group.heal(-1)
-    services = await rt.host_group(3, Plain)
+    services = await rt.group(3, Plain)
     await services.remove(services[1])
     assert len(set(await services.all(Plain.pid))) == 2
 

@@ -181,7 +181,7 @@ async def test_a_copy_that_cannot_reach_the_owner_says_that_it_stays_as_it_was(r
 
 
 async def test_members_of_hosted_classes_know_their_group(rt: aiodaft.Runtime) -> None:
-    services = await rt.host_group(2, Plain, axes={"dp": 2})
+    services = await rt.group(2, Plain, axes={"dp": 2})
     assert await services.all(Plain.neighbour) == [(0, "Service"), (1, "Service")]
 
 

@@ -200,7 +200,7 @@ async def test_a_write_to_what_is_only_to_be_read_is_an_error(rt: aiodaft.Runtim
 
 async def test_methods_of_a_plain_class_read_in_place_and_its_static_methods_get_copies(rt: aiodaft.Runtime) -> None:
     a = await rt.spawn(DeviceKeeper, 0)
-    async with rt.host(Reader) as reader:
+    async with rt.spawn(Reader) as reader:
         ref = a.lend(SIZE, 2.0)
         assert await reader.call(Reader.total, ref) == 2.0 * SIZE
         await reader.call(Reader.write, ref)

@@ -184,6 +184,6 @@ async def test_a_policy_sees_the_loads_and_chooses(rt: aiodaft.Runtime) -> None:
 
 
 async def test_views_of_hosted_classes(rt: aiodaft.Runtime) -> None:
-    services = await rt.host_group(4, PlainStage, axes={"dp": 2, "tp": 2})
+    services = await rt.group(4, PlainStage, axes={"dp": 2, "tp": 2})
     assert await services.along("dp").split(PlainStage.take, [1, 2, 3]) == [3, 3]
     assert await services.all(PlainStage.news) == [[[1, 2]], [[1, 2]], [[3]], [[3]]]

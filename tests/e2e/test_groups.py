@@ -69,7 +69,7 @@ async def test_the_constructor_of_each_member_gets_its_own_item(rt: aiodaft.Runt
     with pytest.raises(ValueError, match="each has 3 items: too few for a group of 4 members"):
         await group.resize(4)
     assert await group.all(Member.times, 1) == [1, 2, 30]
-    services = await rt.host_group(2, Plain, each=[10, 20])
+    services = await rt.group(2, Plain, each=[10, 20])
     assert await services.all(Plain.add, 1) == [11, 21]
     wrong: Any
     for wrong, kind, text in (

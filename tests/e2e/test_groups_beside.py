@@ -45,7 +45,7 @@ async def test_moving_a_group_elsewhere_changes_one_argument(rt: aiodaft.Runtime
 async def test_services_and_slices_go_beside_groups_and_services(rt: aiodaft.Runtime) -> None:
     trainers = await rt.group(3, Trainer)
     pids = await trainers.all(Trainer.pid)
-    services = await rt.on(with_=trainers[1:]).host_group(2, PlainGenerator)
+    services = await rt.on(with_=trainers[1:]).group(2, PlainGenerator)
     assert await services.all(PlainGenerator.pid) == pids[1:]
     beside = await rt.on(with_=services).group(2, Generator)
     assert await beside.all(Generator.pid) == list(enumerate(pids[1:]))

@@ -349,7 +349,7 @@ async def test_an_actor_in_a_frozen_process_is_ended_after_the_grace_time() -> N
 
 async def test_a_service_is_stopped_named_and_passed_on_like_an_actor(rt: aiodaft.Runtime) -> None:
     echo = await rt.spawn(Echo)
-    async with rt.on(gpus=1).host(Plain, 10) as service:
+    async with rt.on(gpus=1).spawn(Plain, 10) as service:
         assert repr(service) == "<Service of Plain>"
         info = await rt.info(service)
         assert (info.name, info.class_name, info.gpus, info.alive) == ("Plain-1", "Plain", (0,), True)
@@ -374,12 +374,12 @@ async def test_services_of_classes_that_were_not_written_for_actors(rt: aiodaft.
     import collections
     import fractions
 
-    counter = await rt.host(collections.Counter, "abca")
+    counter = await rt.spawn(collections.Counter, "abca")
     await counter.call(collections.Counter.update, "aa")
     assert await counter.call(collections.Counter.most_common, 1) == [("a", 4)]
-    half = await rt.host(fractions.Fraction, 1, 2)
+    half = await rt.spawn(fractions.Fraction, 1, 2)
     assert await half.call(fractions.Fraction.limit_denominator, 10) == fractions.Fraction(1, 2)
-    listed = await rt.host(list, [3, 1, 2])
+    listed = await rt.spawn(list, [3, 1, 2])
     await listed.call(list.sort)
     assert await listed.call(list.pop) == 3
     assert await listed.call(list.__len__) == 2

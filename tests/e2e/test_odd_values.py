@@ -118,7 +118,7 @@ async def test_refs_and_handles_are_copied_as_themselves(rt: aiodaft.Runtime) ->
 async def test_handles_beside_each_other_travel_as_themselves(rt: aiodaft.Runtime) -> None:
     echo, odd = await rt.spawn(Echo), await rt.spawn(Odd)
     kept = await rt.on(restart=aiodaft.Restart()).group(2, Echo)
-    services = await rt.host_group(2, Listing)
+    services = await rt.group(2, Listing)
     for value in (
         [echo, echo],
         (odd, echo),

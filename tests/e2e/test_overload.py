@@ -66,7 +66,7 @@ async def test_on_overrides_the_class_line_and_bounds_hosted_classes(rt: aiodaft
     await refused(actor.double(3), "OnThread.double", 2)
     await asyncio.to_thread(fifo.write_text, "on")
     assert await asyncio.gather(*refs) == ["on", 2, 4]
-    service = await rt.on(max_queue=1).host(Plain)
+    service = await rt.on(max_queue=1).spawn(Plain)
     held = [service.call(Plain.hold, str(fifo)) for _ in range(2)]
     await refused(service.call(Plain.hold, str(fifo)), "Plain.hold", 1)
     await rt.kill(service)

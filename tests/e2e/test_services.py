@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest.mark.parametrize("generate", [Engine.words, Engine.letters])
 async def test_a_generator_gives_a_stream(module_rt: aiodaft.Runtime, generate: Any) -> None:
-    service = await module_rt.host(Engine)
+    service = await module_rt.spawn(Engine)
     stream = service.call(generate, "a b c")
     assert isinstance(stream, aiodaft.Stream)
     assert "".join([item async for item in stream]).replace(" ", "") == "abc"
@@ -28,7 +28,7 @@ async def test_a_generator_gives_a_stream(module_rt: aiodaft.Runtime, generate: 
 
 
 async def test_methods_of_every_kind_are_called(module_rt: aiodaft.Runtime) -> None:
-    service = await module_rt.host(Engine, 3)
+    service = await module_rt.spawn(Engine, 3)
     assert await service.call(Engine.scale, 5) == 16
     assert await service.call(Engine.scale_later, service.call(Engine.scale, 5)) == 48
     assert await service.call(Engine.__call__, 5) == "called with 5"
@@ -40,14 +40,14 @@ async def test_methods_of_every_kind_are_called(module_rt: aiodaft.Runtime) -> N
 
 
 async def test_a_method_of_a_base_is_that_of_the_hosted_class(module_rt: aiodaft.Runtime) -> None:
-    service = await module_rt.host(Engine, 3)
+    service = await module_rt.spawn(Engine, 3)
     assert await service.call(Base.scale, 5) == 16
-    assert await (await module_rt.host(Base, 3)).call(Base.scale, 5) == 15
+    assert await (await module_rt.spawn(Base, 3)).call(Base.scale, 5) == 15
 
 
 async def test_a_function_with_several_names_is_called_by_its_public_one(module_rt: aiodaft.Runtime) -> None:
     """Like `torch.nn.Module.__call__`: its own name is a private one."""
-    service = await module_rt.host(Renamed, 3)
+    service = await module_rt.spawn(Renamed, 3)
     assert Renamed.__call__.__name__ == "_run"
     assert await service.call(Renamed.__call__) == 3
 
@@ -62,7 +62,7 @@ class Renamed(Base):
 
 
 async def test_attributes_and_properties_are_read(module_rt: aiodaft.Runtime) -> None:
-    service = await module_rt.host(Engine, 3)
+    service = await module_rt.spawn(Engine, 3)
     assert await service.get("gain") == 3
     assert await service.get("doubled") == 6
     assert await service.get("thread") == (await module_rt.info(service)).name
@@ -77,7 +77,7 @@ async def test_attributes_and_properties_are_read(module_rt: aiodaft.Runtime) ->
 
 
 async def test_what_cannot_be_called_says_what_to_do(module_rt: aiodaft.Runtime) -> None:
-    service = await module_rt.host(Engine)
+    service = await module_rt.spawn(Engine)
     with pytest.raises(AttributeError, match=r"no attribute 'scale': use `service.call\(Engine.scale, ...\)`"):
         service.scale(3)  # type: ignore[attr-defined]  # the mistake under test
     with pytest.raises(AttributeError, match=r"no attribute 'doubled': use `service.get\('doubled'\)`"):
@@ -100,7 +100,7 @@ async def test_a_context_manager_is_entered_on_the_actors_thread_and_left(
     module_rt: aiodaft.Runtime, tmp_path: Path
 ) -> None:
     path = tmp_path / "notes"
-    async with module_rt.host(Connection, path) as service:
+    async with module_rt.spawn(Connection, path) as service:
         await service.call(Connection.note, "used")
         name = (await module_rt.info(service)).name
     assert path.read_text(encoding="utf-8") == f"entered on {name}\nused on {name}\nleft on {name}\n"
@@ -110,13 +110,13 @@ async def test_one_that_is_an_async_context_manager_as_well_is_entered_as_that(
     module_rt: aiodaft.Runtime, tmp_path: Path
 ) -> None:
     path = tmp_path / "notes"
-    async with module_rt.host(BothWays, path):
+    async with module_rt.spawn(BothWays, path):
         pass
     assert path.read_text(encoding="utf-8") == "entered later on MainThread\nleft later on MainThread\n"
 
 
 async def test_a_group_of_services(module_rt: aiodaft.Runtime) -> None:
-    async with module_rt.host_group(3, Engine, 2) as services:
+    async with module_rt.group(3, Engine, 2) as services:
         assert repr(services) == "<ServiceGroup of 3 Engine>"
         assert await services.all(Engine.scale, 5) == [11, 11, 11]
         assert await services.each(Engine.scale_later, [1, 2, 3]) == [2, 4, 6]
@@ -133,8 +133,3 @@ async def test_a_group_of_services(module_rt: aiodaft.Runtime) -> None:
         assert await travelled.all(Engine.scale, 1) == [3, 3]
         with pytest.raises(TypeError, match=r"Engine.words is a stream"):
             services.all(Engine.words, "no")
-
-
-async def test_a_group_of_actors_is_made_of_actors(module_rt: aiodaft.Runtime) -> None:
-    with pytest.raises(TypeError, match=r"Engine is not an Actor: .*use rt.host_group"):
-        module_rt.group(2, Engine)  # type: ignore[type-var]  # the mistake under test

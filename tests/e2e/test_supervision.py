@@ -338,7 +338,7 @@ async def test_services_and_members_of_groups_are_restarted(module_rt: aiodaft.R
     async with module_rt.scope() as scope, scope.on(restart=policy()).group(2, Heir) as group:
         await kill(group[1])
         assert await group.all(Heir.get) == [0, "epoch 1"]
-        service = await scope.on(restart=policy()).host(list, [3, 1])
+        service = await scope.on(restart=policy()).spawn(list, [3, 1])
         os.kill((await scope.info(service)).pid, signal.SIGKILL)
         await gone(scope, service)
         assert await service.call(list.count, 3) == 1

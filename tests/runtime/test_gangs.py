@@ -398,7 +398,7 @@ def test_an_actor_is_near_to_others_or_apart_from_them() -> None:
     async def program(rt: aiodaft.Runtime) -> None:
         other = await rt.spawn(Light)
         group = await rt.on(restart="permanent").group(2, Light)
-        service: Any = await rt.host(dict)
+        service: Any = await rt.spawn(dict)
         for near in (other, group, [other, *group], service):
             async with rt.on(near=near).spawn(Light) as light:
                 assert await light.ping() == 1

@@ -15,7 +15,7 @@ from aiodaft.typing import lazy
 async def spawning(rt: Runtime) -> None:
     await rt.spawn(Model)  # E01 a constructor argument is missing
     await rt.spawn(Model, 3)  # E02 a constructor argument of the wrong type
-    await rt.spawn(LLM, "opt")  # E24 not an actor
+    await rt.spawn(LLM, 3)  # E24 an argument of the wrong type for a plain class
     (await rt.spawn(Model, "x", gian=1.0))  # E25 an unknown constructor argument
     rt.spawn(Model, "x").execute(Tensor())  # E26 forgot await
     await rt.on(gpus=1, nodes="n2").spawn(Model, "x")  # E27 an unknown placement
@@ -67,7 +67,7 @@ async def groups(rt: Runtime) -> None:
 
 
 async def services(rt: Runtime, b: Model) -> None:
-    svc = await rt.host(LLM, "opt")
+    svc = await rt.spawn(LLM, "opt")
     svc.call(LLM.generate, 3)  # E18 a value of the wrong type
     await svc.call(Model.execute, Tensor())  # E19 a method of another class
     await svc.call(LLM.agenerate, b.none())  # E20 a ref of the wrong type
@@ -75,11 +75,11 @@ async def services(rt: Runtime, b: Model) -> None:
     await svc.call(LLM.stream, "a")  # E46 a stream is not awaited
     svc.call(LLM.count, 3)  # E47 a value of the wrong type for a static method
     svc.generate(["a"])  # E48 a service has no methods of its own
-    llms = await rt.host_group(2, LLM, "opt")
+    llms = await rt.group(2, LLM, "opt")
     llms.all(LLM.generate, 3)  # E49 a value of the wrong type for all
     llms.map(LLM.agenerate, [1])  # E50 items of the wrong type
     llms.all(LLM.stream, "a") + 1  # E51 refs are no numbers
-    await rt.group(2, LLM, "opt")  # E52 not an actor
+    await rt.group(2, LLM, 3)  # E52 the same for a group
 
 
 async def dataflows(rt: Runtime, channel: Channel[Tensor], a: Model) -> None:

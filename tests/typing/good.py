@@ -293,7 +293,7 @@ async def owners(rt: Runtime) -> None:
     assert_type(await box.get(), int)
     assert_type(await rt.spawn(Box, "a"), Box[str])
     assert_type(await rt.group(1, Box[float], 1.5), Group[Box[float]])
-    assert_type(await rt.host(list[int], [1]), Service[list[int]])
+    assert_type(await rt.spawn(list[int], [1]), Service[list[int]])
     spawning = rt.spawn(Model, "a")
     assert_type(spawning, Spawned[Model])
     a = await spawning
@@ -372,12 +372,12 @@ async def groups(rt: Runtime) -> None:
 async def services(rt: Runtime) -> None:
     """Classes that know nothing of aiodaft."""
     async with rt.spawn(Model, "a") as a:
-        svc = await rt.host(LLM, model="opt")
+        svc = await rt.spawn(LLM, model="opt")
         assert_type(svc, Service[LLM])
         assert_type(svc.call(LLM.generate, ["a"], max_tokens=3), Ref[list[str]])
         assert_type(await svc.call(LLM.agenerate, a.sync(2)), str)
         assert_type(await a.three(Tensor(1), 1, svc.call(LLM.agenerate, "x")), int)
-        async with rt.host(LLM, "other") as other:
+        async with rt.spawn(LLM, "other") as other:
             assert_type(other, Service[LLM])
         assert_type(svc.call(LLM.stream, "to be"), Stream[str])
         assert_type([word async for word in svc.call(LLM.stream, "to be")], list[str])
@@ -386,7 +386,7 @@ async def services(rt: Runtime) -> None:
         assert_type(await svc.call(LLM.name_of, 3), str)
         assert_type(svc.call(LLM.__call__, "hi"), Ref[str])
         assert_type(await svc.get("model"), Any)
-        async with rt.host_group(2, LLM, "opt") as llms:
+        async with rt.group(2, LLM, "opt") as llms:
             assert_type(llms, ServiceGroup[LLM])
             assert_type(await llms.all(LLM.generate, ["a"], max_tokens=3), list[list[str]])
             assert_type(llms.all(LLM.agenerate, a.sync(2)), Refs[str])

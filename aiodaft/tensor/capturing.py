@@ -329,7 +329,6 @@ class _Capture:
 
 _OWNERS = (torch.nn.Module, torch.optim.Optimizer)
 _PLAIN_VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_ALWAYS = ("parameter", "buffer", "argument")
 
 
 def _names_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:

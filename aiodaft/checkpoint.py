@@ -50,8 +50,8 @@ async def save(state: Sharded | HasSharded, path: Path) -> Ref[None]:
         TypeError: A shard is no dict of plain tensors.
         ValueError: A shard differs from its layout; or safetensors has no tensors of such a dtype.
         Exception: The error of the call for a shard.
-        From the ref: FileExistsError, if there is something at the path; OSError, of a file; DaftError, if a process is
-            lost; BorrowError, if a shard was changed. Then there is no checkpoint.
+        From the ref: FileExistsError, if there is something at the path, or another save to it goes on; OSError, of a
+            file; DaftError, if a process is lost; BorrowError, if a shard was changed. Then there is no checkpoint.
 
     Cancellation: no save begins. To end one, cancel the ref.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -114,6 +115,17 @@ async def test_a_shard_that_changes_before_its_end_is_no_checkpoint(rt: aiodaft.
     with pytest.raises(aiodaft.exceptions.BorrowError):
         await (await checkpoint.save(state, tmp_path / "one"))
     assert os.listdir(tmp_path) == []
+
+
+async def test_of_two_saves_to_one_path_one_is_refused(rt: aiodaft.Runtime, tmp_path: Path) -> None:
+    trained = await rt.group(4, Rank)
+    state = Sharded(await loaded(trained, TRAINED, WHOLE), TRAINED)
+    saves = [await checkpoint.save(state, tmp_path / "one") for _ in range(2)]
+    done = await asyncio.gather(*saves, return_exceptions=True)
+    assert {type(one) for one in done} == {type(None), FileExistsError}
+    readers = await rt.group(3, Reader, axes={"pp": 3})
+    await assert_has(readers, STAGED, WHOLE, await checkpoint.load(tmp_path / "one", STAGED, to=readers))
+    assert os.listdir(tmp_path) == ["one"]
 
 
 async def test_without_a_rank_that_is_killed_in_the_middle_there_is_nothing(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from aiodaft._protocol.groups.reshard import Grid, Piece, plan
-from aiodaft._protocol.groups.safetensors import INDEX, lay_out_files
-from aiodaft._runtime.groups.checkpoints import begin, finish, look, read, verify, write
+from aiodaft._protocol.groups.safetensors import INDEX, File, Part, Place, lay_out_files
+from aiodaft._runtime.groups.checkpoints import Draft, look, read, verify, write
 
 # Two ranks have the rows of "w", the second one also "n".
 WHOLE = {"w": torch.arange(40.0).view(8, 5), "n": torch.arange(3)}
@@ -36,14 +36,22 @@ FULL = {
 def save(path: Path) -> None:
     """All steps of all ranks, one after the other."""
     files, places = lay_out_files(PARTED, limit=100)
-    folder = begin(str(path), files)
+    draft = Draft(str(path))
+    try:
+        draft.begin(files)
+        parts = written(draft, places)
+        draft.finish(places, parts)
+    finally:
+        draft.end()
+
+
+def written(draft: Draft, places: dict[str, Place]) -> list[Part]:
     pieces = plan(PARTED, FULL, [None]).sent[0]
-    parts = [
+    return [
         part
         for rank, shard in enumerate(SHARDS)
-        for part in write(folder, places, shard, [piece for piece in pieces if piece.source == rank])
+        for part in write(draft.folder, places, shard, [piece for piece in pieces if piece.source == rank])
     ]
-    finish(folder, str(path), places, parts)
 
 
 def loaded(path: Path) -> dict[str, Tensor]:
@@ -172,6 +180,36 @@ def test_a_folder_without_one_is_named_and_what_exists_is_not_written_over(tmp_p
         look(str(tmp_path))
     with pytest.raises(FileExistsError, match="save each checkpoint to a path of its own"):
         save(tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_two_saves_to_one_path_do_not_take_each_others_files(tmp_path: Path) -> None:
+    path, (files, places) = tmp_path / "one", lay_out_files(PARTED, limit=100)
+    first, second, third = (Draft(str(path)) for _ in range(3))
+    first.begin(files)
+    with pytest.raises(FileExistsError, match=f"another save to {path} goes on: save each checkpoint to a path of"):
+        second.begin(files)
+    second.end()
+    first.finish(places, written(first, places))
+    first.end()
+    assert is_whole(path)
+    # Two that have begun at the same instant: the first one that ends has the name.
+    path.rename(tmp_path / "other")
+    third.begin(files)
+    (tmp_path / "other").rename(path)
+    parts = written(third, places)
+    with pytest.raises(FileExistsError, match="one exists: save each checkpoint to a path of its own"):
+        third.finish(places, parts)
+    third.end()
+    assert is_whole(path)
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_save_that_cannot_make_its_files_leaves_nothing(tmp_path: Path) -> None:
+    draft = Draft(str(tmp_path / "one"))
+    with pytest.raises(FileNotFoundError):
+        draft.begin([File("a", b"", 1), File("no folder/b", b"", 1)])
+    draft.end()
     assert [*tmp_path.iterdir()] == []
 
 

@@ -13,8 +13,9 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from fcntl import LOCK_EX, LOCK_NB, flock
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
 from zlib import crc32
 
 from aiodaft._protocol.groups.reshard import Piece
@@ -48,28 +49,89 @@ if TYPE_CHECKING:
 Contents: TypeAlias = tuple[dict[str, Place], list[Part]]
 
 
-def begin(path: str, files: Iterable[File]) -> str:
-    """Make the files of a checkpoint, without their tensors, in a folder that has another name yet.
+class Draft:
+    """The files of a save in a folder that has another name yet. The lock of its index says that the save goes on."""
 
-    Raises:
-        FileExistsError: There is something at the path.
-        OSError: The system refuses it.
-    """
-    if os.path.lexists(path):
-        raise FileExistsError(f"{path} exists: save each checkpoint to a path of its own, or remove that one first")
-    parent, name = os.path.split(os.path.abspath(path))
-    os.makedirs(parent, exist_ok=True)
-    # Of saves that were killed.
-    for old in os.listdir(parent):
-        if old.startswith(f"{name}.partial-"):
-            discard(os.path.join(parent, old))
-    folder = os.path.join(parent, f"{name}.partial-{os.urandom(8).hex()}")
-    os.mkdir(folder)
-    for file in files:
-        with open(os.path.join(folder, file.name), "xb") as made:
-            made.write(file.header)
-            made.truncate(file.size)
-    return folder
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(path)
+        self.folder = f"{self.path}.partial-{os.urandom(8).hex()}"
+        self._index: BinaryIO | None = None
+
+    def begin(self, files: Iterable[File]) -> None:
+        """Make the files of a checkpoint, without their tensors.
+
+        Raises:
+            FileExistsError: There is something at the path, or another save to it goes on.
+            OSError: The system refuses it.
+        """
+        if os.path.lexists(self.path):
+            raise self._exists()
+        parent, name = os.path.split(self.path)
+        os.makedirs(parent, exist_ok=True)
+        for old in os.listdir(parent):
+            if old.startswith(f"{name}.partial-"):
+                self._discard_if_killed(os.path.join(parent, old))
+        os.mkdir(self.folder)
+        self._index = open(os.path.join(self.folder, INDEX), "xb")  # noqa: SIM115 - it is open until the end
+        if not _has_lock(self._index.fileno()):
+            raise self._goes_on()
+        for file in files:
+            with open(os.path.join(self.folder, file.name), "xb") as made:
+                made.write(file.header)
+                made.truncate(file.size)
+
+    def _discard_if_killed(self, folder: str) -> None:
+        try:
+            index = os.open(os.path.join(folder, INDEX), os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            discard(folder)
+            return
+        try:
+            if not _has_lock(index):
+                raise self._goes_on()
+            discard(folder)
+        finally:
+            os.close(index)
+
+    def finish(self, places: Mapping[str, Place], parts: Sequence[Part]) -> None:
+        """Give a checkpoint its index and its name."""
+        with open(os.path.join(self.folder, INDEX), "r+b") as index:
+            index.write(index_of(places, parts))
+        with Files(self.folder, os.O_RDONLY) as files:
+            for file in {INDEX, *(place.file for place in places.values())}:
+                files[file]
+            files.sync()
+        _sync_folder(self.folder)
+        try:
+            os.rename(self.folder, self.path)
+        except OSError as error:
+            raise self._exists() if os.path.lexists(self.path) else error from None
+        _sync_folder(os.path.dirname(self.path))
+
+    def end(self) -> None:
+        """Remove what has not got its name."""
+        discard(self.folder)
+        if self._index is not None:
+            self._index.close()
+
+    def _exists(self) -> FileExistsError:
+        return FileExistsError(
+            f"{self.path} exists: save each checkpoint to a path of its own, or remove that one first"
+        )
+
+    def _goes_on(self) -> FileExistsError:
+        return FileExistsError(f"another save to {self.path} goes on: save each checkpoint to a path of its own")
+
+
+def _has_lock(file: int) -> bool:
+    """Lock a file, unless another one has."""
+    try:
+        flock(file, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # The file system has no locks.
+    return True
 
 
 def write(
@@ -88,19 +150,6 @@ def write(
             parts.append(Part(piece.name, piece.target_start, piece.size, crc32(memory)))
         files.sync()
     return parts
-
-
-def finish(folder: str, path: str, places: Mapping[str, Place], parts: Sequence[Part]) -> None:
-    """Give a checkpoint its index and its name."""
-    with open(os.path.join(folder, INDEX), "xb") as index:
-        index.write(index_of(places, parts))
-    with Files(folder, os.O_RDONLY) as files:
-        for file in {INDEX, *(place.file for place in places.values())}:
-            files[file]
-        files.sync()
-    _sync_folder(folder)
-    os.rename(folder, path)
-    _sync_folder(os.path.dirname(folder))
 
 
 def discard(folder: str) -> None:
@@ -240,21 +289,21 @@ class Checkpoints(Actor):
         """
         ranks = cast("Mapping[int, Source]", sources.content)
         async with self._thread() as run:
-            folder = await run(partial(begin, path, files))
+            draft = Draft(path)
             try:
+                await run(partial(draft.begin, files))
                 async with asyncio.TaskGroup() as group:
                     tasks = [
-                        group.create_task(self._have_written(ranks[rank], folder, places, pieces))
+                        group.create_task(self._have_written(ranks[rank], draft.folder, places, pieces))
                         for rank, pieces in orders.items()
                     ]
                 parts = [part for task in tasks for part in task.result()]
-                await run(partial(finish, folder, path, places, parts))
-            except BaseException as error:
-                await run(partial(discard, folder))
-                if isinstance(error, BaseExceptionGroup):
-                    # The others follow from the first one, or say the same.
-                    raise error.exceptions[0] from None
-                raise
+                await run(partial(draft.finish, places, parts))
+            except BaseExceptionGroup as errors:
+                # The others follow from the first one, or say the same.
+                raise errors.exceptions[0] from None
+            finally:
+                await run(draft.end)
 
     async def _have_written(
         self, source: Source, folder: str, places: Mapping[str, Place], pieces: Sequence[Piece]

@@ -19,6 +19,7 @@ from typing import Any, Concatenate, Generic, Literal, NamedTuple, Never, ParamS
 
 from aiodaft._protocol.groups import collective
 from aiodaft._protocol.groups.collective import ALL_REDUCE, Cut
+from aiodaft._protocol.numbers import is_count
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.groups.collectives import (
     DEATHS,
@@ -254,8 +255,8 @@ async def first_of(refs: Iterable[Ref[T]], k: int, *, late: Literal["cancel", "k
     Cancellation: the values go on.
     """
     waited = dict(enumerate(_listed(refs)))
-    if not 1 <= k <= len(waited):
-        raise ValueError(f"k is the number of values to wait for, 1 to {len(waited)}, not {k}")
+    if not (is_count(k) and k <= len(waited)):
+        raise ValueError(f"k is the number of values to wait for, 1 to {len(waited)}, not {k!r:.80}")
     if late not in {"cancel", "keep"}:
         raise ValueError(f'late is "cancel" or "keep", not {late!r}')
     came: asyncio.Queue[int] = asyncio.Queue()

@@ -229,7 +229,8 @@ class Encoder:
         if left is not None and left.shape != value.shape:
             raise ValueError(f"this encoder is for a tensor of {list(left.shape)}, not {list(value.shape)}")
         with torch.no_grad():
-            whole = value.detach() if left is None else value + left
+            # A codec may send the tensor itself.
+            whole = value.detach().clone() if left is None else value + left
             if not whole.numel() or not whole.isfinite().all():
                 raise ValueError(
                     f"the tensor of {list(value.shape)} is empty or not finite: a code cannot stand for it"

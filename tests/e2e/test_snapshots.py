@@ -140,6 +140,22 @@ async def test_arguments_are_what_they_were_when_the_call_was_made(module_rt: ai
             assert await group[1].call_from_thread(callee, kind)
 
 
+async def test_collectives_and_parts_get_what_was_put(module_rt: aiodaft.Runtime) -> None:
+    rt = module_rt
+    kept = [[1], [2]]
+    put = rt.put(kept)
+    early = put.parts(2)
+    kept[0][0] = kept[1][0] = 0
+    assert [await part for part in (*early, *put.parts(2))] == [[1], [2], [1], [2]]
+    assert await aiodaft.all_gather([put])[0] == [[[1], [2]]]
+    for length in (3, 1 << 18):
+        array = np.ones(length)
+        put_array = rt.put(array)
+        array[:] = 0
+        totals = aiodaft.all_reduce([put_array, rt.put(np.ones(length))])
+        assert [(await total)[-1] for total in totals] == [2.0, 2.0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_results_and_items_are_what_they_were_when_the_method_gave_them(
     module_rt: aiodaft.Runtime, kind: str

@@ -210,9 +210,9 @@ async def test_an_error_among_the_first_is_raised_and_a_cancelled_wait_cancels_n
 async def test_a_wrong_number_of_first_values_is_refused_before_anything_waits(rt: aiodaft.Runtime) -> None:
     group = await mortals(rt, 2)
     refs = hold(group, (0, 1))
-    for k in (0, 3):
-        with pytest.raises(ValueError, match=f"k is the number of values to wait for, 1 to 2, not {k}"):
-            await first_of(refs, k)
+    for k in (0, 3, 1.5, True, "2"):
+        with pytest.raises(ValueError, match=f"k is the number of values to wait for, 1 to 2, not {k!r}"):
+            await first_of(refs, k)  # type: ignore[arg-type]  # the mistake under test
     with pytest.raises(ValueError, match='late is "cancel" or "keep", not \'drop\''):
         await first_of(refs, 1, late="drop")  # type: ignore[arg-type]  # the mistake under test
     assert not any(ref.done() for ref in refs)

@@ -88,6 +88,16 @@ def test_codes_are_those_that_their_codecs_promise() -> None:
         assert torch.equal(Encoder(codec).encode(torch.zeros(3, 4)).decode(), torch.zeros(3, 4))
 
 
+def test_a_code_is_that_of_the_tensor_as_it_was() -> None:
+    for codec in (Int8(), TopK(1.0), Ternary(), LowRank(1)):
+        encoder, gradient = Encoder(codec), torch.ones(4)
+        codes = []
+        for step in (1, 2):
+            codes.append(encoder.encode(gradient.fill_(step)))
+            gradient.zero_()
+        assert [code.decode().tolist() for code in codes] == [[1.0] * 4, [2.0] * 4], codec
+
+
 def test_wrong_values_and_codecs_are_refused_and_leave_the_encoder_as_it_was() -> None:
     encoder = Encoder(Ternary())
     code = encoder.encode(value := made(1, 5))

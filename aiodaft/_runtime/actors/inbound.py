@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final, Protocol, cast
 
@@ -17,7 +17,8 @@ from aiodaft._runtime.actors.host import Host
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.objects.ref_table import RefTable, StreamState
+from aiodaft._runtime.objects.ref_state import state_of
+from aiodaft._runtime.objects.ref_table import PutState, RefTable, StreamState
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.transfer import Delivery, Place, Transfer
@@ -29,6 +30,7 @@ from aiodaft._runtime.serialization.errors import encode_error, needed_by, passe
 from aiodaft._runtime.serialization.small import SMALL, Small
 from aiodaft.exceptions import ActorDied, CallCancelled, RemoteProtocolError, StaleHandle
 from aiodaft.reading import unwrap
+from aiodaft.ref import Ref
 
 
 class Arguments:
@@ -205,11 +207,24 @@ class Arguments:
 
     async def _resolve(self, call: InboundCall) -> None:
         try:
-            call.args, call.kwargs = await resolved((call.args, call.kwargs))
+            call.args, call.kwargs = await resolved((call.args, call.kwargs), self._take_of(call.hosted))
         except Exception as error:  # noqa: BLE001 - the call fails with it
             self._fail(call, needed_by(error, _name(call)))
         else:
             self._ready(call)
+
+    def _take_of(self, hosted: HostedActor) -> Callable[[Ref[Any]], Awaitable[Any]]:
+        # The runtime's own actors make values for other processes.
+        return self._as_put if hosted.id < FIRST_USER_ACTOR else lambda ref: ref
+
+    async def _as_put(self, ref: Ref[Any]) -> Any:
+        """The value; one that was put here, as it was then, not the object of the program."""
+        state = state_of(ref)
+        value = await ref
+        if not isinstance(state, PutState) or state.stored is None:
+            return value
+        received = await self._transfer.take_own(state.stored)
+        return await self._store.decode(received, refs=received.refs)
 
     @staticmethod
     def _ready(call: InboundCall) -> None:

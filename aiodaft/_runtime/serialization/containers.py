@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copyreg import dispatch_table
 from dataclasses import is_dataclass
@@ -128,8 +128,8 @@ def rebuild(
     return made
 
 
-async def resolved(value: Any) -> Any:
-    values = {ref: await ref for ref in refs_in(value)}
+async def resolved(value: Any, take: Callable[[Ref[Any]], Awaitable[Any]]) -> Any:
+    values = {ref: await take(ref) for ref in refs_in(value)}
     return map_refs(value, values.__getitem__)
 
 

@@ -30,8 +30,8 @@ NAMES: dict[type, set[str]] = {
     aiodaft.Channel: {"aclose", "recv", "send"},
     aiodaft.pool.Pool: {"executor", "group", "map", "resize", "submit"},
     aiodaft.Graph: {"aclose", "describe", "draw", "replace", "times"},
-    aiodaft.Group: {"all", "along", "any", "axes", "each", "epoch", "heal", "id", "map", "remove", "renew", "resize", "scale",
-                    "split", "with_policy"},
+    aiodaft.Group: {"all", "along", "any", "axes", "each", "epoch", "heal", "id", "map", "remove", "renew", "resize",
+                    "scale", "split", "with_policy"},
     Service: {"call", "get", "handle"},
 }  # fmt: skip
 

@@ -81,7 +81,7 @@ def _plan(
     from aiodaft.tensor.operations import size_text  # noqa: PLC0415 - it loads torch
 
     sizes = _sizes(axes)
-    if (gpus is None) == (strategy is None) or (strategy is not None and not sizes):
+    if (gpus is None) == (strategy is None) or (strategy is None) != (not sizes):
         raise click.UsageError("give --gpus, or --strategy and --axes")
     machine = _hardware(hardware, gpus or math.prod(sizes.values()))
     limit = machine.memory if memory is None else memory * _GB
@@ -96,8 +96,10 @@ def _plan(
         made = _or_failed(lambda: program.plan(chosen, sizes))
         done = _or_failed(lambda: made.simulate(machine))
         output.line(f"{made.describe()}\n{done.describe()}")
-        if (over := max(done.peak) - limit) > 0:
-            raise Failed(f"a rank takes {size_text(max(done.peak))}: {size_text(over)} more than it has")
+        over = [peak - limit * machine.factor("memory", rank) for rank, peak in enumerate(done.peak)]
+        if (most := max(over)) > 0:
+            rank = over.index(most)
+            raise Failed(f"rank {rank} takes {size_text(done.peak[rank])}: {size_text(most)} more than it has")
     _answer(output, chosen, made, done)
     return chosen, done
 

@@ -62,8 +62,10 @@ class Hardware:
         if not sizes or any(b <= a or b % a for a, b in pairwise(sizes)):
             raise ValueError(f"links join {sizes} devices: give at least one, each a multiple of the one before")
         positive = {"memory": self.memory, "bandwidth": self.bandwidth, **self.compute, **self.rates}
+        least: dict[str, float] = {"overhead": self.overhead, "processors": self.processors}
         for at, link in enumerate(self.links):
             positive |= {f"links[{at}].devices": link.devices, f"links[{at}].bandwidth": link.bandwidth}
+            least |= {f"links[{at}].latency": link.latency, f"links[{at}].message": link.message or 0.0}
         for device, factors in self.uneven.items():
             if unknown := factors.keys() - _FACTORS:
                 raise ValueError(f"uneven[{device}] has {', '.join(unknown)}: give {', '.join(sorted(_FACTORS))}")
@@ -71,6 +73,9 @@ class Hardware:
         for name, value in positive.items():
             if not value > 0:
                 raise ValueError(f"{name} is {value!r}: give a positive number")
+        for name, value in least.items():
+            if not value >= 0:
+                raise ValueError(f"{name} is {value!r}: give a number from 0 on")
 
     @property
     def devices(self) -> int:

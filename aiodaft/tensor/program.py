@@ -132,10 +132,14 @@ class Program(Trace):
         return self.results.build(table[one.slot] for one in self.outputs if one.role == "result")
 
 
-def plan(trace: Trace, micro: Callable[[int], Trace], strategy: Strategy, axes: Mapping[str, int]) -> Plan:
-    """See `Program.plan`; `micro` gives the program of one of so many micro-batches."""
+def check_axes(axes: Mapping[str, int]) -> None:
     if not axes or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in axes.values()):
         raise ValueError(f"axes are {dict(axes)!r}: give names and sizes, such as {{'dp': 2, 'tp': 4}}")
+
+
+def plan(trace: Trace, micro: Callable[[int], Trace], strategy: Strategy, axes: Mapping[str, int]) -> Plan:
+    """See `Program.plan`; `micro` gives the program of one of so many micro-batches."""
+    check_axes(axes)
     if strategy.stages or strategy.microbatches > 1 or axes.get(PIPELINE_AXIS, 1) > 1:
         made = plan_stages(micro(strategy.microbatches), strategy, axes)
         made = replace(made, arguments=trace.arguments)

@@ -19,7 +19,7 @@ from aiodaft.tensor.costs import COLLECTIVES, work_of
 from aiodaft.tensor.hardware import Hardware
 from aiodaft.tensor.operations import size_text, time_text
 from aiodaft.tensor.plan import Plan
-from aiodaft.tensor.program import Program, plan
+from aiodaft.tensor.program import Program, check_axes, plan
 from aiodaft.tensor.rules import Rules
 from aiodaft.tensor.simulation import Simulation
 from aiodaft.tensor.specs import Spec
@@ -165,6 +165,8 @@ class _Search:
         self.program = program
         self.hardware = hardware
         self.memory = hardware.memory if memory is None else memory
+        if not self.memory > 0:
+            raise ValueError(f"memory is {memory!r}: give a positive number of bytes")
         self.deadline = time.monotonic() + seconds
         self.runs = Runs(program)
         self.tables: dict[int, Ways] = {}
@@ -226,6 +228,8 @@ class _Search:
                 self._planned(replace(one.strategy, microbatches=microbatches), one.layout, one.picked, one.recompute)
 
     def _layouts(self, axes: Mapping[str, int] | int) -> list[_Layout]:
+        if isinstance(axes, Mapping):
+            check_axes(axes)
         given = [dict(axes)] if isinstance(axes, Mapping) else list(_factored(axes))
         made = []
         for one in given:
@@ -432,8 +436,8 @@ def _changes(choices: Choices, picked: Mapping[str, Picked]) -> Iterator[dict[st
 
 
 def _factored(devices: int) -> Iterator[dict[str, int]]:
-    if devices < 1:
-        raise ValueError(f"{devices} devices: give at least one")
+    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+        raise ValueError(f"{devices!r} devices: give at least one, or axes such as {{'dp': 2, 'tp': 4}}")
     divisors = [one for one in range(1, devices + 1) if devices % one == 0]
     for stages in divisors:
         rest = devices // stages

@@ -88,11 +88,12 @@ def test_a_search_gives_a_strategy_whose_plan_takes_what_it_says(script: Path, t
 @pytest.mark.parametrize(
     ("more", "axes", "status", "words"),
     [
-        (("--memory", "1e-6"), "tp=2", 1, "a rank takes 12.8 kB: 11.8 kB more than it has"),
+        (("--memory", "1e-6"), "tp=2", 1, "rank 0 takes 12.8 kB: 11.8 kB more than it has"),
         ((), "tp=4", 1, "the plan is for 4 ranks, and the hardware has 2 devices"),
         ((), "dp=2", 1, "there is no axis tp: the axes are dp"),
         ((), "tp:2", 2, "--axes is 'tp:2': give names and sizes"),
         ((), "", 2, "give --gpus, or --strategy and --axes"),
+        (("--gpus", "2"), "tp=2", 2, "give --gpus, or --strategy and --axes"),
     ],
 )
 def test_what_cannot_be_planned_is_said(
@@ -100,6 +101,14 @@ def test_what_cannot_be_planned_is_said(
 ) -> None:
     done = plan(script, *more, axes=axes)
     assert (done.exit_code, words in done.stderr) == (status, True), done.stderr
+
+
+def test_a_weak_device_is_compared_with_its_own_memory(script: Path, tmp_path: Path) -> None:
+    lab = json.loads((tmp_path / "lab.json").read_text())
+    weak = {**lab, "memory": 12_900, "uneven": {"1": {"memory": 0.5}}}
+    (tmp_path / "lab.json").write_text(json.dumps(weak))
+    done = plan(script)
+    assert (done.exit_code, "rank 1 takes 12.8 kB: 6.3 kB more than it has" in done.stderr) == (1, True), done.stderr
 
 
 def test_a_script_without_a_program_is_told_what_to_write(script: Path) -> None:

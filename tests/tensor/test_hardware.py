@@ -66,6 +66,8 @@ def test_hardware_is_json(name: str) -> None:
             r"links join \[5, 16, 64\] devices: give at least one, each a multiple of the one before",
         ),
         (('"memory": 1000000000.0', '"memory": 0'), "memory is 0: give a positive number"),
+        (('"overhead": 1e-06', '"overhead": -1'), "overhead is -1: give a number from 0 on"),
+        (('"latency": 1.0', '"latency": NaN'), r"links\[0\].latency is nan: give a number from 0 on"),
         (('"memory"', '"ram"'), "hardware is an object of JSON with compute, memory, .*'ram'"),
         (('"uneven": {}', '"uneven": {"2": {"speed": 2}}'), r"uneven\[2\] has speed: give bandwidth, compute, links"),
     ],

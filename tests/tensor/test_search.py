@@ -184,6 +184,22 @@ def test_memory_that_cannot_be_met_is_refused_with_what_would(layer: Program) ->
         search(layer, {"d": 2}, hardware(1e10), memory=1.5e6)
 
 
+@pytest.mark.parametrize(
+    ("axes", "memory", "words"),
+    [
+        ({}, 1e9, "axes are {}: give names and sizes"),
+        ({"d": 0}, 1e9, "axes are {'d': 0}: give names and sizes"),
+        (0, 1e9, "0 devices: give at least one, or axes such as"),
+        (2.5, 1e9, "2.5 devices: give at least one, or axes such as"),
+        ({"d": 2}, 0, "memory is 0: give a positive number of bytes"),
+        ({"d": 2}, math.nan, "memory is nan: give a positive number of bytes"),
+    ],
+)
+def test_wrong_devices_and_memory_are_refused(layer: Program, axes: Any, memory: float, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        search(layer, axes, hardware(1e10), memory=memory)
+
+
 @pytest.mark.programs
 def test_less_memory_is_got_by_recomputation() -> None:
     program = layers(3, rows=1024, width=16)

@@ -101,10 +101,10 @@ def all_reduce(refs: Iterable[Ref[Any]], op: Any = "sum", *, algorithm: Algorith
         )
     elif algorithm not in ALL_REDUCE:
         raise ValueError(f"algorithm is one of {', '.join(ALL_REDUCE)}, not {algorithm!r}")
+    elif isinstance(reducer, OfAll) and algorithm not in {"exchange", "star"}:
+        raise ValueError(f"{algorithm} never has all values whole, which {reducer} needs: use star or exchange")
     elif by_function and algorithm in {"shared", "direct", "ring"}:
         raise ValueError(f"{algorithm} combines parts of values, and a function is for whole ones: use star or tree")
-    elif isinstance(reducer, OfAll) and algorithm not in {"exchange", "star"}:
-        raise ValueError(f"{algorithm} combines values in pairs, and {reducer} needs all of them: use star or exchange")
     return Refs(members.carry_out(ALL_REDUCE[algorithm](count), reducer, "all_reduce"))
 
 

@@ -365,7 +365,7 @@ class Group(Generic[ActorT]):
             prepare: As for `resize`.
 
         Raises:
-            ValueError: The sizes or the seconds are not valid.
+            ValueError: The sizes or the seconds are not valid, or `size` gives no finite number.
             Exception: That of `size`. As `resize`; but while there are no resources for more, it looks again.
 
         Cancellation: it ends; for a change under way see `resize`.
@@ -375,7 +375,11 @@ class Group(Generic[ActorT]):
                 f"scale({least!r}, {most!r}, every={every!r}): two sizes, 1 or more, and seconds are needed"
             )
         while True:
-            wanted = max(least, min(most, ceil(size(self._calls.loads(self._seats())))))
+            found = size(self._calls.loads(self._seats()))
+            try:
+                wanted = max(least, min(most, ceil(found)))
+            except (TypeError, ValueError, OverflowError) as error:
+                raise ValueError(f"scale: {size!r:.80} gave {found!r:.80}, which is no number of members") from error
             with suppress(InsufficientResources):
                 await self.resize(wanted, prepare=prepare)
             await asyncio.sleep(every)

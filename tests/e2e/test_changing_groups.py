@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import signal
 from collections import Counter
@@ -276,6 +277,9 @@ async def test_a_group_has_as_many_members_as_a_function_of_their_loads_says(rt:
     for sizes in ((0, 2), (3, 2), (1, "2")):
         with pytest.raises(ValueError, match="two sizes, 1 or more, and seconds are needed"):
             await group.scale(*sizes, half)  # type: ignore[arg-type]  # one is no number
+    for found in (None, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"scale: .* gave {found}, which is no number of members"):
+            await group.scale(1, 2, lambda loads, found=found: found)  # type: ignore[misc]  # one is no number
     with pytest.raises(TypeError, match="only the group that `rt.group` gave can be changed"):
         await group[:1].scale(1, 2, half)
 

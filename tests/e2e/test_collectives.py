@@ -150,10 +150,11 @@ async def test_an_op_of_all_gets_parts_to_scatter_and_is_not_for_pairs(rt: aioda
     rows = torch.stack([made(seed, 7, 2) for seed in range(3)]).median(0).values.tensor_split(3)
     for part, expected in zip(await aiodaft.reduce_scatter(refs, OfAll(median)), rows, strict=True):
         assert torch.equal(part, expected)
-    with pytest.raises(ValueError, match=r"tree combines values in pairs, and OfAll\(.*\) needs all of them"):
-        aiodaft.all_reduce(refs, OfAll(median), algorithm="tree")
-    with pytest.raises(ValueError, match="ring combines parts of values"):
-        aiodaft.all_reduce(refs, OfAll(median), algorithm="ring")
+    for algorithm in ("tree", "ring"):
+        with pytest.raises(ValueError, match=rf"{algorithm} never has all .* OfAll\(.*: use star or exchange"):
+            aiodaft.all_reduce(refs, OfAll(median), algorithm=algorithm)
+    with pytest.raises(TypeError, match=r"OfAll\(function=3\): a function of the list of all values is needed"):
+        aiodaft.all_reduce(refs, OfAll(3))  # type: ignore[arg-type,type-var]  # no function
 
 
 async def test_members_that_meet_have_to_have_the_same_op_of_all(rt: aiodaft.Runtime) -> None:

@@ -81,6 +81,8 @@ _REDUCERS: Final[dict[str, tuple[Callable[[Any, Any], Any], str, str]]] = {
 def check_reducer(op: Reducer) -> Reducer:
     if not callable(op) and op not in _REDUCERS:
         raise ValueError(f"op is one of {', '.join(_REDUCERS)}, or a function of two values, not {op!r}")
+    if isinstance(op, OfAll) and not callable(op.function):
+        raise TypeError(f"{op!r:.80}: a function of the list of all values is needed")
     return op
 
 

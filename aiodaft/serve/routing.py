@@ -125,6 +125,8 @@ class Turns:
     """
 
     def __init__(self, quantum: float = math.inf, most: int = 256) -> None:
+        if not quantum > 0:
+            raise ValueError(f"quantum is to be more than 0 tokens, not {quantum}")
         self.quantum, self.most = quantum, most
         self.waiting: list[Request] = []
         self.credit: dict[str, float] = {}
@@ -142,8 +144,10 @@ class Turns:
             for request in self.waiting:
                 if self.credit[request.tenant] > 0:
                     return request
-            for tenant in {request.tenant for request in self.waiting}:
-                self.credit[tenant] += self.quantum
+            tenants = {request.tenant for request in self.waiting}
+            rounds = max(1, -max(self.credit[tenant] for tenant in tenants) // self.quantum)
+            for tenant in tenants:
+                self.credit[tenant] += rounds * self.quantum
 
     def pay(self, request: Request) -> None:
         """Begin the request."""
@@ -156,7 +160,7 @@ class Turns:
             self.credit.clear()
 
 
-class _Astray(Exception):
+class _Astray(OutcomeUnknown):
     """A request has left its engine, and has not arrived."""
 
 
@@ -185,7 +189,7 @@ class _Leg:
             if is_leaving:
                 following = None if self.next is None else await self.next
                 if following is None:
-                    raise _Astray
+                    raise _Astray(f"the last piece of {self.member.engine!r} has no tokens: it has no more of the text")
                 yield following
         finally:
             self.is_over = True
@@ -256,7 +260,7 @@ class Router:
             for member in self.members:
                 self._followers.append(self._tasks.create_task(self._follow(member)))
             try:
-                while not all(member.load for member in self.members):
+                while not all(member.load or member.role == "gone" for member in self.members):
                     await self.changed.wait()
                 yield self
             finally:
@@ -383,8 +387,6 @@ class Router:
                                 flight.add(piece)
                                 yield piece  # noqa: ASYNC119 - its caller closes it
                         return
-                    except _Astray:
-                        self.resumed += 1
                     except OutcomeUnknown:
                         losses += 1
                         if losses > _LOSSES:
@@ -430,6 +432,8 @@ class Router:
                     async for item in items:
                         if isinstance(item, _Leg):
                             following = item
+                        elif flight.is_complete:
+                            return  # its engine goes on
                         else:
                             yield item  # noqa: ASYNC119 - `generate` closes it
                 leg = following

@@ -251,6 +251,16 @@ def test_beyond_the_queue_prompts_are_refused_and_one_that_leaves_makes_room() -
     assert turns.credit == {}
 
 
+def test_a_request_of_any_size_is_paid_in_as_many_turns_as_it_takes_at_once() -> None:
+    turns = Turns(quantum=1)
+    prompts = [asked(b"x", 1 << 40), asked(b"y", 1)]
+    for prompt in prompts:
+        turns.enter(prompt)
+    assert begun(turns) == prompts
+    with pytest.raises(ValueError, match="quantum is to be more than 0 tokens, not 0"):
+        Turns(quantum=0)
+
+
 def begun(turns: Turns) -> list[Request]:
     found = []
     while turns.waiting:

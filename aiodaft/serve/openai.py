@@ -147,16 +147,20 @@ def asked_of(fields: Any, chat: bool, tokenizer: Tokenizer, context: int | None)
         body.one("stream", bool, False),
         bool(body.one("stream_options", dict, {}).get("include_usage")),
         body.one("return_token_ids", bool, False),
-        body.number("timeout", None, 0, 1 << 31),
+        body.number("timeout", None, 0.001, 1 << 31),
     )
 
 
 def _prompts(body: _Body, tokenizer: Tokenizer) -> list[list[int]]:
     given = body.fields.get("prompt", "")
     several = given if isinstance(given, list) and not (given and type(given[0]) is int) else [given]
-    found = [
-        tokenizer.encode(one) if isinstance(one, str) else body.ids("prompt", one, tokenizer.size) for one in several
-    ]
+    try:
+        found = [
+            tokenizer.encode(one) if isinstance(one, str) else body.ids("prompt", one, tokenizer.size)
+            for one in several
+        ]
+    except (TypeError, UnicodeEncodeError) as error:  # half of a pair of surrogates
+        raise BadRequest(f"'prompt' is not text: {error}", "prompt") from None
     if not found or not all(found):
         raise BadRequest("'prompt' is empty", "prompt")
     return found
@@ -192,11 +196,12 @@ def _sampling(body: _Body, chat: bool, size: int) -> Sampling:
         logprobs = (logprobs or 0) if body.one("logprobs", bool, False) else None
     biases = body.one("logit_bias", dict, {})
     try:
-        logit_bias = tuple((range(size)[int(token)], float(bias)) for token, bias in biases.items())
-    except (TypeError, ValueError, IndexError):
-        raise BadRequest(
-            f"'logit_bias' is to map tokens, which are less than {size}, to numbers", "logit_bias"
-        ) from None
+        logit_bias = tuple((int(token), float(bias)) for token, bias in biases.items())
+    except (TypeError, ValueError, OverflowError):
+        logit_bias = ((-1, 0.0),)
+    if not all(0 <= token < size and -100 <= bias <= 100 for token, bias in logit_bias):
+        text = f"'logit_bias' is to map tokens, which are less than {size}, to numbers from -100 to 100"
+        raise BadRequest(text, "logit_bias")
     numbers = {name: body.number(name, default, low, high) for name, default, low, high in _NUMBERS}
     top_k, seed = body.number("top_k", 0, -1, 1 << 31, int), random.getrandbits(62)
     seed = body.number("seed", seed, -(1 << 63), (1 << 63) - 1, int)
@@ -362,7 +367,7 @@ class _Api:
     async def answer(self, request: HttpRequest, *, chat: bool) -> _Answer:
         try:
             body = json.loads(await request.body())
-        except (UnicodeDecodeError, ValueError) as error:
+        except (RecursionError, ValueError) as error:
             raise BadRequest(f"the body is not JSON: {error}") from None
         router: Router = request.state.router
         asked = asked_of(body, chat, self.tokenizer, router.context)

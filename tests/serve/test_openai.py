@@ -165,7 +165,12 @@ async def test_logprobs_have_the_forms_of_completions_and_of_chats() -> None:
         (COMPLETIONS, {"prompt": [1, "x"]}, 400, "prompt", None),
         (COMPLETIONS, {"prompt": [1, 256]}, 400, "prompt", None),
         (COMPLETIONS, {"prompt": "x", "logit_bias": {"256": 1}}, 400, "logit_bias", None),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"-1": 1}}, 400, "logit_bias", None),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"5": "nan"}}, 400, "logit_bias", None),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"5": 10**400}}, 400, "logit_bias", None),
+        (COMPLETIONS, {"prompt": "\ud800"}, 400, "prompt", None),
         (COMPLETIONS, {"prompt": "x", "timeout": math.inf}, 400, "timeout", None),
+        (COMPLETIONS, {"prompt": "x", "timeout": 0}, 400, "timeout", None),
         (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", None),
         (COMPLETIONS, {"prompt": "x", "temperature": "hot"}, 400, "temperature", None),
         (COMPLETIONS, {"prompt": "x", "temperature": 2.5}, 400, "temperature", None),
@@ -211,11 +216,12 @@ async def test_what_is_no_json_or_no_path_has_an_error_of_openai_too() -> None:
         answers = [
             await client.post(COMPLETIONS, content=b"{"),
             await client.post(COMPLETIONS, content=b"[1]"),
+            await client.post(COMPLETIONS, content=b"[" * 100_000),
             await client.get("/v1/nothing"),
             await client.get(COMPLETIONS),
             await client.get("/v1/models/other"),
         ]
-        assert [answer.status_code for answer in answers] == [400, 400, 404, 405, 404]
+        assert [answer.status_code for answer in answers] == [400, 400, 400, 404, 405, 404]
         assert all(set(answer.json()["error"]) == {"message", "type", "param", "code"} for answer in answers)
         (model,) = (await client.get("/v1/models")).json()["data"]
         assert (model["id"], model["object"], model["max_model_len"]) == ("letters", "model", 200)

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from aiodaft.serve.batch import Sizes
-from aiodaft.serve.engine import Bytes, Engine, Given, HttpEngine, Load, Piece, Request, Sampling, Tokenizer
+from aiodaft.serve.engine import Bytes, Engine, Given, HttpEngine, Load, Piece, Refused, Request, Sampling, Tokenizer
 from aiodaft.serve.routing import (
     Flight,
     Member,
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bytes", "Engine", "Flight", "Given", "HttpEngine", "Load", "Member", "Model", "Piece", "Policy",
-    "PretrainedTokenizer", "Request", "Router", "Sampling", "Sizes", "Tokenizer", "TorchEngine", "TransformersModel",
-    "Turns", "app", "least_work", "prefix_locality", "pretrained", "round_robin", "sticky", "two_choices",
+    "PretrainedTokenizer", "Refused", "Request", "Router", "Sampling", "Sizes", "Tokenizer", "TorchEngine",
+    "TransformersModel", "Turns", "app", "least_work", "prefix_locality", "pretrained", "round_robin", "sticky", "two_choices",
 ]  # fmt: skip
 
 

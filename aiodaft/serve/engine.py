@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final, NamedTuple, Protocol
 from uuid import uuid4
 
 from aiodaft.actor import Actor
+from aiodaft.exceptions import Overloaded
 from aiodaft.member import create_task
 from aiodaft.methods import method
 from aiodaft.supervision import Backoff, Restart
@@ -109,6 +110,10 @@ class Request:
         more = tuple(ids)
         written = self.written + len(more)
         return replace(self, tokens=self.tokens + more, count=self.count - count, written=written, name=uuid4().hex)
+
+
+class Refused(ValueError):
+    """Raised by an engine that does not take a request as it is: the client gets 400, and this text."""
 
 
 class Given(NamedTuple):
@@ -280,10 +285,23 @@ class HttpEngine(Engine):
         while True:
             try:
                 if (await self.client.get("/health")).status_code == 200:
+                    self.context = await self._read_context() if self.ids else None
                     return self
             except httpx.TransportError:
                 pass
             await asyncio.sleep(_PATIENCE)
+
+    async def _read_context(self) -> int | None:
+        answer = await self.client.get("/v1/models")
+        models = answer.json()["data"] if answer.is_success else []
+        named = [one for one in models if one["id"] == self.fields.get("model", one["id"])]
+        return named[0].get("max_model_len") if named else None
+
+    @method
+    async def loads(self) -> AsyncGenerator[Load]:
+        """Give the places, and the context, if tokens are those of the server, and it tells it."""
+        yield Load(self.places, context=self.context)
+        await asyncio.get_running_loop().create_future()
 
     async def _end_with_program(self) -> None:
         # The last lines of a process are in the ActorDied that its callers get.
@@ -316,8 +334,10 @@ class HttpEngine(Engine):
         }
         try:
             async with self.client.stream("POST", "/v1/completions", json=asked) as response:
-                if response.status_code != 200:
-                    raise ValueError(f"the server answered {response.status_code}: {(await response.aread())!r:.500}")
+                if (status := response.status_code) != 200:
+                    text = f"the server answered {status}: {(await response.aread()).decode(errors='replace'):.500}"
+                    kind = Overloaded if status in (429, 503) else Refused if status < 500 else ValueError
+                    raise kind(text)
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
                         event = json.loads(line.removeprefix("data: "))

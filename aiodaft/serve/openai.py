@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from aiodaft.exceptions import DeadlineExceeded, OutcomeUnknown, Overloaded
 from aiodaft.runtime import Runtime
-from aiodaft.serve.engine import Bytes, Piece, Request, Sampling, Tokenizer
+from aiodaft.serve.engine import Bytes, Piece, Refused, Request, Sampling, Tokenizer
 from aiodaft.serve.routing import Router
 from aiodaft.web import Ingress
 
@@ -489,6 +489,8 @@ class _Answer:
         except* (TimeoutError, DeadlineExceeded):
             text = f"The request was not complete after {seconds} s." if seconds else "The request took too long."
             failed, error = 504, _error(text, "server_error", None, "timeout")
+        except* Refused as errors:
+            failed, error = 400, _error(str(errors.exceptions[0]), "invalid_request_error")
         except* Exception as errors:
             _logger.exception("a request failed", exc_info=errors)
             error = _error("The server had an error.", "server_error")

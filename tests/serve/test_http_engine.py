@@ -6,13 +6,17 @@ import asyncio
 import os
 import signal
 import sys
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from letter_engine import Letters, StoppingBytes, text_after
+from web_server import serving
 
 import aiodaft
+from aiodaft import serve
 from aiodaft.serve import HttpEngine, Request, Router, Sampling
 
 pytestmark = [pytest.mark.programs, pytest.mark.timeout(120)]
@@ -65,6 +69,27 @@ async def test_with_the_tokens_of_the_model_stops_end_a_text_and_clients_that_le
             async with aclosing(router.generate(Request((*b"hold",), 9))) as pieces:
                 await anext(pieces)
         assert await written(router, "x", 9) == text_after("x", 9)
+
+
+@pytest.mark.parametrize("ids", [True, False])
+async def test_the_context_of_the_program_ends_a_chat_and_a_request_that_it_refuses_is_a_bad_one(ids: bool) -> None:
+    @asynccontextmanager
+    async def router(rt: aiodaft.Runtime) -> AsyncGenerator[Router]:
+        async with (
+            rt.group(1, HttpEngine, COMMAND, ids=ids, fields={"model": "letters"}) as engines,
+            Router([], engines).running() as running,
+        ):
+            yield running
+
+    app = serve.app(router, "letters", runtime=lambda: aiodaft.Runtime(preload=()))
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
+        answer = await client.post("/v1/chat/completions", json=chat)
+        if ids:
+            assert (answer.status_code, answer.json()["usage"]["total_tokens"]) == (200, 200)
+        else:
+            assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+            assert "maximum context length is 200 tokens" in answer.json()["error"]["message"]
 
 
 async def test_a_program_that_does_not_start_fails_the_spawn_with_its_last_words(rt: aiodaft.Runtime) -> None:

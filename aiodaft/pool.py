@@ -12,6 +12,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast, overloa
 from aiodaft._protocol.numbers import is_count
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.groups.member_calls import GroupMap, TaskQueue, Unit
+from aiodaft._runtime.process import Process
 from aiodaft.actor import Actor, target_of
 from aiodaft.group import Group
 from aiodaft.methods import MethodSpec, method, specs_of
@@ -197,7 +198,7 @@ class PoolExecutor(concurrent.futures.Executor):
         if not self._open:
             raise RuntimeError("this executor was shut down")
         ref = self._pool.submit(fn, *args, **kwargs)
-        future: concurrent.futures.Future[R] = concurrent.futures.Future()
+        future = _TaskFuture[R](self._process)
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
         future.add_done_callback(lambda ended: ref.cancel() if ended.cancelled() else None)
@@ -217,12 +218,34 @@ class PoolExecutor(concurrent.futures.Executor):
             for future in futures:
                 future.cancel()
         if wait and futures:
-            if self._process.is_here:
-                raise RuntimeError(
-                    "the loop cannot wait for tasks: await the futures first, with `asyncio.wrap_future`, or leave the "
-                    "`with` block in a thread"
-                )
+            _check_away(self._process)
             concurrent.futures.wait(futures)
+
+
+class _TaskFuture(concurrent.futures.Future[R]):
+    def __init__(self, process: Process) -> None:
+        super().__init__()
+        self._process = process
+
+    def result(self, timeout: float | None = None) -> R:
+        self._check(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._check(timeout)
+        return super().exception(timeout)
+
+    def _check(self, timeout: float | None) -> None:
+        if timeout != 0 and not self.done():
+            _check_away(self._process)
+
+
+def _check_away(process: Process) -> None:
+    if process.is_here:
+        raise RuntimeError(
+            "the loop cannot wait for tasks: await the futures, by `asyncio.wrap_future`, or run the code that waits "
+            "for them in a thread, by `asyncio.to_thread`"
+        )
 
 
 async def _carry(ref: Ref[R], future: concurrent.futures.Future[R], closing: Callable[[], Exception]) -> None:

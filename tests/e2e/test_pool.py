@@ -105,8 +105,12 @@ async def test_code_that_takes_an_executor_takes_a_pool(rt: aiodaft.Runtime) -> 
         desk = await rt.spawn(Desk)
         runs = executor.submit(wait, desk)
         await desk.arrival()
-        with pytest.raises(RuntimeError, match="the loop cannot wait for tasks"):
-            executor.shutdown()
+        # The loop would wait for ever.
+        for waits in (runs.result, runs.exception, lambda: list(executor.map(square, [2])), executor.shutdown):
+            with pytest.raises(RuntimeError, match="the loop cannot wait for tasks: await the futures"):
+                waits()
+        with pytest.raises(TimeoutError):
+            runs.result(timeout=0)
         with pytest.raises(RuntimeError, match="was shut down"):
             executor.submit(square, 1)
         assert runs.cancel()

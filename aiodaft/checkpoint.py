@@ -47,7 +47,7 @@ async def save(state: Sharded | HasSharded, path: Path) -> Ref[None]:
         path: A folder that does not exist. What a killed save to this path has left beside it is removed.
 
     Raises:
-        TypeError: A shard is no dict of plain tensors.
+        TypeError: The state is neither; or a shard is no dict of plain tensors.
         ValueError: A shard differs from its layout; or safetensors has no tensors of such a dtype.
         Exception: The error of the call for a shard.
         From the ref: FileExistsError, if there is something at the path, or another save to it goes on; OSError, of a
@@ -55,6 +55,8 @@ async def save(state: Sharded | HasSharded, path: Path) -> Ref[None]:
 
     Cancellation: no save begins. To end one, cancel the ref.
     """
+    if not isinstance(state, Sharded) and not hasattr(state, "sharded"):
+        raise TypeError(f"state is of {type(state).__name__}: give Sharded(refs, layout), or a Step of aiodaft.tensor")
     shards = state if isinstance(state, Sharded) else state.sharded()
     grids = shards.layout._grids
     files, places = lay_out_files(grids)

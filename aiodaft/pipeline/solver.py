@@ -90,11 +90,20 @@ def solved(
 
     Raises:
         ImportError: SciPy is not installed: it comes with the extra `plan`.
-        ValueError: No schedule holds so few; it says the least.
+        ValueError: No schedule holds so few; it says the least. Or an argument cannot be.
     """
     most = max(map(list(places).count, places), default=0)
     if microbatches < 1 or not places or set(places) != set(range(max(places) + 1)):
-        raise ValueError(f"places={list(places)}, microbatches={microbatches}: give a stage to each rank from 0 on")
+        raise ValueError(
+            f"places={list(places)}, microbatches={microbatches}: give a stage to each rank from 0 on, and at least "
+            "one micro-batch"
+        )
+    try:
+        times = [cost_of(Task(stage, 0, kind), costs) for stage, kind in product(range(len(places)), Kind)]
+    except LookupError:
+        times = [math.nan]
+    if not all(0 <= one < math.inf for one in times):
+        raise ValueError(f"costs={costs}: give a time from 0 on for F, B and W, or a list with that of each stage")
     if held < most:
         raise ValueError(f"held={held}: a rank with {most} stages holds at least {most} activations")
     fitting = [one for one in _known(places, microbatches, costs, held) if max(simulate(one, costs).held) <= held]

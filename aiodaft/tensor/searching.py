@@ -407,7 +407,8 @@ class _Search:
         best = min(every, key=self._used)
         text = (
             f"no strategy was found that holds in {size_text(self.memory)}: the least takes "
-            f"{size_text(self._used(best))}, {size_text(self._over(best))} too much ({best.words})"
+            f"{size_text(self._used(best))}, {size_text(self._over(best))} too much ({best.words}). "
+            "Parts of unequal lengths were not tried"
         )
         axis = max((one for one in best.axes if one != PIPELINE_AXIS), key=best.axes.__getitem__, default="")
         for factor in (2, 4, 8, 16) if axis else ():

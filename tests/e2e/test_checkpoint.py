@@ -14,7 +14,7 @@ import torch
 from sharded import Rank, Reader, assert_has, loaded, whole_tensors
 
 import aiodaft
-from aiodaft import checkpoint
+from aiodaft import Refs, checkpoint
 from aiodaft.resharding import Layout, Sharded, Sharding
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -147,6 +147,9 @@ async def test_bad_input_is_refused_before_anything_moves(rt: aiodaft.Runtime, t
         Sharded(state, STAGED)
     with pytest.raises(ValueError, match=r"'layer0' in the shard of rank 0 of the source is torch.float32 of shape"):
         await checkpoint.save(Sharded(state, placed({"tp": 4})), tmp_path / "two")
+    refs: Any = Refs(state)
+    with pytest.raises(TypeError, match=r"state is of Refs: give Sharded\(refs, layout\), or a Step of aiodaft.tensor"):
+        await checkpoint.save(refs, tmp_path / "two")
     group = await rt.group(3, Reader)
     nothing: Any = group.all(Reader.reads)
     with pytest.raises(AttributeError, match="bytes_read"):

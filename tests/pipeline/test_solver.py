@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -91,6 +92,10 @@ def test_memory_between_two_known_schedules_is_used() -> None:
 def test_bad_input_is_refused_and_a_missing_solver_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="a rank with 2 stages holds at least 2"):
         solved([0, 1, 1, 0], 4, held=1)
+    wrong: list[Costs] = [{F: 1, B: 1}, {F: [1], B: [1], W: [1]}, {F: -1, B: 1, W: 1}, {F: math.nan, B: 1, W: 1}]
+    for costs in wrong:
+        with pytest.raises(ValueError, match="give a time from 0 on for F, B and W, or a list with that of each stage"):
+            solved([0, 1], 2, costs, held=2)
     with pytest.raises(ValueError, match="give a stage to each rank"):
         solved([0, 2], 4, held=1)
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)

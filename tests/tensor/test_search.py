@@ -180,7 +180,10 @@ def test_a_slow_outer_link_gets_the_axis_that_sends_less(deep: Program) -> None:
 
 
 def test_memory_that_cannot_be_met_is_refused_with_what_would(layer: Program) -> None:
-    with pytest.raises(ValueError, match=r"holds in 1\.5 MB: the least .* too much .*On \d+ devices \(d=\d+\) it"):
+    with pytest.raises(
+        ValueError,
+        match=r"holds in 1\.5 MB: the least .* too much .*unequal lengths were not tried\. On \d+ devices \(d=\d+\) it",
+    ):
         search(layer, {"d": 2}, hardware(1e10), memory=1.5e6)
 
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Bytes", "Engine", "Flight", "Given", "HttpEngine", "Load", "Member", "Model", "Piece", "Policy",
     "PretrainedTokenizer", "Refused", "Request", "Router", "Sampling", "Sizes", "Tokenizer", "TorchEngine",
-    "TransformersModel", "Turns", "app", "least_work", "prefix_locality", "pretrained", "round_robin", "sticky", "two_choices",
+    "TransformersModel", "Turns", "app", "least_work", "prefix_locality", "pretrained", "round_robin", "sticky",
+    "two_choices",
 ]  # fmt: skip
 
 

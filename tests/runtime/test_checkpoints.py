@@ -149,6 +149,15 @@ def rename_tensor(path: Path) -> None:
     path.write_text(json.dumps(index))
 
 
+def with_part(index: int, value: Any) -> Callable[[Path], object]:
+    def change(path: Path) -> None:
+        content = json.loads(path.read_text())
+        content["metadata"]["parts"][0][index] = value
+        path.write_text(json.dumps(content))
+
+    return change
+
+
 FIRST, SECOND = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
 
 
@@ -162,6 +171,10 @@ FIRST, SECOND = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
         (SECOND, flip, f"is corrupted: {SECOND} has other bytes of 'w' than were saved"),
         (FIRST, flip, f"is corrupted: {FIRST} has other bytes of 'n' than were saved"),
         (INDEX, shorten, f"{INDEX} is half or corrupted"),
+        (INDEX, with_part(0, "other"), f"{INDEX} has a checksum of a part of 'other' that is nowhere"),
+        (INDEX, with_part(1, [8, 0]), f"{INDEX} has a checksum of a part of 'w' that is nowhere"),
+        (INDEX, with_part(2, [1]), f"{INDEX} has a checksum of a part of 'w' that is nowhere"),
+        (INDEX, lambda path: path.write_text('{"weight_map": {"w": ".."}}'), r"it has no \.\., which the index"),
         (INDEX, rename_tensor, f"{SECOND} has no 'other', which the index expects there"),
     ],
 )  # fmt: skip

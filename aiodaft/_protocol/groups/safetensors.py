@@ -69,6 +69,13 @@ class Part(NamedTuple):
     size: tuple[int, ...]
     checksum: int
 
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape has such a part."""
+        return len(self.start) == len(self.size) == len(shape) and all(
+            min(start, size) >= 0 and start + size <= length
+            for start, size, length in zip(self.start, self.size, shape, strict=True)
+        )
+
 
 class File(NamedTuple):
     name: str
@@ -123,7 +130,10 @@ def read_index(text: bytes) -> tuple[dict[str, str], list[Part]]:
     """
     try:
         index = json.loads(text)
-        parts = [Part(name, tuple(start), tuple(size), sum_) for name, start, size, sum_ in _parts_of(index)]
+        parts = [
+            Part(name, tuple(map(int, start)), tuple(map(int, size)), sum_)
+            for name, start, size, sum_ in _parts_of(index)
+        ]
         files = {str(name): str(file) for name, file in index["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{INDEX} is half or corrupted: {error!r}") from error

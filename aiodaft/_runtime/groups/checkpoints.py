@@ -179,6 +179,11 @@ def look(path: str) -> Contents:
     for name, file in files.items():
         if name not in places or places[name].file != file:
             raise ValueError(f"{path} is half or corrupted: {file} has no {name!r}, which the index expects there")
+    for part in parts:
+        if part.name not in places or not part.fits(places[part.name].shape):
+            raise ValueError(
+                f"{path} is half or corrupted: {INDEX} has a checksum of a part of {part.name!r} that is nowhere"
+            )
     return places, parts
 
 
@@ -187,7 +192,7 @@ def _look_into(path: str, file: str) -> dict[str, Place]:
         with open(os.path.join(path, file), "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             return read_header(file, opened.read(header_length(file, opened.read(8), size)), size)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise ValueError(f"{path} is half: it has no {file}, which the index names") from None
 
 

@@ -121,7 +121,7 @@ class Batch:
     def __init__(self, sizes: Sizes) -> None:
         self.pages, self.places, self.chunk = Pages(sizes.pages), sizes.places, sizes.chunk
         self.waiting, self.running = deque[Sequence](), list[Sequence]()  # the oldest first
-        self.preempted = self.prompt_tokens = self.hit_tokens = self.told = 0
+        self.preempted = self.prompt_tokens = self.hit_tokens = self.told = self.told_prompts = 0
 
     @property
     def work(self) -> int:
@@ -129,10 +129,14 @@ class Batch:
 
     @property
     def has_news(self) -> bool:
-        return abs(self.work - self.told) + PAGE * len(self.pages.forgotten) >= _NEWS
+        work, prompts = self.work, self.prompt_tokens - self.told_prompts
+        if not work:  # a load that stays has the state of now
+            return bool(self.told or prompts)
+        return max(abs(work - self.told) + PAGE * len(self.pages.forgotten), prompts) >= _NEWS
 
     def load(self) -> Load:
-        self.told, forgotten, self.pages.forgotten = self.work, self.pages.forgotten, []
+        self.told, self.told_prompts = self.work, self.prompt_tokens
+        forgotten, self.pages.forgotten = self.pages.forgotten, []
         return Load(
             self.places,
             self.told,

@@ -414,6 +414,9 @@ class _Choice:
                 now = time.monotonic()
                 (metrics.between if self.written else metrics.first).observe(now - before)
                 before, last = now, piece.ids[-1]
+                if not self.written:
+                    metrics.prompt.inc(len(self.request.tokens))
+                metrics.text.inc(piece.size)
                 self.written += piece.size
                 part, is_over = self.text.add(piece.ids)
                 reason = "stop" if is_over else ""
@@ -426,8 +429,6 @@ class _Choice:
             tell(self, self.text.end(), [], reason)
         metrics.ended(reason).inc()
         metrics.whole.observe(time.monotonic() - began)
-        metrics.prompt.inc(len(self.request.tokens))
-        metrics.text.inc(self.written)
 
     def named(self, ids: Sequence[int], logprob: float | None) -> dict[str, Any]:
         name = self.tokenizer.decode(ids)

@@ -182,6 +182,13 @@ def test_routers_are_told_when_the_work_has_changed_by_much_or_pages_are_reused(
     assert not batch.work
     assert batch.has_news
     assert page_keys(b"a" * PAGE)[0] in batch.load().forgotten
+    # At rest, the counts are those of now.
+    assert not batch.has_news
+    batch.add(sequence_of(b"e", 2))
+    steps.complete()
+    assert batch.has_news
+    assert batch.load().asked == 702
+    assert not batch.has_news
 
 
 @settings(deadline=None, max_examples=30)

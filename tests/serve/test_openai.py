@@ -251,6 +251,11 @@ async def test_metrics_have_the_names_of_vllm() -> None:
     assert float(values[f'vllm:request_success_total{{finished_reason="length",{label}}}']) == 1
 
 
+async def tokens_written(client: httpx.AsyncClient) -> float:
+    lines = (await client.get("/metrics")).text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+
 async def held(opened: Opened) -> int:
     return sum([await member.engine.count_held() for member in opened.router.members])  # type: ignore[attr-defined]
 
@@ -269,12 +274,14 @@ async def test_clients_that_leave_free_their_places_and_beyond_the_queue_request
             one.cancel()
         while await held(opened) or opened.router.under_way or opened.router.turns.waiting:
             await asyncio.sleep(0)
-        # One that streams, too.
+        # One that streams, too; the token that it got counts.
+        before = await tokens_written(client)
         async with client.stream("POST", COMPLETIONS, json={**fields, "stream": True}) as response:
             await anext(response.aiter_lines())
             assert opened.router.under_way == 1
         while await held(opened) or opened.router.under_way:
             await asyncio.sleep(0)
+        assert await tokens_written(client) == before + 1
 
 
 async def test_a_request_that_takes_too_long_is_answered_by_504_and_ends() -> None:

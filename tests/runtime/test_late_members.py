@@ -29,6 +29,11 @@ class Worker(Actor):
         return 1.0
 
     @method
+    async def fail(self, seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        raise LookupError
+
+    @method
     async def meet(self, seconds: float) -> float:
         await asyncio.sleep(seconds)
         return await aiodaft.current_group().all_reduce(1.0, key="loss")
@@ -88,6 +93,24 @@ def test_before_the_usual_time_is_known_a_member_has_five_seconds(caplog: pytest
             assert "not come" not in caplog.text
             await all_reduce(group, [0.1, 7.0], in_methods=True)
             assert "rank 1 of 2 has not come for 5." in caplog.text
+
+    simulation = Simulation(1)
+    simulation.run(main())
+
+
+def test_values_that_fail_say_nothing_about_the_usual_time(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with simulation.runtime() as rt, rt.group(2, Worker) as group:
+            for _ in range(2):
+                await all_reduce(group, [0.1, 0.2], in_methods=False)
+            for _ in range(2):
+                with pytest.raises(ExceptionGroup, match="2 members failed"):
+                    await aiodaft.all_reduce([group[0].make(0.1), group[1].fail(9.0)])
+            caplog.clear()
+            late = asyncio.get_running_loop().create_task(all_reduce(group, [0.1, 5.0], in_methods=False))
+            await asyncio.sleep(1.2)
+            assert "rank 1 (Worker-1[1]) of 2 has not come for 0." in caplog.text
+            await late
 
     simulation = Simulation(1)
     simulation.run(main())

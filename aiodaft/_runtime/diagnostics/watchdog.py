@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from aiodaft._protocol.groups.meeting import Gathering, Usual
 from aiodaft._runtime.calls.call import CallState
@@ -20,11 +20,11 @@ _PATIENCE: Final = 0.25
 class _Values(Gathering):
     """A collective on refs: a member comes when its value exists."""
 
-    __slots__ = ("_title", "states")
+    __slots__ = ("_title", "failed", "states")
 
     def __init__(self, title: str, states: Sequence[RefState], usual: Usual) -> None:
         super().__init__(len(states), usual)
-        self._title, self.states = title, dict(enumerate(states))
+        self._title, self.states, self.failed = title, dict(enumerate(states)), False
 
     @property
     def title(self) -> str:
@@ -60,15 +60,17 @@ class Watchdog:
             else:
                 state.watch(partial(self._come, gathering, rank))
 
-    def _come(self, gathering: _Values, rank: int, _: Any) -> None:
+    def _come(self, gathering: _Values, rank: int, state: RefState) -> None:
         now = self._process.env.monotonic()
         if gathering.since is None:
             gathering.since = now
             self.look_later()
         del gathering.states[rank]
+        gathering.failed |= state.error is not None
         if not gathering.states:
             self._values.discard(gathering)
-            gathering.usual.note(now - gathering.since)
+            if not gathering.failed:
+                gathering.usual.note(now - gathering.since)
 
     def look_later(self) -> None:
         if not self._looking and self._process.closed is None:

@@ -24,6 +24,9 @@ _PLAIN = {"foreach": False, "fused": False, "capturable": False}
 _FLOATS = {"lr", "momentum", "dampening", "weight_decay", "eps", "alpha", "lr_decay"}
 """Numbers of groups that may be given as integers."""
 
+_COUNTS = {"step", "eta", "mu", "mu_product"}
+"""States of torch's optimizers that are numbers, also of parameters that have more elements."""
+
 
 class Update:
     """An optimizer whose parameters are fake tensors for a while."""
@@ -169,7 +172,7 @@ class Update:
         if fill is None and value.device.type == "meta":
             fill = group.get("initial_accumulator_value", 0.0)
         first: dict[str, Any] = {"fill": fill} if fill is not None else {"value": value.detach().clone()}
-        if value.dim():
+        if value.dim() or (not parameter.dim() and key not in _COUNTS):
             return self.tracer.input(value, f"{key}/{name}", "state", parameter=name, **first)
         now = float(value) if fill is None else fill
         slot = steps.get((key, now))

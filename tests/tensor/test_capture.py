@@ -209,6 +209,26 @@ def test_an_optimizer_of_torch_updates_as_in_one_process(name: str) -> None:
     assert_same_steps(fit, model, OPTIMIZERS[name](list(model.parameters())), rows())
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = small()
+        self.scale, self.shift = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.model(x) * self.scale + self.shift
+        return scaled
+
+
+@pytest.mark.parametrize("name", ["momentum", "amsgrad", "nadam", "adagrad"])
+def test_parameters_without_dimensions_have_states_of_their_own(name: str) -> None:
+    model = Scaled()
+    program = assert_same_steps(fit, model, OPTIMIZERS[name](list(model.parameters())), rows())
+    states = {one.name for one in program.inputs if one.role == "state" and one.parameter == "scale"}
+    assert states
+    assert {one.partition("/")[2] for one in states} == {"scale"}
+
+
 def test_an_optimizer_that_has_made_steps_goes_on_from_its_state() -> None:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)

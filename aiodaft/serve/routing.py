@@ -17,6 +17,7 @@ from aiodaft.serve.engine import PAGE, Engine, Load, Piece, Request
 _LOSSES: Final = 3  # of engines, for one prompt
 _WORTH: Final = 16  # tokens of work that an engine may have more for each token of a beginning that it knows
 _KEYS: Final = 1 << 17  # of an engine, that a router keeps
+_AGAIN: Final = 0.1  # seconds until an engine is asked for its load again, if its stream of them ends
 
 Role: TypeAlias = Literal["prefill", "decode", "drained", "gone"]
 
@@ -281,6 +282,7 @@ class Router:
                 async for load in member.engine.loads():
                     member.take(load)
                     self._ring()
+                await asyncio.sleep(_AGAIN)
             except DaftError as error:
                 member.lose()
                 if not isinstance(error, OutcomeUnknown) or error.executed is False:  # it is not restarted any more
@@ -301,8 +303,10 @@ class Router:
         """Give an engine another role; it completes the requests that it has begun.
 
         Raises:
-            ValueError: It is the last one that decodes.
+            ValueError: It is the last one that decodes, or there is no such role.
         """
+        if role not in ("prefill", "decode", "drained"):
+            raise ValueError(f"the role of an engine is 'prefill', 'decode' or 'drained', not {role!r}")
         if role != "decode" and self.up("decode") in ([], [self.members[number]]):
             raise ValueError("this is the last engine that decodes")
         self.members[number].role = role

@@ -61,6 +61,34 @@ async def test_an_engine_that_ends_without_a_token_fails_the_request() -> None:
         assert router.under_way == 0
 
 
+class Brief(Endless):
+    """Tells its load once, and ends the stream."""
+
+    asked = 0
+
+    @aiodaft.method
+    async def loads(self) -> AsyncGenerator[serve.Load]:
+        self.asked += 1
+        yield serve.Load(4)
+
+    @aiodaft.method
+    async def times_asked(self) -> int:
+        return self.asked
+
+
+async def test_an_engine_whose_loads_end_is_asked_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiodaft.serve.routing._AGAIN", 3600)
+    async with (
+        aiodaft.Runtime(preload=()) as rt,
+        rt.group(1, Brief) as engines,
+        serve.Router([], engines).running() as router,
+    ):
+        assert [await text_of(router, serve.Request((0, 0), 2)) for _ in range(3)] == [[2, 3]] * 3
+        assert await engines[0].times_asked() == 1
+        with pytest.raises(ValueError, match="'prefill', 'decode' or 'drained', not 'prefil'"):
+            router.assign(0, "prefil")  # type: ignore[arg-type]
+
+
 class Silent(serve.Engine):
     """Has ended for good before it tells its load."""
 

@@ -38,6 +38,8 @@ Parts = tuple[Tensor, ...]
 _TRITS: Final = 5
 # Iterations of the flag median.
 _STEPS: Final = 10
+# Of the start of an iteration, beside the last value.
+_NOISE: Final = 1e-3
 
 
 def median(values: Sequence[Tensor]) -> Tensor:
@@ -179,13 +181,17 @@ class LowRank:
     def encode(self, value: Tensor, before: Parts) -> Parts:
         if value.dim() < 2:
             return (value,)
-        matrix = value.flatten(1)
+        # The decomposition has no narrower dtype.
+        matrix = value.flatten(1).to(torch.promote_types(value.dtype, torch.float32))
         if self.rank > min(matrix.shape):
             raise ValueError(f"rank={self.rank} is over that of a matrix of {' by '.join(map(str, matrix.shape))}")
-        generator = torch.Generator().manual_seed(0)
-        start = before[1] if before else torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix)
-        columns = torch.linalg.qr(matrix @ start).Q
-        return columns, matrix.T @ columns
+        start = torch.randn(matrix.shape[1], self.rank, generator=torch.Generator().manual_seed(0)).to(matrix)
+        if before:
+            # A little of all directions: this value may have none of those of the last one.
+            last = before[1].to(matrix)
+            start = last / last.norm().clamp_min(torch.finfo(matrix.dtype).tiny) + _NOISE * start
+        columns = torch.linalg.qr(matrix @ start).Q.to(value.dtype)
+        return columns, value.flatten(1).T @ columns
 
     def decode(self, parts: Parts, shape: torch.Size) -> Tensor:
         return parts[0] if len(parts) == 1 else (parts[0] @ parts[1].T).reshape(shape)

@@ -98,6 +98,21 @@ def test_a_code_is_that_of_the_tensor_as_it_was() -> None:
         assert [code.decode().tolist() for code in codes] == [[1.0] * 4, [2.0] * 4], codec
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_matrix_of_low_rank_has_a_code_whatever_the_values_before_were(dtype: torch.dtype) -> None:
+    def at(row: int, column: int) -> Tensor:
+        return torch.zeros(4, 3, dtype=dtype).index_put_(
+            (torch.tensor(row), torch.tensor(column)), torch.tensor(2.0, dtype=dtype)
+        )
+
+    encoder = Encoder(LowRank(1))
+    # Without anything, and in directions that the one before has not.
+    for value in (torch.zeros(4, 3, dtype=dtype), at(1, 1), at(2, 2), at(3, 0)):
+        code = encoder.encode(value)
+        assert {part.dtype for part in code.parts} == {dtype}
+        torch.testing.assert_close(code.decode(), value, rtol=0.01, atol=0.01)
+
+
 def test_wrong_values_and_codecs_are_refused_and_leave_the_encoder_as_it_was() -> None:
     encoder = Encoder(Ternary())
     code = encoder.encode(value := made(1, 5))

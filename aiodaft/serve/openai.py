@@ -26,7 +26,7 @@ from starlette.routing import Route
 from aiodaft.exceptions import DeadlineExceeded, OutcomeUnknown, Overloaded
 from aiodaft.runtime import Runtime
 from aiodaft.serve.engine import Bytes, Piece, Refused, Request, Sampling, Tokenizer
-from aiodaft.serve.routing import Router
+from aiodaft.serve.routing import EnginesGone, Router
 from aiodaft.web import Ingress
 
 # Fields that change the answer in a way that is not there, and the values that do not.
@@ -483,7 +483,7 @@ class _Answer:
             async with asyncio.timeout(seconds):
                 await self.write(scope, receive, send)
             return
-        except* (Overloaded, OutcomeUnknown) as errors:
+        except* (Overloaded, OutcomeUnknown, EnginesGone) as errors:
             headers = {"Retry-After": "1"}
             failed, error = 503, _error("The server is overloaded: try again.", "server_error", None, "overloaded")
             _logger.debug("answered by 503: %s", errors)

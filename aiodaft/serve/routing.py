@@ -161,6 +161,10 @@ class Turns:
             self.credit.clear()
 
 
+class EnginesGone(RuntimeError):
+    """No engine that decodes is left, or will be restarted."""
+
+
 class _Astray(OutcomeUnknown):
     """A request has left its engine, and has not arrived."""
 
@@ -376,7 +380,7 @@ class Router:
         Raises:
             Overloaded: As many requests wait as may.
             OutcomeUnknown: It has lost several engines, and may be the cause.
-            RuntimeError: All engines that decode are gone for good.
+            EnginesGone: All engines that decode are gone for good.
 
         Cancellation: the end of the generator frees the places of the request.
         """
@@ -424,7 +428,7 @@ class Router:
         """The engines with a role that run."""
         members = [member for member in self.members if member.role == role]
         if role == "decode" and not members:
-            raise RuntimeError("all engines that decode are gone for good")
+            raise EnginesGone("all engines that decode are gone for good")
         return [member for member in members if member.load]
 
     async def _attempt(self, flight: Flight) -> AsyncGenerator[Piece]:

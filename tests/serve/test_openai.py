@@ -19,6 +19,7 @@ from web_server import serving
 import aiodaft
 from aiodaft import serve
 from aiodaft.serve.openai import Text
+from aiodaft.serve.routing import Role
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -198,10 +199,18 @@ async def test_errors_have_the_status_and_the_body_of_openai(
     assert error["message"]
 
 
-def with_router(app: Any) -> Any:
+async def test_a_router_whose_engines_are_gone_is_unavailable() -> None:
+    transport = httpx.ASGITransport(with_router(serve.app(Opened(), "letters"), role="gone"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        answer = await client.post(COMPLETIONS, json={"prompt": "x"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert (await client.get("/health")).status_code == 503
+
+
+def with_router(app: Any, role: Role = "decode") -> Any:
     """The app inside of the ingress, with a router whose engine is not there."""
     router = serve.Router([], [None])  # type: ignore[list-item]
-    router.members[0].load = serve.Load(4, context=200)
+    router.members[0].load, router.members[0].role = serve.Load(4, context=200), role
 
     async def inner(scope: Any, receive: Any, send: Any) -> None:
         scope["state"] = {"router": router}

@@ -534,7 +534,7 @@ async def resharding(rt: Runtime) -> None:
     assert_type(plan.received, tuple[int, ...])
     group = await rt.group(1, Sharded)
     new = await plan.move(group.all(Sharded.state), to=group)
-    assert_type(new, "Refs[dict[str, torch.Tensor]]")
+    assert_type(new, aiodaft.resharding.Sharded)
     assert_type(await group.each(Sharded.load, new), list[int])
 
 

@@ -34,3 +34,5 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = True
 napoleon_use_ivar = True
+# Attributes have the name of the type `bytes`, which types of others then seem to mean.
+suppress_warnings = ["ref.python"]

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 from aiodaft._protocol.calls.outgoing import NOWHERE
 from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.diagnostics.failures import Cause, Failure
+from aiodaft._protocol.ids import node_of
 from aiodaft._protocol.numbers import amount, count
 from aiodaft._protocol.supervision import REACHABLE
 from aiodaft._runtime.calls.call import Target
@@ -22,7 +23,7 @@ from aiodaft._runtime.node.worker import WorkerProcess
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.causes import message_of
-from aiodaft.exceptions import DaftError, OutcomeUnknown
+from aiodaft.exceptions import DaftError, OutcomeUnknown, PeerLost
 from aiodaft.html import Branch, page, table, tree
 from aiodaft.ref import Ref
 
@@ -190,23 +191,32 @@ async def _process(controller: Owner, target: Target) -> WorkerProcess | None:
     """Its node's record of its process; None if the process, or the node, is gone."""
     if isinstance(target, FollowingTarget) and target.place.peer == NOWHERE:
         return None
-    try:
-        return await controller.nodes.of(target.remote).process_of(target.remote)
-    except OutcomeUnknown as error:
-        logger.debug("the node of %s is gone: %s", target.label, error)
-        return None
+    for _ in range(2):
+        try:
+            return await controller.nodes.of(target.remote).process_of(target.remote)
+        except OutcomeUnknown as error:
+            logger.debug("the node of %s does not answer: %s", target.label, error)
+            if not controller.nodes.is_member(node_of(target.remote)):
+                return None
+        # The connection to it was reset: the next question makes another one.
+    return None
 
 
 async def _report(controller: Owner, target: Target) -> tuple[ActorView, int] | tuple[()] | None:
     """The report of its process; None if the actor is gone, empty if the process did not answer in time."""
-    report: Ref[tuple[ActorView, int]] = controller.agent_of(target.remote).report(target.actor)
-    if not await is_answered(report, controller.process.env.timeouts.report):
-        return ()
-    try:
-        return await report
-    except DaftError as error:
-        logger.debug("%s is gone: %s", target.label, error)
-        return None
+    for _ in range(2):
+        report: Ref[tuple[ActorView, int]] = controller.agent_of(target.remote).report(target.actor)
+        if not await is_answered(report, controller.process.env.timeouts.report):
+            break
+        try:
+            return await report
+        except PeerLost as error:
+            # The connection was reset, perhaps: the next question makes another one, and its node knows of a death.
+            logger.debug("%s is out of reach: %s", target.label, error)
+        except DaftError as error:
+            logger.debug("%s is gone: %s", target.label, error)
+            return None
+    return ()
 
 
 __all__ = [

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import aiodaft
+from aiodaft import overview
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.objects.value import Key
 from aiodaft._runtime.calls.following import FollowingTarget
@@ -155,3 +156,7 @@ def connect_to_stores_within(seconds: float) -> None:
 def break_connection(rt: aiodaft.Runtime, remote: str) -> None:
     """Reset the connection of the process that has opened the runtime and another one."""
     rt._controller.peer.connections[PeerId(remote)].close(ConnectionResetError("reset by a test"))
+
+
+# The questions of `rt.info`: to the node of an actor for its process, and to that process.
+process_asked_for, report_asked_for = overview._process, overview._report

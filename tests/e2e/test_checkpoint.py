@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-import pytest_asyncio
 import torch
+from each_transport import of_module, on_each_transport
 from sharded import Rank, Reader, assert_has, loaded, whole_tensors
 
 import aiodaft
@@ -47,20 +46,7 @@ WHOLE = whole_tensors(
 )
 
 
-@pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.transports)]
-)
-async def shared_runtime(request: pytest.FixtureRequest) -> AsyncIterator[aiodaft.Runtime]:
-    """On each transport; on one of them also without pickle."""
-    codec: Literal["pickle", "msgpack"] = "msgpack" if request.param == "tcp" else "pickle"
-    async with aiodaft.Runtime(transport=request.param, codec=codec) as runtime:
-        await runtime.stop(await runtime.spawn(Rank))
-        yield runtime
-
-
-@pytest.fixture
-def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
-    return module_rt
+shared_runtime, rt = on_each_transport, of_module
 
 
 async def saved(rt: aiodaft.Runtime, path: Path) -> Sharded:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Literal
-
 import pytest
-import pytest_asyncio
 import torch
+from each_transport import of_module, on_each_transport
 from sharded import Rank, assert_has, bits, in_place, loaded, tp, whole_tensors
 
 import aiodaft
@@ -20,20 +17,7 @@ F32 = torch.float32
 KIB = 1 << 10
 
 
-@pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.transports)]
-)
-async def shared_runtime(request: pytest.FixtureRequest) -> AsyncIterator[aiodaft.Runtime]:
-    """On each transport; on one of them also without pickle."""
-    codec: Literal["pickle", "msgpack"] = "msgpack" if request.param == "tcp" else "pickle"
-    async with aiodaft.Runtime(transport=request.param, codec=codec) as runtime:
-        await runtime.stop(await runtime.spawn(Rank))
-        yield runtime
-
-
-@pytest.fixture
-def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
-    return module_rt
+shared_runtime, rt = on_each_transport, of_module
 
 
 async def received(group: Group[Rank]) -> list[tuple[int, int]]:

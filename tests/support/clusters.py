@@ -94,7 +94,7 @@ class Cluster:
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=timeout)
 
     def _start(self, name: str, *options: str) -> RunningNode:
-        process = NODES.start(*options, "--name", name, "--key-file", str(self.key_file), "--cpus", "8")
+        process = NODES.start(self.command(*options, "--name", name, "--key-file", str(self.key_file), "--cpus", "8"))
         self._stack.callback(_ended, process)
         return RunningNode(process, name)
 

@@ -119,7 +119,7 @@ def warm_servers() -> Generator[WarmServers]:
 
 
 class Commands:
-    """Commands of `aiodaft` whose output is read, forked from a process that has loaded their modules."""
+    """Commands, `python -m MODULE`, whose output is read, forked from a process that has loaded their modules."""
 
     def __init__(self, *modules: str) -> None:
         self._modules = modules
@@ -130,8 +130,7 @@ class Commands:
         if self._source is None and _is_known():
             self._source = _Source(self._modules)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "aiodaft.cli", *arguments]
+    def start(self, command: Sequence[str]) -> subprocess.Popen[str]:
         if self._source is None or not self._source.fits(os.environ):
             return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         output, end = os.pipe()
